@@ -114,7 +114,8 @@ class _RecordedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        ctx.recorder.keep(ctx.name, x, grad_output)
+        if not torch.is_grad_enabled():  # with create_graph=True another backward pass follows: that of the loss
+            ctx.recorder.keep(ctx.name, x, grad_output)
         # Under autocast the output's gradient is of lower precision than the weight.
         grad_input = product(grad_output, whole(weight).to(grad_output.dtype)) if ctx.needs_input_grad[0] else None
         return grad_input, None, None, None, None
@@ -134,7 +135,8 @@ class _RecordedMatrices(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, ends, token = ctx.saved_tensors
-        ctx.recorder.keep(ctx.name, x, grad_output, Dispatch(ends, token, ctx.tokens))
+        if not torch.is_grad_enabled():
+            ctx.recorder.keep(ctx.name, x, grad_output, Dispatch(ends, token, ctx.tokens))
         grad_input = None
         if ctx.needs_input_grad[0]:
             matrices = ctx.layer.matrices(whole(weight).to(grad_output.dtype))

@@ -27,7 +27,7 @@ from ..numerics.gemms import GEMMS
 from .backend import Backend, GroupedLayer, Layer, register_backend
 from .grouped import ThreeGroupedGemms
 from .products import STATE_SIZE as STATE_SIZE
-from .products import fits_bf16, multiply
+from .products import fits_bf16, is_differentiated_again, multiply
 from .rounding import fake_quantize
 
 # The operators read the state on the host, which a CUDA graph cannot: inductor leaves them out of one.
@@ -116,10 +116,15 @@ class _ThreeGemms(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, state, key = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_rows = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_rows, rows = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
+        if is_differentiated_again():  # in high precision: rounding has no derivative
+            grad_x, grad_weight = grad_rows @ weight, grad_rows.t() @ rows
+        else:
+            grad_x = grad_input_gemm(grad_rows, weight, state, key) if needs_x else None
+            grad_weight = grad_weight_gemm(grad_rows, rows, state, key) if needs_weight else None
         return (
-            grad_input_gemm(grad_rows, weight, state, key).view(x.shape) if needs_x else None,
-            grad_weight_gemm(grad_rows, x.reshape(-1, x.shape[-1]), state, key) if needs_weight else None,
+            grad_x.view(x.shape) if needs_x else None,
+            grad_weight if needs_weight else None,
             grad_rows.sum(0) if needs_bias else None,
             None,
             None,

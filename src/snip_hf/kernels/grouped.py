@@ -23,7 +23,7 @@ from torch import Tensor
 from ..numerics.formats import UNQUANTIZED, NumberFormat, format_of_code
 from ..numerics.gemms import GEMMS, gemm_of
 from ..numerics.random_streams import matrix_keys
-from .products import STATE_SIZE, fits_bf16, multiply
+from .products import STATE_SIZE, fits_bf16, is_differentiated_again, multiply
 from .rounding import fake_quantize
 
 # As in `emulated.py`: the operators read numbers on the host.
@@ -268,6 +268,8 @@ class ThreeGroupedGemms(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, ends, state = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        if is_differentiated_again():
+            return *_differentiable_gradients(grad_output, x, weight, ends, needs_bias), None, None, None
         return (
             grouped_grad_input_gemm(grad_output, weight, ends, state) if needs_x else None,
             grouped_grad_weight_gemm(grad_output, x, ends, state, ctx.transposed) if needs_weight else None,
@@ -276,3 +278,16 @@ class ThreeGroupedGemms(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _differentiable_gradients(
+    grad_output: Tensor, x: Tensor, weight: Tensor, ends: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the gradients of x, weight and bias in high precision, by functions that torch differentiates again."""
+    lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    *grads, behind = grad_output.split([*lengths, len(x) - sum(lengths)])
+    *parts, _ = x.split([*lengths, len(behind)])
+    products = [grad @ matrix for grad, matrix in zip(grads, weight, strict=True)]
+    grad_x = torch.cat([*products, behind.new_zeros(len(behind), x.shape[1])])
+    grad_weight = torch.stack([grad.t() @ part for grad, part in zip(grads, parts, strict=True)])
+    return grad_x, grad_weight, torch.stack([grad.sum(0) for grad in grads]) if has_bias else None

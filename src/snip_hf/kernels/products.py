@@ -14,6 +14,27 @@ STATE_SIZE = len(GEMMS) + 3
 _BF16_BITS = 8
 
 
+def is_differentiated_again() -> bool:
+    """Returns True in a backward pass whose gradients get a graph of their own (`create_graph=True`).
+
+    torch.compile refuses such passes itself.
+    """
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def refuse_double_backward(backend: str) -> None:
+    """Refuses a backward pass with a graph of its own on a backend that does not keep its operands for one.
+
+    Raises:
+        NotImplementedError: always in such a pass.
+    """
+    if is_differentiated_again():
+        raise NotImplementedError(
+            f"Got a backward pass with create_graph=True; the backend {backend!r} computes first derivatives only. "
+            "Take SnipConfig(backend='emulated') for gradient penalties."
+        )
+
+
 def multiply(left_fp32: Tensor, right_fp32: Tensor, dtype: torch.dtype, fits_bf16: bool) -> Tensor:
     """Returns left @ right, FP32, also under autocast, which would cast both to BF16.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import hopper
+from ..products import refuse_double_backward
 from ..tensor_core import Quantized
 
 
@@ -73,6 +74,7 @@ class TensorCoreGemms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_double_backward("hopper")
         x, weight, x_columns, x_scales, state, *kept = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         _, high_input, high_weight = ctx.high

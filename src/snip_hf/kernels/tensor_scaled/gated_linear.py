@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..products import refuse_double_backward
 from .gated_operators import LAYERS, fold_gated, fold_gated_gradients
 from .linear import Weight, forward_product, grad_input_product
 from .operators import fold_operand, multiply
@@ -84,6 +85,7 @@ class GatedGemms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_double_backward("tensor-scaled")
         gate, up, table, *rest = ctx.saved_tensors
         weights, states, records = rest[:LAYERS], rest[LAYERS : 2 * LAYERS], rest[2 * LAYERS : 3 * LAYERS]
         columns, kept = rest[3 * LAYERS :][: 2 * ctx.inputs], rest[3 * LAYERS + 2 * ctx.inputs :]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..products import refuse_double_backward
 from ..tensor_core import Quantized
 from .grouped_operators import BY_COLUMNS, BY_ROWS, OVER_TOKENS, fold_grouped, multiply_grouped
 from .places import Places
@@ -100,6 +101,7 @@ class GroupedTensorScaledGemms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_double_backward("tensor-scaled")
         x, weight, state, record, table, *kept = ctx.saved_tensors
         places, x_columns, by_input = Places(*kept[:5]), kept[5:7], kept[7:]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]

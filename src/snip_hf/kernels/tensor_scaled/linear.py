@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..products import refuse_double_backward
 from ..tensor_core import Quantized
 from .operators import fold_operand, multiply, multiply_weight
 
@@ -138,6 +139,7 @@ class TensorScaledGemms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_double_backward("tensor-scaled")
         x, weight, state, record, table, *kept = ctx.saved_tensors
         x_columns, by_input = kept[:2], kept[2:]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]

@@ -673,6 +673,27 @@ def test_a_step_on_copies_touches_no_generator_no_attribute_and_no_hook() -> Non
     assert derivative.std() > 0.005
 
 
+class HoldsItsModel(optim.Adagrad):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.models = {"of mine": [model]}
+
+
+def test_the_model_that_an_optimizer_holds_is_neither_copied_nor_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer, weight, gradient = HoldsItsModel(model), model[0].weight, torch.ones(4, 4)
+    copied: list[Tensor] = []
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", lambda self, memo: copied.append(self))
+    monkeypatch.setattr(Tensor, "__deepcopy__", lambda self, memo: self.clone())
+    at = Situation(optimizer.param_groups[0], optimizer.state[weight], weight)
+    update, _ = own_step(optimizer, at, gradient)
+    assert copied == []
+    weight.grad = gradient
+    before = weight.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(update, before - weight.detach())
+
+
 def test_a_scheduler_s_wrapper_around_step_is_not_run() -> None:
     parameters, optimizer = trained(NUMERICAL["Adagrad"], 2)
     scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step == 0 else 1.0)

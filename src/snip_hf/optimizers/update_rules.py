@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..kernels import adam_slopes as kernels
@@ -286,10 +286,12 @@ def own_step(optimizer: torch.optim.Optimizer, at: Situation, gradient: Tensor) 
         What it subtracts from the parameter, and the state after it.
     """
     twin = object.__new__(type(optimizer))
-    parameter = torch.nn.Parameter(at.parameter.to(gradient.dtype, copy=True))
+    parameter = nn.Parameter(at.parameter.to(gradient.dtype, copy=True))
     parameter.grad = gradient.clone()
     # Whatever refers to the real optimizer refers to the copy.
     memo: dict[int, Any] = {id(optimizer): twin}
+    memo.update(_stand_ins(optimizer))
+    memo[id(at.parameter)] = parameter
     # What all optimizers of a package have in common holds weights and states of all of them.
     memo.update((id(value), value) for value in vars(optimizer).values() if type(value).__name__ in _COMMON)
     # Hooks are not run, and a scheduler's wrapper around `step` would step the real one.
@@ -316,6 +318,25 @@ def own_step(optimizer: torch.optim.Optimizer, at: Situation, gradient: Tensor) 
         kept.restore()
         random_state.restore()
     return at.parameter.to(gradient.dtype) - parameter.detach(), state
+
+
+def _stand_ins(optimizer: torch.optim.Optimizer) -> dict[int, nn.Parameter]:
+    """Returns the id of each parameter and buffer that an optimizer or a model that it holds has -> one without memory.
+
+    So a copy of an optimizer that holds its model takes no memory for it, and can neither read nor write weights.
+    """
+    tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for model in _models_in(list(vars(optimizer).values())):
+        tensors += [*model.parameters(), *model.buffers()]
+    return {id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad) for one in tensors}
+
+
+def _models_in(value: Any) -> list[nn.Module]:
+    """Returns the modules that a value is or that plain containers in it hold."""
+    if isinstance(value, nn.Module):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    return [model for part in parts for model in _models_in(part)]
 
 
 @contextmanager

@@ -305,6 +305,15 @@ def test_layer_type_takes_the_mlp_before_attention() -> None:
     assert {layer for layer in flops if ".mlp." in layer} < fp4_layers(rule_assignment(setting))
 
 
+@pytest.mark.parametrize("attention", ["SelfAttention", "EncDecAttention", "attn", "self_attention"])
+def test_layer_type_knows_attention_by_every_usual_name(attention: str) -> None:
+    flops = {layer.replace("self_attn", attention): costs for layer, costs in llama_flops().items()}
+    mlp = sum(sum(costs.values()) for layer, costs in flops.items() if ".mlp." in layer)
+    total = sum(sum(costs.values()) for costs in flops.values())
+    setting = setting_of(flops, policy="layer-type", target_fp4_fraction=mlp / total)
+    assert fp4_layers(rule_assignment(setting)) == {layer for layer in flops if ".mlp." in layer}
+
+
 @pytest.mark.parametrize("granularity", ["layer", "gemm"])
 def test_random_repeats_with_its_seed_and_differs_with_another(granularity: str) -> None:
     def plan(seed: int) -> dict[str, dict[str, str]]:

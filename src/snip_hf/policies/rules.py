@@ -7,6 +7,7 @@ its most precise one.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ def _random_order(setting: Setting, stage: Sequence[str]) -> list[str]:
 
 def _type_order(setting: Setting, stage: Sequence[str]) -> list[str]:
     """Linears of the MLP first, attention's last (ours: the paper names "by layer type" without an order)."""
-    return sorted(setting.groups(stage), key=lambda group: "attn" in group or "attention" in group)
+    return sorted(setting.groups(stage), key=lambda group: bool(re.search("attn|attention", group, re.IGNORECASE)))
 
 
 def _block_order(setting: Setting, stage: Sequence[str], key: Callable[[float], float]) -> list[str]:

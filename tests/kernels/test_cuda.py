@@ -70,6 +70,22 @@ def test_a_layer_in_bf16_gives_the_bits_of_nn_linear(dtype: torch.dtype) -> None
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("fmt", ["fp4", "bf16"])
+def test_an_emulated_layer_waits_for_the_device_once(fmt: str) -> None:
+    block = torch.nn.ModuleList([torch.nn.Linear(128, 128)]).cuda()
+    convert_model(block, SnipConfig(backend="emulated"))
+    block[0].set_formats(dict.fromkeys(GEMMS, fmt))
+    x = torch.randn(128, 128, device="cuda", requires_grad=True)
+    block[0](x).sum().backward()  # what is allocated or compiled once
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="called a synchronizing CUDA operation") as waits:
+            block[0](x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([wait for wait in waits if "synchronizing" in str(wait.message)]) == 1
+
+
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True, "capturable": True}, {}], ids=str)
 def test_a_probe_leaves_no_trace_on_cuda(options: dict[str, bool]) -> None:
     model = llama()

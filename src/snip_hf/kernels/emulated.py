@@ -107,8 +107,10 @@ class _ThreeGemms(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, key: Tensor | None) -> Tensor:
-        # A copy: the next forward pass may write the state before this one's backward pass reads it.
-        ctx.save_for_backward(x, weight, state.clone(), key)
+        # A copy, since the next forward pass may write the state before this one's backward pass reads it; on the host,
+        # where the operators read it, so that they wait for the device once and not once per GEMM.
+        state = state.to("cpu", copy=True)
+        ctx.save_for_backward(x, weight, state, key)
         y: Tensor = forward_gemm(x, weight, bias, state, key)
         return y
 

@@ -174,6 +174,12 @@ def _empty_weight(grad_output: Tensor, x: Tensor, ends: Tensor, transposed: bool
     return grad_output.new_empty(matrices, out_features, in_features)
 
 
+def _on_host(state: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns copies of both in the host's memory."""
+    own_state, own_ends = torch.cat([state.flatten(), ends]).to("cpu", copy=True).split([state.numel(), len(ends)])
+    return own_state.view(state.shape), own_ends
+
+
 def _groups(state: Tensor, ends: Tensor) -> list[_Group]:
     """Returns the groups that `state` (G, 6) has rows for; reads both tensors in one go."""
     states, ends = torch.cat([state.flatten(), ends]).cpu().split([state.numel(), len(ends)])
@@ -258,8 +264,9 @@ class ThreeGroupedGemms(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, state: Tensor, transposed: bool
     ) -> Tensor:
-        # A copy: the next forward pass may write the state before this one's backward pass reads it.
-        ctx.save_for_backward(x, weight, ends, state.clone())
+        # As in `emulated.py`: copies on the host, read in one go.
+        state, ends = _on_host(state, ends)
+        ctx.save_for_backward(x, weight, ends, state)
         ctx.transposed = transposed
         y: Tensor = grouped_forward_gemm(x, weight, bias, ends, state)
         return y

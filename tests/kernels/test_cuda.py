@@ -77,13 +77,13 @@ def test_an_emulated_layer_waits_for_the_device_once(fmt: str) -> None:
     block[0].set_formats(dict.fromkeys(GEMMS, fmt))
     x = torch.randn(128, 128, device="cuda", requires_grad=True)
     block[0](x).sum().backward()  # what is allocated or compiled once
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with pytest.warns(UserWarning, match="called a synchronizing CUDA operation") as waits:
+    with pytest.warns(UserWarning, match="called a synchronizing CUDA operation") as waits:
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             block[0](x).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert len([wait for wait in waits if "synchronizing" in str(wait.message)]) == 1
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len([wait for wait in waits if "called a synchronizing" in str(wait.message)]) == 1
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True, "capturable": True}, {}], ids=str)

@@ -1,21 +1,35 @@
-"""Are ties those linears that receive the same tensor, in any model, and does looking for them leave no trace?"""
+"""Are ties those linears that receive the same tensor in a probe, in any model?"""
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from models import LAYERS, build
-from small import tiny_llama, tiny_lm
+from models import batch, build
+from own_loop import CONFIG, Loop
+from small import tiny_llama, tokens
 from torch import Tensor, nn
 
-from snip_hf import SnipConfig, SnipController, convert_model
-from snip_hf.estimation.shared_inputs import find_ties
+from snip_hf import SnipConfig, SnipController, convert_model, estimate_divergence
+from snip_hf.estimation.shared_inputs import SharedInputs, ties_of, usual_ties
+from snip_hf.layers.state import snip_linears
 from snip_hf.policies.setting import Setting
 from snip_hf.policies.ties import siblings
 
 LLAMA = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+Ties = tuple[tuple[str, ...], ...]
+
+
+def ties_in(model: nn.Module, inputs: dict[str, Tensor]) -> Ties:
+    return estimate_divergence(model, inputs).ties
+
+
+def as_sets(ties: Ties) -> set[frozenset[str]]:
+    return {frozenset(tie) for tie in ties}
 
 
 @pytest.mark.parametrize(
@@ -27,39 +41,11 @@ LLAMA = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
         ("gpt-neox", ()),
     ],
 )
-def test_ties_are_found_in_the_models_of_a_family(family: str, expected: tuple[tuple[str, ...], ...]) -> None:
+def test_ties_are_found_in_the_models_of_a_family(family: str, expected: Ties) -> None:
     model = build(family)
+    assert as_sets(ties_in(model, batch())) == as_sets(expected)
     convert_model(model, SnipConfig())
-    assert {frozenset(tie) for tie in find_ties(model)} == {frozenset(tie) for tie in expected}
-    assert LAYERS == 2
-
-
-class Counting(nn.Module):
-    """A norm that writes to its buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(1))
-        self.norm = nn.BatchNorm1d(32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.norm(x.mT).mT
-
-
-def test_looking_for_ties_leaves_no_trace() -> None:
-    model = tiny_llama(hidden=32, attention_dropout=0.5).train()
-    model.model.norm = Counting()
-    convert_model(model, SnipConfig())
-    before = {name: tensor.clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
-    assert find_ties(model) == LLAMA
-    assert torch.equal(torch.rand(4), expected)
-    after = dict((*model.named_parameters(), *model.named_buffers()))
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert all(type(tensor) in (nn.Parameter, Tensor) for tensor in after.values())
+    assert as_sets(usual_ties(snip_linears(model))) == as_sets(expected)
 
 
 class Crossed(nn.Module):
@@ -67,56 +53,104 @@ class Crossed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(16, 8)
+        self.embed, self.head = nn.Embedding(17, 8), nn.Linear(8, 17)
         self.layers = nn.ModuleList([nn.ModuleDict({name: nn.Linear(8, 8) for name in "qkv"}) for _ in range(2)])
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Any]:
         x = self.embed(input_ids)
         first, second = self.layers
         y = first["q"](x) + first["k"](x) + first["v"](x)
-        return second["q"](y) + second["k"](y) + second["v"](y + 1)
+        y = second["q"](y) + second["k"](y) + second["v"](y + 1)
+        return {"loss": nn.functional.cross_entropy(self.head(y).flatten(0, 1), labels.flatten())}
 
 
 def test_names_that_are_not_tied_alike_everywhere_are_left_apart() -> None:
-    model = Crossed()
-    convert_model(model, SnipConfig())
-    assert find_ties(model) == ()
+    assert ties_in(Crossed(), tokens()) == ()
+    assert ties_of([["a.q", "a.k"]], ["a.q", "a.k", "b.q"]) == ()
 
 
-def test_a_model_that_does_not_run_without_values_is_searched_for_names(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tensor_that_is_written_to_between_two_layers_is_another_one() -> None:
+    shared, x = SharedInputs(), torch.zeros(2)
+    shared.note("a.q", x)
+    shared.note("a.k", x)
+    x += 1
+    shared.note("a.v", x)
+    assert shared.groups() == [["a.q", "a.k"], ["a.v"]]
+
+
+def test_a_tensor_in_the_memory_of_one_that_is_gone_is_another_one() -> None:
+    shared = SharedInputs()
+    for name in ("a.q", "a.k"):
+        shared.note(name, torch.zeros(2))
+    assert shared.groups() == [["a.q"], ["a.k"]]
+
+
+def test_a_layer_that_is_called_twice_is_in_no_group() -> None:
+    shared, x = SharedInputs(), torch.zeros(2)
+    for name in ("a.q", "a.k", "a.q"):
+        shared.note(name, x)
+    assert [name for group in shared.groups() for name in group] == ["a.k"]
+
+
+class Refusing(nn.Module):
+    """Runs on tensors with values alone, as a kernel does that reads memory, and counts its calls."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert type(x) is Tensor and x.device.type == "cpu" and x.data_ptr() != 0
+        self.calls += 1
+        y: Tensor = self.inner(x)
+        return y
+
+
+def test_a_run_runs_no_module_before_training_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "snip_hf")
     model = tiny_llama(hidden=32)
-    convert_model(model, SnipConfig())
+    norm = model.model.norm = Refusing(model.model.norm)
+    config = SnipConfig.from_dict({**CONFIG.to_dict(), "ties": "auto"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    controller = SnipController(model, optimizer, config, output_dir=tmp_path)
+    assert norm.calls == 0
+    for step in range(1, 5):
+        inputs = {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
+        controller.capture(inputs)
+        model(**inputs).loss.backward()
+        controller.before_optimizer_step(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.after_step(step)
+    controller.close()
+    plan = json.loads((tmp_path / "snip" / "plan.json").read_text())
+    assert plan["provenance"]["config"]["ties"] == [list(tie) for tie in LLAMA]
+    for row in plan["assignment"]:
+        block = row.rpartition(".")[0]
+        if row.endswith("up_proj"):
+            assert plan["assignment"][row] == plan["assignment"][f"{block}.gate_proj"]
 
-    def look(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (torch.tensor(args[0].tolist()),)
 
-    model.model.embed_tokens.register_forward_pre_hook(look)
-    assert find_ties(model) == LLAMA
-    assert caplog.messages[-1].startswith("snip-hf: ties are those of names, (('q_proj', 'k_proj', 'v_proj'), ")
-
-
-def test_a_run_puts_the_ties_that_it_finds_into_its_plans_and_states(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_probe_finds_takes_the_place_of_usual_names(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "snip_hf")
-    model = tiny_llama(hidden=32)
-    controller = SnipController(model, torch.optim.AdamW(model.parameters()), SnipConfig(ties="auto"))
-    assert next(text for text in caplog.messages if "same input" in text) == (
-        "snip-hf: linears that take the same input, and so share their formats: q_proj, k_proj, v_proj; gate_proj, "
-        "up_proj."
-    )
-    assert controller.config.ties == LLAMA
-    assert controller.state_dict()["config"]["ties"] == [list(tie) for tie in LLAMA]
-    again = SnipController(model, torch.optim.AdamW(model.parameters()), SnipConfig(ties=LLAMA))
-    again.load_state_dict(controller.state_dict())
-    controller.close()
-    again.close()
-
-
-def test_a_model_without_shared_inputs_has_no_ties() -> None:
-    model = tiny_lm()
-    controller = SnipController(model, torch.optim.AdamW(model.parameters()), SnipConfig(ties="auto"))
-    assert controller.config.ties == ()
-    controller.close()
+    loop = Loop(SnipConfig.from_dict({**CONFIG.to_dict(), "ties": "auto"}))
+    for block in loop.model.model.layers:  # whose v does not see what q and k see
+        block.self_attn.v_proj.register_forward_pre_hook(lambda module, args: (args[0] * 1,))
+    loop.run(4)
+    assert loop.controller is not None
+    found = (("q_proj", "k_proj"), ("gate_proj", "up_proj"))
+    assert loop.controller.state_dict()["ties"] == [list(tie) for tie in found]
+    assert loop.controller.state_dict()["config"]["ties"] == "auto"
+    assert "share their formats: q_proj, k_proj; gate_proj, up_proj." in caplog.text
+    twin = Loop(SnipConfig.from_dict({**CONFIG.to_dict(), "ties": "auto"}))
+    assert twin.controller is not None
+    twin.controller.load_state_dict(loop.controller.state_dict())
+    assert twin.controller.state_dict()["ties"] == loop.controller.state_dict()["ties"]
+    twin.controller.close()
+    loop.controller.close()
 
 
 def test_ties_that_nobody_has_found_are_an_error() -> None:

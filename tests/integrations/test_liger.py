@@ -35,3 +35,27 @@ def test_a_loss_by_liger_s_kernels_is_probed_as_torch_s_is(tmp_path: Path, monke
     for figure in ("loss_divergence", "weight_divergence"):
         pairs = [(one[figure], other[figure]) for one, other in zip(*tables, strict=True)]
         assert statistics.median(abs(one / other - 1) for one, other in pairs if other) < 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("formats", [("mxfp4", "fp8-tensor"), ("fp4", "fp8")], ids="-".join)
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_preset_trains_with_liger_s_kernels_as_bf16_does(
+    compiles: bool, formats: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
+    torch._dynamo.reset()
+    config = SnipConfig.preset("hopper", formats=formats, **SCHEDULE)
+    options = {"use_cpu": False, "use_liger_kernel": True, "bf16": True, "torch_compile": compiles, "max_steps": 6}
+    finished, plain = (
+        train(tmp_path / name, chosen, model=tiny_llama(hidden=256, layers=2), **options)
+        for name, chosen in (("snip", config), ("bf16", None))
+    )
+    assert finished.refreshes[0]["status"] == "applied"
+    for name, weight in finished.model.named_parameters():
+        other = plain.model.get_parameter(name)
+        assert (weight - other).norm() < 0.05 * other.norm(), name
+    for step, (loss, _) in plain.losses.items():
+        assert finished.losses[step][0] == pytest.approx(loss, rel=0.01)

@@ -12,7 +12,6 @@ from functorch.compile import make_boxed_func
 from small import tiny_llama
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.nn.functional import gelu, silu
 from torch.utils.checkpoint import checkpoint
 
 from snip_hf import SnipConfig, SnipController, convert_model
@@ -285,31 +284,6 @@ def test_an_activation_that_is_replaced_is_seen_at_the_next_call(change: Callabl
         change(mlp)
         found, expected = compiled(x), type(mlp).forward(mlp, x)
     assert torch.equal(found, expected)
-
-
-def test_so_are_functions_and_settings() -> None:
-    class WithFunction(nn.Module):
-        def __init__(self, mlp: nn.Module) -> None:
-            super().__init__()
-            self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-            self.act, self.limit, self.layer_index = silu, None, 3
-
-        def forward(self, x: Tensor) -> Tensor:
-            gate = self.act(self.gate_proj(x))
-            y: Tensor = self.down_proj((gate if self.limit is None else gate.clamp(max=self.limit)) * self.up_proj(x))
-            return y
-
-    for name, value in (("act", gelu), ("limit", 0.25), ("act", nn.GELU())):
-        torch._dynamo.reset()
-        mlp, graphs = WithFunction(mlp_of()), Graphs()
-        assert put_gates(mlp, LOG) == 1
-        compiled = torch.compile(mlp, backend=graphs.backend)
-        x = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(0))
-        with torch.autocast("cpu", torch.bfloat16):
-            compiled(x)
-            assert graphs.gated() > 0
-            setattr(mlp, name, value)
-            assert torch.equal(compiled(x), type(mlp).forward(mlp, x))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -46,6 +46,7 @@ from .probe import Probe, ProbeSettings, run_probe
 from .replayed_sums import Replays
 from .room import MIB, NO_THRIFT, Passes, Thrift, default_room, find_thrift
 from .samples import LayerSample
+from .shared_inputs import Ties, ties_of
 from .table import Divergence, DivergenceTable
 from .whole_layer import Figures, Task, WholeLayer, read_figures
 
@@ -187,7 +188,13 @@ class _Estimate:
                 rows = [replace(row, weight_bias=None) for row in rows]
         processes.everyone.agree(self._attempt.error)
         noise = {} if self._config.guard_noise is None else self._ratios(squares_of_noise, clip_factor)
-        return DivergenceTable(loss, _of_all(rows, self._layers, processes), noise)
+        return DivergenceTable(loss, _of_all(rows, self._layers, processes), noise, self._ties(probe))
+
+    def _ties(self, probe: Probe) -> Ties:
+        """Returns `DivergenceTable.ties`, from what all ranks saw. Collective."""
+        found = self._processes.everyone.gather([probe.shared, list(self._layers)])
+        groups, layers = ([part for parts in column for part in parts] for column in zip(*found, strict=True))
+        return ties_of(groups, layers)
 
     def _ratios(self, noise: Mapping[tuple[str, str], float], clip_factor: float) -> dict[str, dict[str, float]]:
         """Returns `DivergenceTable.noise`, from squared norms of (layer, format). Collective."""

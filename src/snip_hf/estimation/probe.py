@@ -83,6 +83,8 @@ class Probe:
 
     loss: float
     layers: dict[str, LayerSample]
+    shared: list[list[str]]
+    """Layers that received the same tensor."""
 
 
 def run_probe(
@@ -122,7 +124,7 @@ def run_probe(
     with progress("passes of the probe", count, processes.everyone.is_first) as tell:
         passes = _Passes(model, batch, plan, settings, processes, tell)
         samples = _samples(passes, draws, noises, pullbacks, others)
-    return Probe(sum(map(float, passes.losses)) / len(passes.losses), samples)
+    return Probe(sum(map(float, passes.losses)) / len(passes.losses), samples, passes.shared)
 
 
 def _samples(
@@ -195,6 +197,8 @@ class _Passes:
     ) -> None:
         self.losses: list[Tensor] = []
         """Of each pass whose record is used. Reading one waits for the device."""
+        self.shared: list[list[str]] = []
+        """Layers that received the same tensor in the last pass."""
         self._model, self._plan, self._settings, self._processes = model, plan, settings, processes
         self._tell = tell
         self._inputs = without_cache(model, batch) if settings.thrift.recomputed else batch
@@ -215,6 +219,7 @@ class _Passes:
                 True,
                 self._processes.run,
             )
+        self.shared = recorder.inputs.groups()
         if noise is None:
             self.losses.append(loss)
         self._tell()

@@ -21,6 +21,7 @@ from ..numerics.random_streams import stream_key
 from ..parallel.sharding import whole
 from .noise import Noise
 from .products import is_split, product
+from .shared_inputs import SharedInputs
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,8 @@ class Recorder:
 
     def __init__(self, plan: SamplePlan) -> None:
         self.records: dict[str, Record] = {}
+        self.inputs = SharedInputs()
+        """Which layers received the same tensor."""
         self._plan = plan
         # (tokens, device) -> which of them are kept, as positions and as a mask; moved there once.
         self._kept: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
@@ -310,6 +313,7 @@ def recording(
         def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
             if not autocast and torch.is_autocast_enabled(input.device.type):
                 raise ValueError("The probe's passes run in FP32; leave autocast out of what Pipeline.run does.")
+            recorder.inputs.note(name, input)
             if torch.is_grad_enabled() and not input.requires_grad:
                 # Nothing before it asks for a gradient: what the layer sees of the loss is wanted all the same.
                 input = input.detach().requires_grad_()

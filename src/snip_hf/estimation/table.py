@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .pending import LAYER
+from .shared_inputs import Ties
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class DivergenceTable:
     noise: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Layer -> format -> norm of the weight's gradient by that of what quantizing its GEMM adds to it; empty where it
     was not asked for (`SnipConfig.guard_noise`), and without layers of several matrices."""
+    ties: Ties = ()
+    """Last names of siblings that received the same tensor in every block; () of a measurement."""
 
     def to_records(self) -> list[dict[str, Any]]:
         """Returns the rows as plain dicts; "price" only if a row has one."""

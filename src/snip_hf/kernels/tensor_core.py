@@ -56,6 +56,7 @@ class TiedInput:
         self._layers = layers
         self._waiting = 0
         self._source: Tensor | None = None
+        self._version = 0
         self._gemms = (-1, -1)
         self._quantized: Quantized | None = None
 
@@ -70,14 +71,21 @@ class TiedInput:
 
     def quantized(self, source: Tensor, gemms: tuple[int, int], quantize: Callable[[], Quantized]) -> Quantized:
         """Returns what `quantize` makes of `source` for these GEMMs, or made of it when another layer asked."""
-        quantized = self._quantized
-        if quantized is None or self._source is not source or self._gemms != gemms:
+        quantized, version = self._quantized, _version(source)
+        # In this order: torch.compile guards what is compared, and `_gemms` changes after the first pass.
+        if quantized is None or self._source is not source or (self._gemms, self._version) != (gemms, version):
             quantized = quantize()
-            self._source, self._gemms, self._quantized, self._waiting = source, gemms, quantized, self._layers
+            self._source, self._version, self._gemms = source, version, gemms
+            self._quantized, self._waiting = quantized, self._layers
         self._waiting -= 1
         if self._waiting == 0:
             self.forget()
         return quantized
+
+
+def _version(tensor: Tensor) -> int:
+    """Returns torch's count of the writes to a tensor; 0 where there is none, and in a graph, which cannot read it."""
+    return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
 
 
 class TensorCoreBackend(Backend):

@@ -13,7 +13,6 @@ from torch import nn
 
 from ..config import POLICIES, SnipConfig
 from ..estimation.memory import bounded
-from ..estimation.shared_inputs import find_ties
 from ..field_values import FOUND
 from ..kernels.backend import select_backend
 from ..layers.convert import keep_states_apart
@@ -100,12 +99,11 @@ def assemble(
     keep_out_of_graphs(bare, log)
     say_if_off(optimizer, accelerator, next(bare.parameters()).device, log)
     keep_states_apart([model] if isinstance(model, nn.Module) else model)
-    config = _with_ties(bare, config, log)
     probed = _checked_for_probe(bare, config, source, log)
     setting = find_setting(bare, config, processes.pipeline)
     in_force = _first_in_force(bare, kernels.name, setting, processes, events, log)
     probe = StepProbe(bare, probed, setting.flops, layers, source, processes)
-    refresher = Refresher(in_force, probe, events, solving, log)
+    refresher = Refresher(in_force, probe, events, solving, log, finds_ties=config.ties == FOUND)
     detector = DriftDetector(in_force, probe, events, solving.clock, log)
     coverage = CoverageCheck(bare, in_force, processes, events, log)
     messages = RunMessages(config, kernels.name, log)
@@ -116,16 +114,6 @@ def assemble(
     return RunParts(
         config, bare, kernels.name, layers, source, probe, in_force, refresher, detector, coverage, messages, ahead
     )
-
-
-def _with_ties(model: nn.Module, config: SnipConfig, log: logging.Logger) -> SnipConfig:
-    """Returns the configuration with the ties that the model has, where it says "auto"."""
-    if config.ties != FOUND:
-        return config
-    ties = find_ties(model)
-    text = "; ".join(", ".join(tie) for tie in ties) or "none"
-    log.info("snip-hf: linears that take the same input, and so share their formats: %s.", text)
-    return replace(config, ties=ties)
 
 
 def _checked_for_probe(model: nn.Module, config: SnipConfig, source: GradientSource, log: logging.Logger) -> SnipConfig:

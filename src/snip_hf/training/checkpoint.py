@@ -9,7 +9,9 @@ from typing import Any
 from ..config import SnipConfig
 from ..costs.flops import Work
 from ..estimation.coverage import Coverage
+from ..estimation.shared_inputs import Ties
 from ..field_names import current_names
+from ..field_values import as_names
 from ..layers.state import plain_name, with_plain_names
 from ..parallel.ranks import Attempt, Ranks
 from ..planning.plan import PrecisionPlan
@@ -93,6 +95,8 @@ class SavedState:
     """None: nothing was counted yet."""
     prices: Prices = field(default_factory=dict)
     """What is remembered of the refreshes so far (`SnipConfig.estimate_memory`)."""
+    ties: Ties = ()
+    """Those in force."""
     guard: dict[str, Any] = field(default_factory=dict)
     """Of the guard (`spikes.Health`, `guard.after_roll_back`); empty without one."""
 
@@ -118,6 +122,7 @@ class SavedState:
                 kernels={str(name): dict(entry) for name, entry in dict(state.get("kernels", {})).items()},
                 postponed=None if postponed is None else int(postponed),
                 prices=read_prices(with_plain_names(state.get("prices", {}))),
+                ties=tuple(as_names("ties", tie) for tie in state["ties"]),
                 guard=read_guard(state.get("guard", {})),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -139,6 +144,7 @@ class SavedState:
             "pending": None if self.pending is None else self.pending.to_dict(),
             "last_probe": self.last_probe,
             "ranking": self.ranking,
+            "ties": [list(tie) for tie in self.ties],
             **kernels,
             **postponed,
             **counted,

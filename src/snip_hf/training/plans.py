@@ -13,6 +13,7 @@ from torch import nn
 from ..config import SnipConfig
 from ..costs.flops import Tokens, Work
 from ..costs.measured_cost import MeasuredCost
+from ..estimation.shared_inputs import Ties
 from ..parallel.ranks import RankError, describe
 from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
@@ -156,6 +157,12 @@ class PlanInForce:
     def apply(self) -> None:
         """Gives the layers of the model their formats."""
         self.plan.apply(self._model, elsewhere=self.setting.flops)
+
+    def tie(self, ties: Ties) -> bool:
+        """Counts layers of these last names as tied from now on; returns False if they were before."""
+        config = self.setting.config
+        self.setting = replace(self.setting, config=replace(config, ties=ties))
+        return config.ties != ties
 
     def save(self) -> None:
         """Writes the plan into the run's folder."""

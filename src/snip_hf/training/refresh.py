@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..estimation.memory import measured_peak
+from ..estimation.shared_inputs import Ties
 from ..planning.drift import ranking
 from ..planning.price_memory import Prices, with_memory
 from ..planning.program import problem
@@ -54,10 +55,17 @@ class Refresher:
         events: are told of refreshes that were applied; their folder gets the divergences.
         solving: how programs are solved.
         log: is told what becomes of refreshes.
+        finds_ties: whether each probe decides which layers are tied: those that receive the same tensor.
     """
 
     def __init__(
-        self, in_force: PlanInForce, probe: StepProbe, events: EventWriter, solving: Solving, log: logging.Logger
+        self,
+        in_force: PlanInForce,
+        probe: StepProbe,
+        events: EventWriter,
+        solving: Solving,
+        log: logging.Logger,
+        finds_ties: bool = False,
     ) -> None:
         self.pending: PendingRefresh | None = None
         """The refresh whose plan is not applied yet."""
@@ -70,6 +78,7 @@ class Refresher:
         self._events = events
         self._solving = solving
         self._log = log
+        self._finds_ties = finds_ties
         self._config = in_force.setting.config
         self._said_untrained: str | None = None
 
@@ -119,6 +128,13 @@ class Refresher:
         self.stop()
         self.prices = prices
 
+    def tie(self, ties: Ties) -> None:
+        """Ties the layers of these last names from now on, in decisions and in what kernels share."""
+        if self._in_force.tie(ties):
+            text = "; ".join(", ".join(tie) for tie in ties) or "none"
+            self._log.info("snip-hf: linears that take the same input, and so share their formats: %s.", text)
+            self._probe.layers.share_inputs(self._in_force.setting, self._log)
+
     def stop(self) -> PendingRefresh | None:
         """Ends the solver that still runs; returns the refresh that comes to nothing by it."""
         pending, self.pending = self.pending, None
@@ -150,6 +166,9 @@ class Refresher:
             table = self._probe.divergences(step, watch)
         if not any(table.totals(fmt)["weight"] for fmt in config.quantized_formats) and weighs_updates(config):
             self._say_no_update(step)
+        if self._finds_ties:
+            self.tie(table.ties)
+            setting = self._in_force.setting
         priced, prices = with_memory(setting, table, self.prices)
         program = problem(setting.at_step(step), priced, self._in_force.plan.assignment)
         memory = {"predicted": predicted, "measured": peak[0]}

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config import SnipConfig
 from ..policies.registry import needs_probe
+from ..policies.ties import names_of
 from ..records.event_writer import EventWriter
 from ..records.interventions import Retarget
 from .assembly import RunParts
@@ -34,6 +35,7 @@ class Resuming:
         more |= {"postponed": schedule.postponed, "prices": run.refresher.prices}
         more["guard"] = {} if guard is None else guard.state(step)
         in_force, pending = run.in_force, run.refresher.pending
+        more["ties"] = names_of(in_force.setting.config)
         return SavedState(
             config.to_dict(), step, in_force.plan, pending, schedule.last_probe, in_force.ranking, **more
         ).to_dict()
@@ -46,6 +48,7 @@ class Resuming:
         if saved.counted is not None:
             run.coverage.restore(saved.counted.coverage)
         run.refresher.restart(saved.prices)
+        run.refresher.tie(saved.ties)
         self.schedule.last_probe, self.schedule.postponed = saved.last_probe, saved.postponed
         run.layers.set_step(saved.step + 1, 0)
         targets = saved.other_targets(config)

@@ -80,7 +80,7 @@ class TrainingPasses:
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._offered = None
-        if self.is_suspended or not module.training or not torch.is_grad_enabled():
+        if self.is_suspended or not torch.is_grad_enabled():
             return
         if not self.is_open:  # what is kept of the weights is of the last step's
             self._controller.keep_weights()

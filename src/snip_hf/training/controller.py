@@ -132,6 +132,7 @@ class SnipController:
         self._schedule.say_if_too_short()
         self._refresher.say_if_untrained()
         self._ahead.prepare(self._schedule.will_refresh)
+        self._layers.claim()
 
     @property
     def plan(self) -> PrecisionPlan:
@@ -309,6 +310,10 @@ class SnipController:
         self._schedule.say_if_ended_early(self.step)
         self._messages.end(self.step, self.plan)
         self._folder.release()
+
+    def lend(self) -> None:
+        """Leaves the model to another run, until `retake`."""
+        self._layers.lend()
 
     def retake(self) -> None:
         """Takes the model back after another run has trained it: the layers, kernels, formats and keys of this run."""

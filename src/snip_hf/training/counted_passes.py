@@ -56,6 +56,11 @@ class TrainingPasses:
             outer.register_forward_hook(RunHook(self._after_forward)),
         ]
 
+    def suspend(self) -> None:
+        """Leaves the model to a run inside this one."""
+        self.is_suspended = True
+        self._controller.lend()
+
     def end_step(self) -> None:
         """To be called when the gradients of a step are complete."""
         self.is_open = False

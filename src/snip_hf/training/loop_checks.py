@@ -65,15 +65,19 @@ class StepCalls:
         """Returns True if a call with the number `step`, after `done` optimizer steps, is of an optimizer step.
 
         Raises:
-            TypeError, ValueError: that is no number, or not the next one.
+            TypeError, ValueError: that is no number or not the next one, or the step before has not ended.
         """
         if not isinstance(step, SupportsIndex):
             raise TypeError(f"{call} got the step {step!r} ({type(step).__name__}); expected an int, e.g. {done + 1}.")
-        if self._accelerator is not None:
-            if not self._accelerator.sync_gradients:
-                self._schedule.count_micro_batches(self._accelerator.gradient_accumulation_steps)
-            return bool(self._accelerator.sync_gradients)
-        if index(step) != done + 1 and not self.is_begun:
+        if self._accelerator is not None and not self._accelerator.sync_gradients:
+            self._schedule.count_micro_batches(self._accelerator.gradient_accumulation_steps)
+            return False
+        if self.is_begun and call == "before_optimizer_step":
+            raise ValueError(
+                f"{call} was called again without after_step, so no plan would ever be applied: call after_step(step) "
+                "after each optimizer step."
+            )
+        if self._accelerator is None and index(step) != done + 1:
             raise ValueError(
                 f"{call} got the step {index(step)} after {done} optimizer steps, expected {done + 1}: count optimizer "
                 "steps, from 1 and without gaps, and not micro-batches (to go on after step N without a saved state, "
@@ -82,16 +86,7 @@ class StepCalls:
         return True
 
     def begin(self, is_late: bool) -> None:
-        """Notes `before_optimizer_step`; `is_late` if the optimizer has taken its step by then.
-
-        Raises:
-            ValueError: the step before has not ended.
-        """
-        if self.is_begun:
-            raise ValueError(
-                "before_optimizer_step was called again without after_step, so no plan would ever be applied: call "
-                "after_step(step) after each optimizer step."
-            )
+        """Notes `before_optimizer_step`; `is_late` if the optimizer has taken its step by then."""
         self.is_begun = True
         if is_late:
             self._say(_LATE)

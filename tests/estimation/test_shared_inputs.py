@@ -106,9 +106,9 @@ def test_a_run_puts_the_ties_that_it_finds_into_its_plans_and_states(caplog: pyt
     )
     assert controller.config.ties == LLAMA
     assert controller.state_dict()["config"]["ties"] == [list(tie) for tie in LLAMA]
+    controller.close()
     again = SnipController(model, torch.optim.AdamW(model.parameters()), SnipConfig(ties=LLAMA))
     again.load_state_dict(controller.state_dict())
-    controller.close()
     again.close()
 
 

@@ -58,7 +58,8 @@ class SnipController:
             model.
         optimizer: the optimizer that trains it, wrapped or not.
         config: what the user asks for.
-        accelerator: the Accelerate object of the loop, if there is one; its settings are checked.
+        accelerator: the Accelerate object of the loop, if there is one; its settings are checked, and an optimizer step
+            is one in which it synchronises gradients.
         output_dir: folder that gets `snip/` with the plan, the history and the divergences, from the first process;
             None writes nothing.
         pipeline: how to run the whole model where this process holds only parts of it.

@@ -66,7 +66,8 @@ class TensorScaled(TensorCoreBackend):
 
     def quantize_input(self, layer: Layer, x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
         own = _records(layer, x.device)
-        return quantize_input(x, layer.snip_state, own.record, own.table, (row_gemm, column_gemm), torch.is_grad_enabled())
+        noted = torch.is_grad_enabled()  # a pass that may be trained on counts for the next exponents
+        return quantize_input(x, layer.snip_state, own.record, own.table, (row_gemm, column_gemm), noted)
 
     def gated_forward(self, layers: Sequence[Layer], input: Tensor) -> Tensor | None:
         device_type = input.device.type

@@ -10,6 +10,7 @@ import pytest
 import torch
 from own_loop import Loop
 from peft import LoraConfig, inject_adapter_in_model
+from slow_cases import slow
 from small import tiny_llama
 from tiny_runs import SCHEDULE, history
 
@@ -167,8 +168,7 @@ def with_adapters(loop: Loop) -> list[torch.nn.Parameter]:
     return [parameter for parameter in loop.model.parameters() if parameter.requires_grad]
 
 
-@pytest.mark.parametrize("after", [3, 4])
-@pytest.mark.parametrize("replaces", [True, False])
+@pytest.mark.parametrize(("after", "replaces"), [(3, True), slow(3, False), slow(4, True), (4, False)])
 def test_adapters_in_mid_run_keep_the_plan_and_are_named(after: int, replaces: bool, tmp_path: Path) -> None:
     """After step 3 the plan of step 2 waits; whether a new optimizer trains the adapters, or nothing does."""
     loop = Loop(folder=tmp_path).run(after)
@@ -192,7 +192,7 @@ def test_adapters_that_the_same_optimizer_trains_cost_no_refresh(tmp_path: Path)
     assert history(tmp_path)[-1]["divergence"]["fp4"]["weight"] > 0
 
 
-@pytest.mark.parametrize("part", ["layers.1", "norm"])
+@pytest.mark.parametrize("part", [slow("layers.1"), "norm"])
 def test_another_optimizer_of_a_part_is_named_though_the_first_weight_is_frozen(part: str, tmp_path: Path) -> None:
     loop = Loop(folder=tmp_path).run(4)
     for name, parameter in loop.model.named_parameters():

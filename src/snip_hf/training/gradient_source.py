@@ -136,7 +136,7 @@ class TorchGradients(GradientSource):
         return self.scaling.leaves_out(model.parameters(), everyone)
 
     def attach(self, model: nn.Module, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
-        self._watch = OptimizerWatch(self._optimizer, model, layers, self.beside(model, layers))
+        self._watch = OptimizerWatch(self._optimizer, model, layers)
 
     def close(self) -> None:
         self._watch.close()

@@ -174,24 +174,21 @@ class OptimizerWatch:
         optimizer: as the controller was given it.
         model: what it trains.
         layers: the swapped layers.
-        others: other parameters that it trains and that count, by name.
     """
 
-    def __init__(
-        self, optimizer: Any, model: nn.Module, layers: Mapping[str, SnipLayer], others: Mapping[str, Tensor]
-    ) -> None:
+    def __init__(self, optimizer: Any, model: nn.Module, layers: Mapping[str, SnipLayer]) -> None:
         self._parts = check_optimizer(optimizer)
-        self._model, self._layers, self._others = model, layers, others
-        self._held = self._in_groups()
-        """Layers whose weights it trained at the beginning, and names of the others that it trained."""
-        weights = [self._weights[name] for name in self._held]
+        self._model, self._layers = model, layers
+        self._trained = self._now_trained()
+        """Parameters that it trained at the beginning, those of the layers first."""
+        self._held = self._now_held()
+        """Layers whose weights it trained at the beginning."""
+        weights = [layers[name].weight for name in self._held] or self._trained
         holding = [part for part in self._parts if any(_holds(part, weight) for weight in weights)]
         # torch neither copies nor saves the hooks of an optimizer. These hold nothing of the run.
         self._steps = [_Steps(part) for part in holding or self._parts]
         """Of the parts of a combination that train the layers."""
         self._kind = " and ".join(shown_name(type(steps.part)) for steps in self._steps)
-        self._trained = self._now_trained()
-        """Parameters that it trained at the beginning."""
         self._last: tuple[int, Tensor, int] | None = None
         self._left_out = 0
         self._are_moved = False
@@ -222,8 +219,7 @@ class OptimizerWatch:
 
     def expect_gradients(self) -> None:
         """Notes the gradients as they are: the optimizer is to take its next step with them."""
-        weights = self._weights
-        weight = next((weights[name] for name in self._held if weights[name].grad is not None), None)
+        weight = next((one for one in self._trained if one.grad is not None), None)
         for steps in self._steps:
             # Another part may change gradients in its step before this one takes its own.
             steps.expect(weight if weight is not None and _holds(steps.part, weight) else None)
@@ -233,7 +229,6 @@ class OptimizerWatch:
         if self._is_late:
             raise ValueError(_LATE)
         self._check_trained()
-        weights = self._weights
         has_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
         if has_gradients and self._left_out > 0 and (self._are_moved or self._left_out >= _LEFT_OUT):
             steps = "step" if self._left_out == 1 else f"{self._left_out} steps"
@@ -241,13 +236,12 @@ class OptimizerWatch:
                 f"The {self._kind} that training began with has not taken the last {steps}: another optimizer trains "
                 f"the model, of whose state nothing is known. {_GO_ON}"
             )
-        present = set(self._in_groups())
+        held = set(self._now_held())
         for name in self._held:
-            if name not in present and weights[name].requires_grad:
-                what = f"weight of layer {name!r}" if name in self._layers else f"parameter {name!r}"
+            if name not in held and self._layers[name].weight.requires_grad:
                 raise ValueError(
-                    f"The {what} is no longer in the parameter groups of the {self._kind} that training began with: "
-                    "the weight or the optimizer was replaced. Replace them before training begins."
+                    f"The weight of layer {name!r} is no longer in the parameter groups of the {self._kind} that "
+                    "training began with: the weight or the optimizer was replaced. Replace them before training."
                 )
 
     def check_gradients_used(self) -> None:
@@ -272,8 +266,13 @@ class OptimizerWatch:
     def _taken(self) -> int:
         return sum(steps.taken for steps in self._steps)
 
+    def _now_held(self) -> list[str]:
+        is_trained = trained_by(self._parts)
+        return [name for name, layer in self._layers.items() if is_trained(layer.weight)]
+
     def _now_trained(self) -> list[Tensor]:
-        return list(filter(trained_by(self._parts), [*self._weights.values(), *self._model.parameters()]))
+        weights = [layer.weight for layer in self._layers.values()]
+        return list(filter(trained_by(self._parts), [*weights, *self._model.parameters()]))
 
     def _check_trained(self) -> None:
         """Raises ValueError if all that the optimizer trains is frozen or replaced, as where adapters are added."""
@@ -282,14 +281,6 @@ class OptimizerWatch:
                 f"The {self._kind} that training began with holds no parameter that is still trained: the model's "
                 f"parameters were frozen or replaced, as by adapters, or another optimizer trains them. {_GO_ON}"
             )
-
-    @property
-    def _weights(self) -> dict[str, Tensor]:
-        return {**{name: layer.weight for name, layer in self._layers.items()}, **self._others}
-
-    def _in_groups(self) -> list[str]:
-        is_trained = trained_by(self._parts)
-        return [name for name, weight in self._weights.items() if is_trained(weight)]
 
 
 class _Steps:

@@ -30,7 +30,7 @@ def run(name: str, folder: Path) -> None:
     """Five steps of a loop that logs its loss itself, as Accelerate's examples do."""
     accelerator = Accelerator(log_with=name, project_dir=folder / "logs", cpu=True, gradient_accumulation_steps=2)
     accelerator.init_trackers("a-project", config={"lr": 1e-2})
-    loop = Loop(CONFIG, folder, accelerator)
+    loop = Loop(CONFIG, folder, accelerator, accumulation=2)
     assert loop.controller is not None
     log_to(loop.controller, accelerator)
     for step in range(1, 6):

@@ -1025,6 +1025,7 @@ class TestController:
                 first.capture(batch(2, 32))
             first.after_step(step)
         assert all(layer.snip_cache.weights for layer in layers.values())
+        del first  # without close()
         optimizer = torch.optim.AdamW(model.parameters())
         SnipController(model, optimizer, SnipConfig(policy="uniform-fp8"))
         assert all(layer.snip_cache.weights == () and layer.snip_cache.tied is None for layer in layers.values())

@@ -27,6 +27,7 @@ from tiny_runs import (
     differing,
     history,
     noted_divergences,
+    one_thread,
     solve_with,
     weights,
     without_seconds,
@@ -90,6 +91,51 @@ def test_an_accelerate_loop_gives_the_same_losses_and_plans_as_one_without(
     assert differing(weights(accelerated.model), weights(plain.model)) == []
     assert without_seconds(history(tmp_path / "accelerated")) == without_seconds(history(tmp_path / "plain"))
     assert [line["event"] for line in history(tmp_path / "plain")] == ["start", "refresh", "refresh"]
+
+
+def in_accumulate(accelerator: Accelerator, folder: Path, max_steps: int, guards: bool = False) -> Loop:
+    """Runs the README's loop inside `accelerator.accumulate`, or one that calls once per optimizer step."""
+    loop = Loop(None, accelerator=accelerator)
+    loop.controller = SnipController(loop.model, loop.optimizer, CONFIG, accelerator, folder, max_steps=max_steps)
+    with one_thread():
+        for step in range(1, 11):
+            with accelerator.accumulate(loop.model):
+                loop.controller.capture(loop.batch(step))
+                loss = loop.model(**loop.batch(step))["loss"]
+                accelerator.backward(loss)
+                loop.losses.append(loss.item())
+                calls = accelerator.sync_gradients or not guards
+                if calls:
+                    loop.controller.before_optimizer_step(step)
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+                if calls:
+                    loop.controller.after_step(step)
+    return loop
+
+
+def test_inside_accumulate_only_steps_that_synchronise_gradients_count(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    """Of 10 micro-batches, two make a step."""
+    loop = in_accumulate(accelerator, tmp_path / "all", max_steps=10)
+    assert loop.controller.step == 5 and loop.controller._schedule.max_steps == 5
+    assert [(line["step"], line["applied_step"]) for line in history(tmp_path / "all")[1:]] == [(2, 4)]
+    loop.controller.close()
+    guarded = in_accumulate(accelerator, tmp_path / "guarded", max_steps=5, guards=True)
+    assert guarded.controller._schedule.max_steps == 5
+    assert guarded.losses == loop.losses and guarded.formats() == loop.formats()
+    assert without_seconds(history(tmp_path / "guarded")) == without_seconds(history(tmp_path / "all"))
+
+
+def test_a_number_of_micro_batches_that_is_too_short_is_told_once(
+    accelerator: Accelerator, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_accumulate(accelerator, tmp_path, max_steps=6)
+    assert [message for message in caplog.messages if "ends at" in message] == [
+        "snip-hf: training ends at step 3, before the first plan would be applied after step 4 (first_refresh + "
+        "apply_delay): everything stays in fp8."
+    ]
 
 
 def test_accelerate_saves_and_loads_the_controller_in_the_middle_of_a_refresh(
@@ -1073,42 +1119,6 @@ def test_a_refresh_whose_micro_batches_nobody_captured_says_so(tmp_path: Path) -
     assert [line["reason"] for line in history(tmp_path)] == [
         "ValueError: No micro-batch of this step was given to capture(). Call capture(batch) before each forward pass, "
         "and after_step(step) after each optimizer step."
-    ]
-
-
-def a_step(loop: Loop, step: int, leaves_out: str) -> None:
-    """One optimizer step of a loop that forgets one of the controller's calls."""
-    loop.controller.capture(loop.batch(step))
-    loop.model(**loop.batch(step))["loss"].backward()
-    if leaves_out != "before_optimizer_step":
-        loop.controller.before_optimizer_step(step)
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
-    if leaves_out != "after_step":
-        loop.controller.after_step(step)
-
-
-def test_a_loop_without_after_step_is_told_so_once_before_its_refresh_fails(caplog: pytest.LogCaptureFixture) -> None:
-    loop = Loop()
-    for step in (1, 2, 3):
-        a_step(loop, step, "after_step")
-    called, refresh = caplog.messages
-    assert called == (
-        "snip-hf: before_optimizer_step(2) was called before after_step(1): plans are neither made nor applied in "
-        "time. Call after_step(step) after each optimizer step."
-    )
-    assert "the refresh of step 2 failed" in refresh and "after_step(step) after each optimizer step." in refresh
-    assert caplog.records[0].levelname == "WARNING"
-
-
-def test_a_loop_without_before_optimizer_step_is_told_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    loop = Loop()
-    for step in (1, 2, 3):
-        a_step(loop, step, "before_optimizer_step")
-    loop.controller.close()
-    assert caplog.messages == [
-        "snip-hf: after_step(1) was called without before_optimizer_step(1): no plan can be made. Call "
-        "before_optimizer_step(step) before each optimizer step, once the gradients are complete and clipped."
     ]
 
 

@@ -166,6 +166,21 @@ def test_a_pass_counts_once_however_often_it_is_backpropagated() -> None:
     assert passes.known_loss
 
 
+def test_in_eval_mode_too_a_pass_counts_if_it_is_backpropagated() -> None:
+    """As training without dropout, or with frozen normalizations."""
+    model, controller, passes = watched()
+    model.eval()
+    keys = []
+    for index in range(2):
+        with torch.no_grad():
+            model(**text(2, 16))
+        assert controller._micro_batch == index
+        model(**text(2, 16, index)).loss.backward()
+        keys.append(model.model.layers[0].mlp.up_proj.snip_state.clone())
+    assert controller._micro_batch == 2 and passes.known_loss
+    assert not torch.equal(*keys)
+
+
 def test_passes_before_one_backward_pass_share_a_key_and_both_count() -> None:
     model, controller, _passes = watched()
     keys = []

@@ -193,9 +193,11 @@ def test_a_resumed_run_with_frozen_lower_blocks_is_the_whole_run() -> None:
     config = SnipConfig(target_fp4_fraction=0.5, granularity="gemm", **FAST)
     whole = Loop(upper_only(build("llama")), config).run(*[text()] * 7)
     first = Loop(upper_only(build("llama")), config).run(*[text()] * 3)
+    state = json.loads(json.dumps(first.controller.state_dict()))
+    first.controller.close()
     second = Loop(first.model, config)
     second.optimizer.load_state_dict(first.optimizer.state_dict())
-    second.controller.load_state_dict(json.loads(json.dumps(first.controller.state_dict())))
+    second.controller.load_state_dict(state)
     second.step = 3
     second.run(*[text()] * 4)
     assert second.controller.plan.to_dict()["assignment"] == whole.controller.plan.to_dict()["assignment"]
@@ -256,6 +258,7 @@ def test_a_resumed_run_does_not_count_again_and_decides_the_same() -> None:
     first = Loop(seeded(SparseLM), config).run(*batches[:2])
     state = json.loads(json.dumps(first.controller.state_dict()))
     assert state["plan"]["tokens"]["layers.0.experts.1"] == 12 / 16
+    first.controller.close()
     second = Loop(first.model, config)
     second.optimizer.load_state_dict(first.optimizer.state_dict())
     second.controller.load_state_dict(state)
@@ -274,6 +277,7 @@ def test_a_run_from_the_state_of_an_earlier_version_counts_at_its_next_step() ->
     state = json.loads(json.dumps(first.run(ids(4)).controller.state_dict()))
     del state["coverage"]
     state["plan"] = plan.to_dict()
+    first.controller.close()
     second = Loop(first.model, config)
     second.controller.load_state_dict(state)
     second.step = 1

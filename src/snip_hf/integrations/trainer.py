@@ -270,7 +270,7 @@ class SnipCallback(TrainerCallback):
             if not run._is_training():
                 run._release()
             elif run._passes is not None and not run._is_suspended:
-                run._passes.is_suspended = True
+                run._passes.suspend()
                 self._outer_run = run
         self._release()
 

@@ -27,7 +27,6 @@ from ..policies.registry import needs_probe
 from ..records.event_writer import EventWriter, Tracker
 from ..records.run_folder import RunFolder
 from .assembly import RunParts, assemble
-from .call_order import CallOrder
 from .captured_step import StepWatch, TrainingPass
 from .checkpoint import agreed_state
 from .checks import check_alike, check_configs, check_launch
@@ -35,6 +34,7 @@ from .chunks import ChunkNumbers
 from .expectation import Expectation, how_compiled, tokens_of
 from .fingerprint import weights_fingerprint
 from .guard import guard_of
+from .loop_checks import StepCalls
 from .preparation import find_processes
 from .refresh import Solving
 from .resuming import Resuming
@@ -58,11 +58,13 @@ class SnipController:
             model.
         optimizer: the optimizer that trains it, wrapped or not.
         config: what the user asks for.
-        accelerator: the Accelerate object of the loop, if there is one; its settings are checked.
+        accelerator: the Accelerate object of the loop, if there is one; its settings are checked, and an optimizer step
+            is one in which it synchronises gradients.
         output_dir: folder that gets `snip/` with the plan, the history and the divergences, from the first process;
             None writes nothing.
         pipeline: how to run the whole model where this process holds only parts of it.
-        max_steps: the last optimizer step, if it is known: refreshes whose plan would be due after it are left out.
+        max_steps: the last optimizer step, if it is known: refreshes whose plan would be due after it are left out. In
+            a loop that calls the controller in each micro-batch inside `accelerator.accumulate`: the last micro-batch.
         solving: how the integer programs are solved; None: in a process of their own, by the configured solver.
 
     Raises:
@@ -96,7 +98,7 @@ class SnipController:
         """Where the first process records the run; None: nowhere."""
         self._events = EventWriter(self._folder, is_first, self._log)
         self._schedule = Schedule(config, max_steps, self._log)
-        self._calls = CallOrder(self.needs_probe, self._log)
+        self._calls = StepCalls(accelerator, self._schedule, self.needs_probe, self._log)
         self._armed: StepWatch | None = None
         self._micro_batch, self._has_labels, self._started, self._is_new = 0, False, False, True
         run, attempt = None, Attempt()
@@ -126,11 +128,12 @@ class SnipController:
         check_alike(self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)
         self._chunks = ChunkNumbers(parts_of(self.model), self.config.seed, lambda: self.step + 1)
-        self._source.attach(self.model, self._layers.all, lambda: self._before_optimizer_step(self.step + 1))
+        self._source.attach(self.model, self._layers.all, self._before_optimizer_step)
         self._layers.share_inputs(self._in_force.setting, self._log)
         self._schedule.say_if_too_short()
         self._refresher.say_if_untrained()
         self._ahead.prepare(self._schedule.will_refresh)
+        self._layers.claim()
 
     @property
     def plan(self) -> PrecisionPlan:
@@ -177,8 +180,14 @@ class SnipController:
             terms: how many independent terms that loss is a mean over.
 
         Raises:
+            TypeError: the batch is no mapping.
             ValueError: the very first batch cannot be probed, without labels for example, and the policy needs that.
         """
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f"capture got a batch of type {type(batch).__name__}; expected a mapping, such as the dict of keyword "
+                "arguments that the model's forward gets."
+            )
         self.count(self.offer(batch, objective_of(compute_loss, terms)))
 
     def offer(self, batch: Mapping[str, Any], objective: Objective | None = None) -> TrainingPass:
@@ -191,6 +200,8 @@ class SnipController:
         self._layers.set_step(step, self._micro_batch)
         self._layers.set_rank()
         self.keep_weights(everything=self._micro_batch == 0)
+        if self._micro_batch == 0:
+            self._source.begin_step()
         is_probed = self._micro_batch == 0 and (self._refreshes(step) or self._checks(step))
         if is_probed and self._armed is None:
             self._armed = self._probe.watch()
@@ -230,14 +241,19 @@ class SnipController:
     def before_optimizer_step(self, step: int) -> None:
         """To be called with the gradients of optimizer step `step` (from 1) complete and clipped; probes if due.
 
-        Under DeepSpeed, whose step is over by then, it does nothing: the controller is in that step itself.
-        """
-        if not self._source.is_inside_step:
-            self._before_optimizer_step(step)
+        With an Accelerator, calls while it accumulates gradients count for nothing, and the steps are counted here:
+        `step` may be the number of the micro-batch. Under DeepSpeed, whose step is over by then, it does nothing: the
+        controller is in that step itself.
 
-    def _before_optimizer_step(self, step: int) -> None:
-        self._calls.begin(step)
-        self._source.note_step()
+        Raises:
+            TypeError, ValueError: `step` is no integer, or (without an Accelerator) not the one after `self.step`.
+        """
+        if self._calls.count("before_optimizer_step", step, self.step) and not self._source.is_inside_step:
+            self._before_optimizer_step()
+
+    def _before_optimizer_step(self) -> None:
+        step = self.step + 1
+        self._calls.begin(self._source.note_step())
         is_left_out = self._guard is not None and self._guard.leaves_out(step)
         self._schedule.say_if_left_out(step, self._refresher.is_planned(step))
         self._coverage.count_first(step, is_new=self._is_new)
@@ -266,8 +282,12 @@ class SnipController:
 
         Raises:
             TrainingDiverged: the guard asks to go back to an earlier state (`guard="roll-back"`).
+            TypeError, ValueError: as `before_optimizer_step`.
         """
-        self._calls.end(step)
+        if not self._calls.count("after_step", step, self.step):
+            return
+        step = self.step + 1
+        self._calls.end()
         self._layers.note_micro_batches(self._micro_batch)
         self.step, self._micro_batch = step, 0
         self._chunks.end_step()
@@ -291,6 +311,10 @@ class SnipController:
         self._schedule.say_if_ended_early(self.step)
         self._messages.end(self.step, self.plan)
         self._folder.release()
+
+    def lend(self) -> None:
+        """Leaves the model to another run, until `retake`."""
+        self._layers.lend()
 
     def retake(self) -> None:
         """Takes the model back after another run has trained it: the layers, kernels, formats and keys of this run."""
@@ -323,6 +347,7 @@ class SnipController:
         flops = self._in_force.setting.flops
         saved = agreed_state(state, self.config, flops, self.processes.everyone, at_step, weights)
         self._disarm()
+        self._calls.is_begun = False
         self._resuming.restore(saved, self.config, self._guard)
         self._is_new, self._started, self.step, self._micro_batch = False, True, saved.step, 0
 

@@ -56,6 +56,11 @@ class TrainingPasses:
             outer.register_forward_hook(RunHook(self._after_forward)),
         ]
 
+    def suspend(self) -> None:
+        """Leaves the model to a run inside this one."""
+        self.is_suspended = True
+        self._controller.lend()
+
     def end_step(self) -> None:
         """To be called when the gradients of a step are complete."""
         self.is_open = False
@@ -80,7 +85,7 @@ class TrainingPasses:
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._offered = None
-        if self.is_suspended or not module.training or not torch.is_grad_enabled():
+        if self.is_suspended or not torch.is_grad_enabled():
             return
         if not self.is_open:  # what is kept of the weights is of the last step's
             self._controller.keep_weights()

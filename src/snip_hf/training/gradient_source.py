@@ -106,11 +106,15 @@ class GradientSource:
         """Returns True if a GradScaler is about to leave the step out, since gradients are not finite. Collective."""
         return False
 
-    def note_step(self) -> None:
-        """To be called before each optimizer step."""
+    def begin_step(self) -> None:
+        """To be called before the forward passes of a step."""
+
+    def note_step(self) -> bool:
+        """To be called before each optimizer step; returns True if the optimizer has taken it already."""
+        return False
 
     def check_unchanged(self) -> None:
-        """Raises ValueError if another optimizer trains the weights by now."""
+        """Raises ValueError if another optimizer trains the weights by now, or the step was taken already."""
 
     def expect_gradients(self) -> None:
         """Notes the gradients as they are: the optimizer is to take its next step with them."""
@@ -132,7 +136,7 @@ class TorchGradients(GradientSource):
         return self.scaling.leaves_out(model.parameters(), everyone)
 
     def attach(self, model: nn.Module, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
-        self._watch = OptimizerWatch(self._optimizer, layers, self.beside(model, layers))
+        self._watch = OptimizerWatch(self._optimizer, model, layers)
 
     def close(self) -> None:
         self._watch.close()
@@ -157,8 +161,11 @@ class TorchGradients(GradientSource):
     def trains(self) -> Callable[[Tensor], bool]:
         return trained_by(self._optimizer)
 
-    def note_step(self) -> None:
-        self._watch.note_step()
+    def begin_step(self) -> None:
+        self._watch.begin_step()
+
+    def note_step(self) -> bool:
+        return self._watch.note_step()
 
     def check_unchanged(self) -> None:
         self._watch.check()

@@ -1,14 +1,16 @@
-"""Checks of the training loop in mid-run: layers, optimizer and gradients are still those of its beginning.
+"""Checks of the training loop in mid-run: its calls come in order, and it trains what it trained at the beginning.
 
-A loop may replace any of them in mid-run. A plan made from what is no longer in use would mislead, so that each check
-names its cause, and the plan in force stays. What a start refuses is in `checks`.
+A loop may replace layers, optimizer or gradients in mid-run. A plan made from what is no longer in use would mislead,
+so that each check names its cause, and the plan in force stays. What a start refuses is in `checks`.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +23,87 @@ from ..optimizers.known import shown_name
 from ..optimizers.response import check_optimizer, trained_by
 from ..parallel.ranks import Attempt, Ranks
 from ..parallel.sharding import own_part
+from .schedule import Schedule
 
 # Steps in a row that an optimizer may leave out, as torch's GradScaler makes it where gradients overflow.
 _LEFT_OUT = 10
 # Gradients that change by more between a probe and the step were not those of the loss; FP16's scale begins at 65,536.
 _MOST = 1000.0
+_GO_ON = (
+    "Save a checkpoint and resume from it with the new optimizer from the beginning (in a loop of one's own: close the "
+    "controller and build a new SnipController)."
+)
+_LATE = (
+    "before_optimizer_step was called after optimizer.step(): no plan can be made, since the optimizer's state has the "
+    "step's gradients by then. Call it before optimizer.step(), once the gradients are complete and clipped."
+)
+
+
+class StepCalls:
+    """Checks that the calls of a training loop come once per optimizer step, in order.
+
+    With an Accelerator, calls while it accumulates gradients do not count, and the numbers that the loop passes are not
+    used: they may be those of micro-batches.
+
+    Args:
+        accelerator: the Accelerate object of the loop, if there is one.
+        schedule: is told if the loop calls in each micro-batch.
+        needs_probe: whether the policy probes; without a probe, `before_optimizer_step` has nothing to do.
+        log: gets warnings, each once.
+    """
+
+    def __init__(self, accelerator: Any, schedule: Schedule, needs_probe: bool, log: logging.Logger) -> None:
+        self._accelerator = accelerator if hasattr(accelerator, "sync_gradients") else None
+        self._schedule = schedule
+        self._needs_probe = needs_probe
+        self._log = log
+        self._said: set[str] = set()
+        self.is_begun = False
+        """Whether `before_optimizer_step` was called for a step that has not ended."""
+
+    def count(self, call: str, step: Any, done: int) -> bool:
+        """Returns True if a call with the number `step`, after `done` optimizer steps, is of an optimizer step.
+
+        Raises:
+            TypeError, ValueError: that is no number or not the next one, or the step before has not ended.
+        """
+        if not isinstance(step, SupportsIndex):
+            raise TypeError(f"{call} got the step {step!r} ({type(step).__name__}); expected an int, e.g. {done + 1}.")
+        if self._accelerator is not None and not self._accelerator.sync_gradients:
+            self._schedule.count_micro_batches(self._accelerator.gradient_accumulation_steps)
+            return False
+        if self.is_begun and call == "before_optimizer_step":
+            raise ValueError(
+                f"{call} was called again without after_step, so no plan would ever be applied: call after_step(step) "
+                "after each optimizer step."
+            )
+        if self._accelerator is None and index(step) != done + 1:
+            raise ValueError(
+                f"{call} got the step {index(step)} after {done} optimizer steps, expected {done + 1}: count optimizer "
+                "steps, from 1 and without gaps, and not micro-batches (to go on after step N without a saved state, "
+                "set controller.step = N first)."
+            )
+        return True
+
+    def begin(self, is_late: bool) -> None:
+        """Notes `before_optimizer_step`; `is_late` if the optimizer has taken its step by then."""
+        self.is_begun = True
+        if is_late:
+            self._say(_LATE)
+
+    def end(self) -> None:
+        """Notes `after_step`."""
+        if not self.is_begun and self._needs_probe:
+            self._say(
+                "after_step was called without before_optimizer_step: no plan can be made. Call "
+                "before_optimizer_step(step) before each optimizer step, once the gradients are complete and clipped."
+            )
+        self.is_begun = False
+
+    def _say(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._log.warning("snip-hf: %s", message)
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, SnipLayer], flops: Work) -> None:
@@ -94,72 +172,81 @@ class OptimizerWatch:
 
     Args:
         optimizer: as the controller was given it.
+        model: what it trains.
         layers: the swapped layers.
-        others: other parameters that it trains and that count, by name.
     """
 
-    def __init__(
-        self, optimizer: Any, layers: Mapping[str, SnipLayer], others: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def __init__(self, optimizer: Any, model: nn.Module, layers: Mapping[str, SnipLayer]) -> None:
         self._parts = check_optimizer(optimizer)
-        self._layers, self._others = layers, others or {}
-        self._held = self._in_groups()
-        """Layers whose weights it trained at the beginning, and names of the others that it trained."""
-        weights = [self._weights[name] for name in self._held]
+        self._model, self._layers = model, layers
+        self._trained = self._now_trained()
+        """Parameters that it trained at the beginning, those of the layers first."""
+        self._held = self._now_held()
+        """Layers whose weights it trained at the beginning."""
+        weights = [layers[name].weight for name in self._held] or self._trained
         holding = [part for part in self._parts if any(_holds(part, weight) for weight in weights)]
         # torch neither copies nor saves the hooks of an optimizer. These hold nothing of the run.
         self._steps = [_Steps(part) for part in holding or self._parts]
         """Of the parts of a combination that train the layers."""
         self._kind = " and ".join(shown_name(type(steps.part)) for steps in self._steps)
-        self._last: tuple[int, int] | None = None
+        self._last: tuple[int, Tensor, int] | None = None
         self._left_out = 0
         self._are_moved = False
+        self._taken_before: int | None = None
+        self._is_late = False
 
-    def note_step(self) -> None:
-        """To be called before each optimizer step."""
-        held = self._held[0] if self._held else next(iter(self._layers))
+    def begin_step(self) -> None:
+        """To be called before the forward passes of a step."""
+        self._taken_before = self._taken
+
+    def note_step(self) -> bool:
+        """To be called before each optimizer step; returns True if it was taken already."""
+        self._is_late = self._taken_before not in (None, self._taken)
+        self._taken_before = None
+        weight = next((one for one in self._trained if one.requires_grad), next(iter(self._layers.values())).weight)
         # Those of a combination count as one step.
         taken = min(steps.taken for steps in self._steps)
-        now = (taken, own_part(self._weights[held].detach())._version)
-        if self._last is not None and self._last[0] == now[0]:
+        version = own_part(weight.detach())._version
+        if self._last is not None and self._last[0] == taken:
             self._left_out += 1
-            self._are_moved |= self._last[1] != now[1]
+            self._are_moved |= self._last[1] is weight and self._last[2] != version
         else:
             self._left_out, self._are_moved = 0, False
-        self._last = now
+        self._last = taken, weight, version
         for steps in self._steps:
             steps.expected = None
+        return self._is_late
 
     def expect_gradients(self) -> None:
         """Notes the gradients as they are: the optimizer is to take its next step with them."""
-        weights = self._weights
-        weight = next((weights[name] for name in self._held if weights[name].grad is not None), None)
+        weight = next((one for one in self._trained if one.grad is not None), None)
         for steps in self._steps:
             # Another part may change gradients in its step before this one takes its own.
             steps.expect(weight if weight is not None and _holds(steps.part, weight) else None)
 
     def check(self) -> None:
-        """Raises ValueError if another optimizer trains the weights."""
-        weights = self._weights
-        has_gradients = any(weight.grad is not None for weight in weights.values())
+        """Raises ValueError if another optimizer trains the weights, or the step was taken already."""
+        if self._is_late:
+            raise ValueError(_LATE)
+        self._check_trained()
+        has_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
         if has_gradients and self._left_out > 0 and (self._are_moved or self._left_out >= _LEFT_OUT):
             steps = "step" if self._left_out == 1 else f"{self._left_out} steps"
             raise ValueError(
                 f"The {self._kind} that training began with has not taken the last {steps}: another optimizer trains "
-                "the model, of whose state nothing is known. Save a checkpoint and resume from it with the new "
-                "optimizer from the beginning (in a loop of one's own: build a new SnipController with it)."
+                f"the model, of whose state nothing is known. {_GO_ON}"
             )
-        present = set(self._in_groups())
+        held = set(self._now_held())
         for name in self._held:
-            if name not in present and weights[name].requires_grad:
-                what = f"weight of layer {name!r}" if name in self._layers else f"parameter {name!r}"
+            if name not in held and self._layers[name].weight.requires_grad:
                 raise ValueError(
-                    f"The {what} is no longer in the parameter groups of the {self._kind} that training began with: "
-                    "the weight or the optimizer was replaced. Replace them before training begins."
+                    f"The weight of layer {name!r} is no longer in the parameter groups of the {self._kind} that "
+                    "training began with: the weight or the optimizer was replaced. Replace them before training."
                 )
 
     def check_gradients_used(self) -> None:
         """Raises ValueError if the optimizer took the step of the last probe with other gradients."""
+        self._check_trained()
         noted = next((steps.change for steps in self._steps if steps.change is not None), None)
         for steps in self._steps:
             steps.change = None
@@ -176,12 +263,24 @@ class OptimizerWatch:
             steps.close()
 
     @property
-    def _weights(self) -> dict[str, Tensor]:
-        return {**{name: layer.weight for name, layer in self._layers.items()}, **self._others}
+    def _taken(self) -> int:
+        return sum(steps.taken for steps in self._steps)
 
-    def _in_groups(self) -> list[str]:
+    def _now_held(self) -> list[str]:
         is_trained = trained_by(self._parts)
-        return [name for name, weight in self._weights.items() if is_trained(weight)]
+        return [name for name, layer in self._layers.items() if is_trained(layer.weight)]
+
+    def _now_trained(self) -> list[Tensor]:
+        weights = [layer.weight for layer in self._layers.values()]
+        return list(filter(trained_by(self._parts), [*weights, *self._model.parameters()]))
+
+    def _check_trained(self) -> None:
+        """Raises ValueError if all that the optimizer trains is frozen or replaced, as where adapters are added."""
+        if self._trained and not self._now_trained():
+            raise ValueError(
+                f"The {self._kind} that training began with holds no parameter that is still trained: the model's "
+                f"parameters were frozen or replaced, as by adapters, or another optimizer trains them. {_GO_ON}"
+            )
 
 
 class _Steps:

@@ -80,7 +80,6 @@ class Refresher:
         self._log = log
         self._finds_ties = finds_ties
         self._config = in_force.setting.config
-        self._said_untrained: str | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -153,7 +152,7 @@ class Refresher:
         """Says that there is no weight divergence to measure, if that is so on all ranks. Collective."""
         reasons = self._probe.processes.everyone.gather(self._why_untrained())
         if None not in reasons:
-            self._say_untrained(reasons[0])
+            self._log.info("snip-hf: %s, so that the loss divergence alone decides.", reasons[0])
 
     def _begin(self, step: int, watch: StepWatch) -> None:
         config, setting = self._config, self._in_force.setting
@@ -185,8 +184,7 @@ class Refresher:
         self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, ranked, table.noise, process)
 
     def _say_no_update(self, step: int) -> None:
-        if untrained := self._why_untrained():
-            self._say_untrained(untrained)
+        if self._why_untrained():  # as the log has it since the start
             return
         self._log.warning(
             "snip-hf: all weight divergences of step %d are 0, since %s; the loss divergence alone decides.",
@@ -199,12 +197,6 @@ class Refresher:
         if not weighs_updates(self._config):
             return None
         return self._probe.why_untrained()
-
-    def _say_untrained(self, reason: str) -> None:
-        """Says why there is no weight divergence; once per reason."""
-        if reason != self._said_untrained:
-            self._said_untrained = reason
-            self._log.info("snip-hf: %s, so that the loss divergence alone decides.", reason)
 
     def _start_solver(self, program: dict[str, Any]) -> SolverProcess | None:
         """Starts solving on the first rank; raises on all of them if that fails."""

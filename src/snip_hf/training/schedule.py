@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from ..config import SnipConfig
 from ..policies.registry import needs_probe
@@ -30,6 +31,7 @@ class Schedule:
         self._config = config
         self._needs_probe = needs_probe(config)
         self._log = log
+        self._counts_micro_batches = False
         self._said_too_late = False
         self._said_too_short = False
 
@@ -94,9 +96,16 @@ class Schedule:
     def _first_due(self) -> int:
         return self._config.first_refresh + self._config.apply_delay
 
+    def count_micro_batches(self, per_step: int) -> None:
+        """Takes `max_steps` for a number of micro-batches, so many of which make an optimizer step."""
+        if self.max_steps is not None and not self._counts_micro_batches:
+            self.max_steps = math.ceil(self.max_steps / per_step)
+            self._counts_micro_batches = True
+            self.say_if_too_short()
+
     def say_if_too_short(self) -> None:
-        """Says that training is known to end before the first plan could be applied."""
-        if self._needs_probe and not self.will_refresh:
+        """Says, once, that training is known to end before the first plan could be applied."""
+        if self._needs_probe and not self.will_refresh and not self._said_too_short:
             self._said_too_short = True
             self._log.warning(
                 "snip-hf: training ends at step %d, before the first plan would be applied after step %d "

@@ -1,12 +1,14 @@
 """The raw loss and gradient norm of a step, as the guard sees them: before clipping, and before a Trainer's log.
 
+Gradients that are finite then, and not when the optimizer is about to take them, count as they are.
+
 The Trainer's `logging_nan_inf_filter` leaves losses that are not finite out of its log; nothing is left out here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,12 +63,7 @@ class StepFigures(BackwardEnd):
     @torch.no_grad()
     def note(self) -> None:
         self._of = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
-        if not self._of:
-            self._norms = None
-            return
-        parts = [own_part(parameter.grad) for parameter in self._of if parameter.grad is not None]
-        norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
-        self._norms = torch.stack([norm.to(norms[0].device) for norm in norms])
+        self._norms = _norms(self._of) if self._of else None
 
     def take(self) -> Figures:
         """Returns the figures of the step whose gradients are complete, and forgets them. Collective."""
@@ -104,7 +101,10 @@ class StepFigures(BackwardEnd):
         # What all ranks hold counts once.
         weights = torch.tensor([1.0 if is_sharded(parameter) else 1.0 / copies for parameter in of])
         square = (norms.square() * weights.to(norms.device)).sum()
-        *loss, found = read([*total, square])
+        now = _norms(of)  # clipped, or whatever else was done to them
+        *loss, found, after = read([*total, square, now.sum()])
+        if math.isfinite(found) and not math.isfinite(after):
+            norms, found = now, after
         broken = []
         if not math.isfinite(found):
             flags = torch.isfinite(norms).tolist()
@@ -115,3 +115,10 @@ class StepFigures(BackwardEnd):
                 for name in self._layers.get(id(parameter), [])
             ]
         return next(iter(loss), None), found, broken
+
+
+def _norms(parameters: Sequence[Tensor]) -> Tensor:
+    """Returns the norms of what this rank holds of gradients; 0 for one that was taken away."""
+    parts = [own_part(one.detach())[:0] if one.grad is None else own_part(one.grad) for one in parameters]
+    norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
+    return torch.stack([norm.to(norms[0].device) for norm in norms])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,9 @@ from ..costs.flops import Work
 from ..kernels.backend import Backend
 from ..layers.gated import put_gates, remove_gates
 from ..layers.layer import SnipLayer
+from ..layers.run_hooks import RunMark, marks_on
 from ..layers.state import PackedStates, set_rank, set_step, snip_linears
+from ..parallel.pipeline_ranks import parts_of
 from ..parallel.ranks import Processes
 from ..policies.setting import Setting
 from ..policies.ties import siblings
@@ -31,6 +34,9 @@ class SwappedLayers:
         kernels: the backend in use.
         mixed_precision: of the loop; the log says what it means for the kernels. None: not known.
         log: is told which kernels run.
+
+    Raises:
+        ValueError: another run drives them.
     """
 
     def __init__(
@@ -49,7 +55,26 @@ class SwappedLayers:
         self._keeps_weights = False
         self.figures: dict[str, float] = {}
         """What the kernels counted up to the last `say_findings`."""
+        self._mark = RunMark(self.lend)
+        if self._are_driven():
+            gc.collect()  # a run that nobody holds may hold itself
+        if self._are_driven():
+            raise ValueError(
+                "Another SnipController drives this model, expected one at a time: call its close(), or "
+                "restore_model(model) if it is out of reach."
+            )
         self._take(mixed_precision, log)
+
+    def _are_driven(self) -> bool:
+        return any(isinstance(mark.driver, SwappedLayers) for mark in marks_on(self._model))
+
+    def claim(self) -> None:
+        """Refuses the layers to other runs until `lend` or `release`, or until nobody holds this run any more."""
+        self._mark.put_on((parts_of(self._model) or [self._model])[0])
+
+    def lend(self) -> None:
+        """Leaves the layers to another run, until `retake`."""
+        self._mark.remove((parts_of(self._model) or [self._model])[0])
 
     def _take(self, mixed_precision: str | None, log: logging.Logger) -> None:
         swap(self._model, self._config, self._processes.pipeline)
@@ -61,6 +86,7 @@ class SwappedLayers:
     def retake(self, log: logging.Logger) -> None:
         """Takes the layers back after another run has trained them."""
         self._take(None, log)
+        self.claim()
 
     @property
     def present(self) -> dict[str, SnipLayer]:
@@ -131,6 +157,7 @@ class SwappedLayers:
             log.log(logging.WARNING if warns else logging.INFO, "snip-hf: backend %s: %s", self._kernels.name, text)
 
     def release(self) -> None:
-        """Gives up what the kernels keep."""
+        """Gives up the layers, and what the kernels keep."""
+        self.lend()
         self._kernels.release(self._run_by_kernels)
         remove_gates(self._model)

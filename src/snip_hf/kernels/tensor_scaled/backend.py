@@ -66,7 +66,8 @@ class TensorScaled(TensorCoreBackend):
 
     def quantize_input(self, layer: Layer, x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
         own = _records(layer, x.device)
-        return quantize_input(x, layer.snip_state, own.record, own.table, (row_gemm, column_gemm), _is_trained(layer))
+        noted = torch.is_grad_enabled()  # a pass that may be trained on counts for the next exponents
+        return quantize_input(x, layer.snip_state, own.record, own.table, (row_gemm, column_gemm), noted)
 
     def gated_forward(self, layers: Sequence[Layer], input: Tensor) -> Tensor | None:
         device_type = input.device.type
@@ -115,7 +116,7 @@ class TensorScaled(TensorCoreBackend):
         if x.dtype != torch.bfloat16 or x.device.type != cache.device:
             return EMULATED.grouped_forward(layer, x, bias, ends)
         keeps_x = torch.is_grad_enabled() and layer.weight.requires_grad
-        how = How(cache.high, keeps_x, layer.training and torch.is_grad_enabled(), layer.is_transposed)
+        how = How(cache.high, keeps_x, torch.is_grad_enabled(), layer.is_transposed)
         # As `TensorCoreBackend.forward`.
         is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
         weights = cache.weights if layer.training and torch.is_grad_enabled() and is_kept else ()
@@ -150,7 +151,7 @@ class TensorScaled(TensorCoreBackend):
         self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, inputs: Quantized, weights: Sequence[Tensor]
     ) -> Tensor:
         own, has_grad_input = _records(layer, x.device), torch.is_grad_enabled() and x.requires_grad
-        how = layer.snip_cache.high, keeps_x, _is_trained(layer), has_grad_input
+        how = layer.snip_cache.high, keeps_x, torch.is_grad_enabled(), has_grad_input
         tensors = layer.snip_state, own.record, own.table
         y: Tensor = TensorScaledGemms.apply(x, layer.matrix, bias, *tensors, how, *inputs, *weights)
         return y
@@ -249,11 +250,6 @@ def _of_all(layers: Mapping[str, Layer]) -> dict[str, Records]:
     """Returns the records of the layers that run here; another run may have put some on another backend."""
     here = {name: layer for name, layer in layers.items() if layer.snip_backend is TENSOR_SCALED}
     return {name: layer.snip_cache.own for name, layer in here.items()}
-
-
-def _is_trained(layer: Layer) -> bool:
-    """Returns True if what the pass sees shall count for the next step's exponents."""
-    return layer.training and torch.is_grad_enabled()
 
 
 TENSOR_SCALED = register_backend(TensorScaled())

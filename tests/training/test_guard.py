@@ -326,7 +326,7 @@ def test_layers_whose_gradients_are_lost_in_noise_are_raised_in_each_new_plan(tm
     assert run.plans[-1][1].assignment == loop.formats()
     # A refresh that waits takes its ratios along.
     loop.controller.close()
-    second = go_on({**state, "weights": []}, loop.controller.config, loop, tmp_path / "again")
+    second = go_on({**state, "weights": None}, loop.controller.config, loop, tmp_path / "again")
     assert second.controller is not None
     assert json.loads(json.dumps(second.controller.state_dict()))["pending"]["noise"] == noise
 

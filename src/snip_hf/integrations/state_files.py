@@ -36,15 +36,24 @@ class StateFiles:
         """Lets later checkpoints be ones that were trained without SNIP."""
         _marks(state).pop(self._callback, None)
 
-    def write(self, folder: Path, state: TrainerState, controller: SnipController) -> None:
-        """Writes the state of this step into a checkpoint's folder, and marks the Trainer's, which is written next."""
+    def write(
+        self, folder: Path, state: TrainerState, controller: SnipController, last: dict[str, Any] | None = None
+    ) -> None:
+        """Writes the controller's state into a checkpoint's folder, and marks the Trainer's, which is written next.
+
+        Args:
+            folder: of the checkpoint, whose weights are saved.
+            state: of the Trainer.
+            controller: of the run.
+            last: its state when training ended; None: it goes on.
+        """
         _marks(state)[self._callback] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
             remove_temporaries(folder, STATE_NAME)
             # Ties the state to the weights next to it.
             weights = {"weights": controller.weights_fingerprint()}
-            write_json_atomic(folder / STATE_NAME, controller.state_dict() | weights)
+            write_json_atomic(folder / STATE_NAME, (last or controller.state_dict()) | weights)
         except (OSError, ValueError) as error:  # ValueError: in mid-step, or larger than what a resumed run would read
             logger.warning(
                 "snip-hf: could not write %s; resuming there will fail: %s",
@@ -124,7 +133,7 @@ def _marks(state: TrainerState) -> dict[str, Any]:
     return cast("dict[str, Any]", state.stateful_callbacks)
 
 
-def checkpoint_of(output_dir: str | None = None, _internal_call: bool = False, **more: Any) -> Path | None:
+def checkpoint_of(output_dir: str | None = None, _internal_call: bool = False, *rest: Any, **more: Any) -> Path | None:
     """Returns the folder of the checkpoint that a call of `Trainer.save_model` begins; None if it begins none."""
     return Path(output_dir) if _internal_call and output_dir is not None else None
 

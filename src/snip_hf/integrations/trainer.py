@@ -85,6 +85,8 @@ class SnipCallback(TrainerCallback):
         self._seam: LossSeam | None = None
         self._losses: Wrapped | None = None
         self._saving: Wrapped | None = None
+        self._last: dict[str, Any] | None = None
+        """The state with which training ended, for checkpoints that are asked for later."""
         self._outer_run: SnipCallback | None = None
         """That of the run inside which this one runs on the same model."""
         self._figures = Trackers()
@@ -213,14 +215,15 @@ class SnipCallback(TrainerCallback):
 
     def _save(self, trainer: Trainer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Saves the model as the Trainer does; SNIP's state goes into every checkpoint, whoever asks for it."""
-        folder, state = checkpoint_of(*args, **kwargs), trainer.state
-        if folder is None or self.controller is None or self._is_restored:
+        folder, state, controller = checkpoint_of(*args, **kwargs), trainer.state, self.controller
+        if folder is None or controller is None or self._is_restored or state is not self._state:
             inner(*args, **kwargs)
             return
-        self.on_step_end(trainer.args, state, trainer.control)  # where a callback before this one saves
+        if self._last is None:
+            self.on_step_end(trainer.args, state, trainer.control)  # a callback before this one may save
         inner(*args, **kwargs)
         if state.is_world_process_zero:
-            self._files.write(folder, state, self.controller)
+            self._files.write(folder, state, controller, self._last)
 
     def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -251,7 +254,8 @@ class SnipCallback(TrainerCallback):
         The best checkpoint is loaded by then (`load_best_model_at_end`).
         """
         controller, outer_run, reference = self._running(), self._outer_run, self._reference
-        self._release()
+        self._last = controller.state_dict()
+        self._stop()
         self._figures.flush(args, state, control)
         if not self._is_restored:
             tag_model(controller.model, controller.plan)
@@ -313,12 +317,19 @@ class SnipCallback(TrainerCallback):
             self._figures.add(state, kwargs.get("logs"), self.controller.plan, self.controller.coverage)
 
     def _release(self) -> None:
-        """Stops the controller of a run that has ended, if there is one."""
+        """Leaves a run that has ended, if there is one: its controller and its Trainer."""
+        self._stop()
+        if self._saving is not None:
+            self._saving.close()
+        self._saving = self._last = None
+
+    def _stop(self) -> None:
+        """Stops the controller; checkpoints that are asked for later still get its last state."""
         self._figures.close()
-        for seam in (self._seam, self._losses, self._saving):
+        for seam in (self._seam, self._losses):
             if seam is not None:
                 seam.close()
-        self._seam = self._reference = self._losses = self._saving = None
+        self._seam = self._reference = self._losses = None
         if self.controller is not None:
             self._mark.remove(self.controller.model)
             self.controller.close()

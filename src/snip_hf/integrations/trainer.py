@@ -154,10 +154,12 @@ class SnipCallback(TrainerCallback):
             self.controller.add_tracker(tracker)
         self._mark = RunMark(self._end_restored)
         self._mark.put_on(model)
-        self._passes = TrainingPasses(outer, self.controller, self._mark, LOSS_OF_TRAINER)
+        trainer = find_trainer(state)
+        label_names = () if trainer is None else trainer.label_names
+        self._passes = TrainingPasses(outer, self.controller, self._mark, LOSS_OF_TRAINER, label_names)
         _spare_communication(model, self.config, args)
-        self._connect(find_trainer(state))
-        self._figures.open(find_trainer(state), self, None if output_dir is None else self._folder)
+        self._connect(trainer)
+        self._figures.open(trainer, self, None if output_dir is None else self._folder)
         # The first process may be the only one that sees the checkpoint.
         saved = self.controller.processes.everyone.by_first(lambda: self._files.read(args, state))
         if saved is None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerState
 
-from ..estimation.batch import labelled_tokens
+from ..estimation.batch import label_name_of, labelled_tokens
 from ..estimation.objective import Objective, token_ids
 from ..python_state import Kept
 from ..training.counted_passes import TrainingPasses
@@ -27,7 +27,7 @@ from .reference import Reference
 
 LOSS_OF_TRAINER = (
     "compute it in an override of the Trainer's compute_loss, or by compute_loss_func, and have training_step call "
-    "compute_loss"
+    "compute_loss (if it does, from an input of another name, say TrainingArguments(label_names=[NAME]))"
 )
 """What a Trainer's user can do where the model does not return the loss (`estimation.batch.Batch.of`)."""
 _NAME = "compute_loss"
@@ -132,12 +132,14 @@ class LossSeam:
 
     def _compute(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Computes the mean loss of a micro-batch, or of a part of one, for the probe."""
-        trainer, labels, factor = self._trainer, inputs.get("labels"), 1
+        trainer, factor = self._trainer, 1
+        name = label_name_of(inputs, trainer.label_names)
+        labels = inputs.get(name)
         count = {} if self._count is None else {_COUNT: self._count}
         if count and labels is not None:
             # As in the Trainer's evaluation. The loss is multiplied by the number of processes where all of them count.
             ranks = trainer.args.world_size if trainer.args.average_tokens_across_devices else 1
-            count[_COUNT] = torch.tensor(labelled_tokens(inputs) * ranks, device=labels.device)
+            count[_COUNT] = torch.tensor(labelled_tokens(inputs, name) * ranks, device=labels.device)
         elif count or _is_scaled_for_step(trainer):
             factor = trainer.current_gradient_accumulation_steps
         with _undisturbed(trainer), nullcontext() if self._reference is None else self._reference.unquantized():

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 
 from ..json_io import read_json, remove_temporaries, write_json_atomic
 from ..records.checkpoints import STATE_NAME
 from ..text import printable
 from ..training.controller import SnipController
-from .trainer_loss import find_call
+from .trainer_loss import Wrapped, find_call
 
 logger = logging.getLogger(__name__)
 
@@ -31,29 +32,62 @@ class StateFiles:
     def __init__(self, resume: bool | str | os.PathLike[str], callback: str) -> None:
         self._resume = resume
         self._callback = callback
+        self._saving: Wrapped | None = None
+        self._controller: SnipController | None = None
+        self._last: dict[str, Any] | None = None
+        """The state with which training ended, for checkpoints that are asked for later."""
+
+    def follow(self, trainer: Trainer, controller: SnipController, end_step: Callable[..., None]) -> None:
+        """Puts the state into every checkpoint that the Trainer saves in this run, whoever asks for it, until `close`.
+
+        Args:
+            trainer: is about to train.
+            controller: of the run.
+            end_step: ends the controller's step, if that is due: a callback before SNIP's may save at its end.
+        """
+        self._controller = controller
+        self._saving = Wrapped(trainer, "save_model", partial(self._save, trainer, trainer.state, end_step))
+
+    def keep_last(self) -> None:
+        """To be called when training ends, before the controller is closed."""
+        if self._controller is not None:
+            self._last = self._controller.state_dict()
+
+    def close(self) -> None:
+        """Leaves the Trainer."""
+        if self._saving is not None:
+            self._saving.close()
+        self._saving = self._controller = self._last = None
 
     def unmark(self, state: TrainerState) -> None:
         """Lets later checkpoints be ones that were trained without SNIP."""
         _marks(state).pop(self._callback, None)
 
-    def write(
-        self, folder: Path, state: TrainerState, controller: SnipController, last: dict[str, Any] | None = None
+    def _save(
+        self,
+        trainer: Trainer,
+        state: TrainerState,
+        end_step: Callable[..., None],
+        inner: Callable[..., None],
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        """Writes the controller's state into a checkpoint's folder, and marks the Trainer's, which is written next.
+        folder = _checkpoint(*args, **kwargs) if trainer.state is state else None
+        if folder is not None and self._last is None:
+            end_step(trainer.args, state, trainer.control)  # on all ranks
+        inner(*args, **kwargs)
+        if folder is not None and self._controller is not None and state.is_world_process_zero:
+            self._write(folder, state, self._controller)
 
-        Args:
-            folder: of the checkpoint, whose weights are saved.
-            state: of the Trainer.
-            controller: of the run.
-            last: its state when training ended; None: it goes on.
-        """
+    def _write(self, folder: Path, state: TrainerState, controller: SnipController) -> None:
+        """Writes the state into a checkpoint's folder, and the mark into the Trainer's, which is saved next."""
         _marks(state)[self._callback] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
             remove_temporaries(folder, STATE_NAME)
             # Ties the state to the weights next to it.
             weights = {"weights": controller.weights_fingerprint()}
-            write_json_atomic(folder / STATE_NAME, (last or controller.state_dict()) | weights)
+            write_json_atomic(folder / STATE_NAME, (self._last or controller.state_dict()) | weights)
         except (OSError, ValueError) as error:  # ValueError: in mid-step, or larger than what a resumed run would read
             logger.warning(
                 "snip-hf: could not write %s; resuming there will fail: %s",
@@ -133,7 +167,7 @@ def _marks(state: TrainerState) -> dict[str, Any]:
     return cast("dict[str, Any]", state.stateful_callbacks)
 
 
-def checkpoint_of(output_dir: str | None = None, _internal_call: bool = False, *rest: Any, **more: Any) -> Path | None:
+def _checkpoint(output_dir: str | None = None, _internal_call: bool = False, *rest: Any, **more: Any) -> Path | None:
     """Returns the folder of the checkpoint that a call of `Trainer.save_model` begins; None if it begins none."""
     return Path(output_dir) if _internal_call and output_dir is not None else None
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from .hub import prepare_push, tag_model, training_of, write_section
 from .messages import follow_transformers
 from .model_card import Training
 from .reference import AS_POLICY, Reference, check_reference, find_reference, give_back
-from .state_files import StateFiles, checkpoint_of, load_state, output_folder
+from .state_files import StateFiles, load_state, output_folder
 from .trackers import Trackers
 from .trainer_guard import end_step, watch_losses
 from .trainer_loss import LOSS_OF_TRAINER, LossSeam, Wrapped, computes_loss, find_trainer
@@ -84,9 +83,6 @@ class SnipCallback(TrainerCallback):
         self._passes: TrainingPasses | None = None
         self._seam: LossSeam | None = None
         self._losses: Wrapped | None = None
-        self._saving: Wrapped | None = None
-        self._last: dict[str, Any] | None = None
-        """The state with which training ended, for checkpoints that are asked for later."""
         self._outer_run: SnipCallback | None = None
         """That of the run inside which this one runs on the same model."""
         self._figures = Trackers()
@@ -175,7 +171,7 @@ class SnipCallback(TrainerCallback):
         self._reference = find_reference(trainer, self._reference_option, self.config, self.controller)
         self._losses = watch_losses(trainer, self.controller)
         if trainer is not None:
-            self._saving = Wrapped(trainer, "save_model", partial(self._save, trainer))
+            self._files.follow(trainer, self.controller, self.on_step_end)
         if trainer is not None and self.controller.needs_probe and computes_loss(trainer):
             self._seam = LossSeam(trainer, self._passes, self._reference)
 
@@ -215,18 +211,6 @@ class SnipCallback(TrainerCallback):
             self._reference.follow()
         self._figures.flush(args, state, control)
 
-    def _save(self, trainer: Trainer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Saves the model as the Trainer does; SNIP's state goes into every checkpoint, whoever asks for it."""
-        folder, state, controller = checkpoint_of(*args, **kwargs), trainer.state, self.controller
-        if folder is None or controller is None or self._is_restored or state is not self._state:
-            inner(*args, **kwargs)
-            return
-        if self._last is None:
-            self.on_step_end(trainer.args, state, trainer.control)  # a callback before this one may save
-        inner(*args, **kwargs)
-        if state.is_world_process_zero:
-            self._files.write(folder, state, controller, self._last)
-
     def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -256,7 +240,7 @@ class SnipCallback(TrainerCallback):
         The best checkpoint is loaded by then (`load_best_model_at_end`).
         """
         controller, outer_run, reference = self._running(), self._outer_run, self._reference
-        self._last = controller.state_dict()
+        self._files.keep_last()
         self._stop()
         self._figures.flush(args, state, control)
         if not self._is_restored:
@@ -321,9 +305,7 @@ class SnipCallback(TrainerCallback):
     def _release(self) -> None:
         """Leaves a run that has ended, if there is one: its controller and its Trainer."""
         self._stop()
-        if self._saving is not None:
-            self._saving.close()
-        self._saving = self._last = None
+        self._files.close()
 
     def _stop(self) -> None:
         """Stops the controller; checkpoints that are asked for later still get its last state."""

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .estimation.coverage import coverage as coverage
     from .estimation.divergence import estimate_divergence as estimate_divergence
     from .estimation.ground_truth import measure_divergence as measure_divergence
+    from .estimation.passes import is_probing as is_probing
     from .integrations.arguments import SnipArguments as SnipArguments
     from .integrations.hub import keep_model_card as keep_model_card
     from .integrations.hub_plans import load_plan as load_plan
@@ -93,6 +94,7 @@ _HOMES = {
     "coverage": ("estimation.coverage", "coverage"),
     "estimate_divergence": ("estimation.divergence", "estimate_divergence"),
     "formats": ("numerics.formats", "FORMATS"),
+    "is_probing": ("estimation.passes", "is_probing"),
     "keep_model_card": ("integrations.hub", "keep_model_card"),
     "load_plan": ("integrations.hub_plans", "load_plan"),
     "log_to": ("integrations.loop_trackers", "log_to"),
@@ -119,6 +121,7 @@ __all__ = [
     "coverage",
     "estimate_divergence",
     "formats",
+    "is_probing",
     "keep_model_card",
     "load_plan",
     "log_to",

@@ -39,6 +39,8 @@ Number formats are data too. `formats` maps their names to entries, `register_fo
 Layers are `nn.Linear` and GPT-2's `Conv1D` at first. `register_linear_class` adds a subclass of `nn.Linear` that
 multiplies as it does; `register_layer_kind` adds other modules that multiply with a weight.
 
+Hooks on the model run in probes too; `is_probing` tells those that must not count them.
+
 `coverage` tells which share of a model's matrix products a plan can decide on, and what is left and why.
 
 Each folder of the package is one step of this story; its modules say more. Names are loaded when they are first asked
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
     from .numerics.rounding import quantize as quantize
     from .parallel.pipeline_ranks import Pipeline as Pipeline
     from .planning.plan import PrecisionPlan as PrecisionPlan
+    from .python_state import is_probing as is_probing
     from .reporting.run_report import run_report as run_report
     from .training.controller import SnipController as SnipController
 
@@ -93,6 +96,7 @@ _HOMES = {
     "coverage": ("estimation.coverage", "coverage"),
     "estimate_divergence": ("estimation.divergence", "estimate_divergence"),
     "formats": ("numerics.formats", "FORMATS"),
+    "is_probing": ("python_state", "is_probing"),
     "keep_model_card": ("integrations.hub", "keep_model_card"),
     "load_plan": ("integrations.hub_plans", "load_plan"),
     "log_to": ("integrations.loop_trackers", "log_to"),
@@ -119,6 +123,7 @@ __all__ = [
     "coverage",
     "estimate_divergence",
     "formats",
+    "is_probing",
     "keep_model_card",
     "load_plan",
     "log_to",

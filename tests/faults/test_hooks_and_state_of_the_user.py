@@ -1,15 +1,13 @@
-"""Do the user's hooks, lists, counters and generators notice that SNIP probes?"""
+"""Do the user's hooks run in the probe as in training, and can those that count tell it from training?"""
 
 from __future__ import annotations
 
-import copy
-import random
-from collections import deque
+import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from small import text, tiny_lm, tokens, watched
@@ -19,7 +17,7 @@ from torch.nn.modules import module as torch_modules
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer
 
-from snip_hf import SnipConfig
+from snip_hf import SnipConfig, coverage, is_probing, measure_divergence
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import estimate_divergence
 from snip_hf.estimation.passes import run_pass
@@ -29,7 +27,6 @@ from snip_hf.optimizers.response import responses
 # A probe at step 2, whose plan is applied after the last of 6 steps: the run is that of BF16 without SNIP.
 PROBES_ALONE = SnipConfig(start_format="bf16", first_refresh=2, refresh_every=9, apply_delay=4, **FAST)
 GLOBAL_PENALTIES: list[Tensor] = []
-GLOBAL_COUNT = 0
 
 
 class Ear:
@@ -39,6 +36,8 @@ class Ear:
         self.heard: dict[str, int] = {}
 
     def note(self, what: str) -> None:
+        if is_probing():
+            return
         self.heard[what] = self.heard.get(what, 0) + 1
 
     def before(self, module: nn.Module, args: Any) -> None:
@@ -65,35 +64,13 @@ class Ear:
         self.note(type(module).__name__)
 
 
-class Noise:
-    """Changes activations with random numbers of its own, and notes what it did."""
-
-    def __init__(self) -> None:
-        self.torch, self.numpy = torch.Generator().manual_seed(1), np.random.default_rng(2)
-        self.old_numpy, self.python = np.random.RandomState(3), random.Random(4)
-        self.calls, self.means = 0, deque(maxlen=3)
-
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        global GLOBAL_COUNT
-        GLOBAL_COUNT += 1
-        self.calls += 1
-        self.means.append(float(output.detach().mean()))
-        size = self.numpy.random() + self.old_numpy.rand() + self.python.random()
-        return output + 0.01 * size * torch.randn(output.shape, generator=self.torch)
-
-    def state(self) -> list[Any]:
-        drawn = [torch.rand((), generator=self.torch).item(), self.numpy.random(), self.old_numpy.rand()]
-        return [self.calls, list(self.means), *drawn, self.python.random()]
-
-
 class WithPenalty(Trainer):
     """Adds to the loss what hooks and modules have left in lists since the last forward pass."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         GLOBAL_PENALTIES.clear()
-        self.model.model.norm.penalties.clear()
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        return loss + 0.1 * sum(GLOBAL_PENALTIES) + 0.1 * sum(self.model.model.norm.penalties)
+        return loss + 0.1 * sum(GLOBAL_PENALTIES)
 
 
 def note_a_penalty(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -107,34 +84,31 @@ def scale_and_note(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 class Keeping(nn.Module):
-    """A norm that keeps a penalty, and a history of nested containers, a set and numbers."""
+    """A norm that counts in attributes, adds up in a tensor, and draws from a generator of its own."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.norm = norm
-        self.penalties: list[Tensor] = []
-        self.history: dict[str, list[Any]] = {"lengths": [], "pairs": []}
-        self.lengths: set[Any] = set()
+        self.counter = 0
+        self.last: Tensor | None = None
         self.generator = torch.Generator().manual_seed(5)
         self.total = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.norm(x)
-        self.penalties.append(y.pow(2).mean())
-        self.history["lengths"].append(y.shape[1])
-        self.history["pairs"].append([len(self.lengths)])
-        self.lengths.add(len(self.history["lengths"]))
+        self.counter += 1
+        self.last = y.detach()
         self.total.add_(1)
         return y * (1 + 0.1 * torch.rand((), generator=self.generator))
 
     def state(self) -> list[Any]:
         drawn = torch.rand((), generator=self.generator).item()
-        return [len(self.penalties), self.history, self.lengths, self.total.item(), drawn]
+        return [self.counter, self.last.tolist(), self.total.item(), drawn]  # type: ignore[union-attr]
 
 
-def furnished() -> tuple[LlamaForCausalLM, Ear, Noise]:
+def furnished() -> tuple[LlamaForCausalLM, Ear]:
     """A model with all of this."""
-    model, ear, noise = model_with_dropout(), Ear(), Noise()
+    model, ear = model_with_dropout(), Ear()
     model.model.norm = Keeping(model.model.norm)
     first, second = model.model.layers
     first.register_forward_pre_hook(ear.before)
@@ -144,20 +118,17 @@ def furnished() -> tuple[LlamaForCausalLM, Ear, Noise]:
     second.register_full_backward_pre_hook(ear.before_backward)
     second.mlp.register_forward_hook(note_a_penalty)
     first.mlp.register_forward_hook(scale_and_note)
-    second.mlp.up_proj.register_forward_hook(noise)
-    return model, ear, noise
+    return model, ear
 
 
 def furnished_run(folder: Path, config: SnipConfig | None) -> tuple[Any, ...]:
-    global GLOBAL_COUNT
-    GLOBAL_COUNT = 0
-    model, ear, noise = furnished()
+    model, ear = furnished()
     run = train(folder, config, model=model, max_steps=6, trainer_class=WithPenalty, gradient_accumulation_steps=2)
     norm: Any = model.model.norm
-    return run, weights(model), ear.heard, noise.state(), norm.state(), GLOBAL_COUNT
+    return run, weights(model), ear.heard, norm.state()
 
 
-def test_a_run_with_probes_is_one_without_for_hooks_lists_and_generators_of_all_kinds(tmp_path: Path) -> None:
+def test_a_run_with_probes_is_one_without_for_attributes_and_hooks_that_ask(tmp_path: Path) -> None:
     bare, *expected = furnished_run(tmp_path / "bare", None)
     run, *found = furnished_run(tmp_path / "probed", PROBES_ALONE)
     assert [line["step"] for line in run.refreshes] == [2]
@@ -166,62 +137,105 @@ def test_a_run_with_probes_is_one_without_for_hooks_lists_and_generators_of_all_
     assert differing(found[0], expected[0]) == []
     assert found[1:] == expected[1:]
     # 11 micro-batches in 6 steps.
-    assert expected[1]["before"] == expected[2][0] == expected[4] > 0
+    assert expected[1]["before"] == expected[2][0] > 0
 
 
-class Registering(nn.Module):
-    """A block that leaves its penalty in lists outside the model, through a function, and counts its calls there."""
-
-    kept: ClassVar[list[Tensor]] = []
-    calls = 0
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.inner(x)
-        type(self).calls += 1
-        leave(output)
-        self.kept.append(output.pow(2).mean())
-        return output
+def clamp(module: nn.Module, args: Any, output: Tensor) -> None:
+    torch.clamp_(output, -0.1, 0.1)
 
 
-def leave(output: Tensor) -> None:
-    global GLOBAL_COUNT
-    GLOBAL_COUNT += 1
-    GLOBAL_PENALTIES.append(output.abs().mean())
+def rectify(module: nn.Module, args: Any, output: Tensor) -> None:
+    torch.relu_(output)
 
 
-class WithRegistered(Trainer):
-    """Adds what modules have left, and then empties the lists."""
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(*args, **kwargs) + 0.1 * sum(GLOBAL_PENALTIES) + 0.1 * sum(Registering.kept)
-        GLOBAL_PENALTIES.clear()
-        Registering.kept.clear()
-        return loss
+def zero(module: nn.Module, args: Any, output: Tensor) -> None:
+    nn.init.zeros_(output)
 
 
-def test_what_a_modules_own_code_leaves_outside_the_model_is_put_back(tmp_path: Path) -> None:
-    def run(name: str, config: SnipConfig | None) -> Any:
-        global GLOBAL_COUNT
-        GLOBAL_PENALTIES.clear()
-        Registering.kept.clear()
-        GLOBAL_COUNT = Registering.calls = 0
-        model = model_with_dropout()
-        for layer in model.model.layers:
-            layer.mlp = Registering(layer.mlp)
-        found = train(tmp_path / name, config, model=model, trainer_class=WithRegistered, max_steps=6)
-        return weights(found.model), found.losses, GLOBAL_COUNT, Registering.calls
+def by_a_helper(module: nn.Module, args: Any, output: Tensor) -> None:
+    halve(output)
 
-    bare, probed = run("bare", SnipConfig(policy="bf16")), run("probed", PROBES_ALONE)
-    assert differing(bare[0], probed[0]) == []
-    assert bare[1:] == probed[1:]
+
+def halve(output: Tensor) -> None:
+    with torch.no_grad():
+        output *= 0.5
+
+
+@pytest.mark.parametrize("hook", [clamp, rectify, zero, by_a_helper])
+def test_the_probe_prices_the_loss_of_training_whatever_a_hook_writes_with(hook: Any) -> None:
+    model, batch = tiny_lm(), tokens()
+    bare = estimate_divergence(model, batch).loss
+    for layer in model.layers:
+        layer.up.register_forward_hook(hook)
+    expected = model(**batch)["loss"].item()
+    assert expected != pytest.approx(bare, rel=1e-4)
+    assert estimate_divergence(model, batch).loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_another_thread_appends_during_a_probe_stays() -> None:
+    model, rows = tiny_lm(), list[str]()
+    model.rows = rows
+
+    def append(module: nn.Module, args: Any, output: Tensor) -> None:
+        rows.append("hook")
+        thread = threading.Thread(target=rows.append, args=("thread",))
+        thread.start()
+        thread.join()
+
+    model.layers[0].norm.register_forward_hook(append)
+    estimate_divergence(model, tokens())
+    assert rows == ["hook", "thread"] * (len(rows) // 2)
+    assert rows
+
+
+def asking(model: nn.Module) -> list[bool]:
+    """Returns what forward, backward and tensor hooks of a model will hear when they ask for a probe."""
+    heard: list[bool] = []
+
+    def forward(module: nn.Module, args: Any, output: Tensor) -> None:
+        heard.append(is_probing())
+        if output.requires_grad:
+            output.register_hook(lambda _: heard.append(is_probing()))
+
+    module: Any = model
+    module.layers[0].norm.register_forward_hook(forward)
+    module.layers[1].norm.register_full_backward_hook(lambda *_: heard.append(is_probing()))
+    return heard
+
+
+PASSES: dict[str, Any] = {
+    "estimate": lambda model: estimate_divergence(model, tokens()),
+    "measure": lambda model: measure_divergence(model, tokens(), seeds=1),
+    "coverage": lambda model: coverage(model, tokens()),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_hooks_of_all_kinds_can_tell_snips_passes_from_training(name: str) -> None:
+    model = tiny_lm()
+    heard = asking(model)
+    PASSES[name](model)
+    assert heard
+    assert all(heard)
+    heard.clear()
+    model(**tokens())["loss"].backward()
+    assert heard == [False] * 3
+
+
+def test_the_log_names_hooked_modules_at_the_first_probe(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "snip_hf.estimation.passes")
+    model, plain = tiny_lm(), tiny_lm()
+    asking(model)
+    for one in (model, model, plain):
+        estimate_divergence(one, tokens())
+    assert [record.getMessage() for record in caplog.records] == [
+        "snip-hf: hooks of 2 modules ('layers.0.norm', 'layers.1.norm') run in probes too. In those that must not "
+        "count a probe, ask snip_hf.is_probing()."
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:For backward hooks to be called")
-def test_hooks_of_all_modules_that_observe_do_not_see_the_probe_and_stay() -> None:
+def test_hooks_of_all_modules_act_in_the_probe_and_can_tell_it() -> None:
     ear, model = Ear(), tiny_lm()
 
     def double(module: nn.Module, args: Any, output: Any) -> Any:
@@ -287,17 +301,7 @@ def test_what_hooks_did_to_the_inputs_that_snip_noted_is_not_done_twice(tmp_path
     assert lengths() == [23] * 9
 
 
-def test_recomputed_layers_do_not_call_hooks_that_observe() -> None:
-    model, ear = tiny_lm(reentrant=False), Ear()
-    model.layers[0].register_forward_pre_hook(ear.before)
-    model.layers[0].norm.register_forward_hook(ear.always, always_call=True)
-    estimate_divergence(model, tokens())
-    assert ear.heard == {}
-    model(**tokens())["loss"].backward()
-    assert ear.heard["before"] == 2
-
-
-def test_a_hook_whose_list_another_one_reads_acts_with_it() -> None:
+def test_a_hook_may_read_what_another_one_left() -> None:
     model, stash = tiny_lm(), {}
 
     def remember(module: nn.Module, args: Any) -> None:
@@ -310,9 +314,7 @@ def test_a_hook_whose_list_another_one_reads_acts_with_it() -> None:
     model.layers[1].norm.register_forward_pre_hook(remember)
     model.layers[1].norm.register_forward_hook(add)
     loss = model(**tokens())["loss"]
-    then = stash["x"]
     assert estimate_divergence(model, tokens()).loss == pytest.approx(loss.item(), rel=1e-6)
-    assert stash["x"] is then
     loss.backward()
 
 
@@ -344,40 +346,29 @@ def test_aux_losses_of_transformers_models_take_part_in_the_probe() -> None:
 
 
 class Counting(torch.optim.Optimizer):
-    """Plain descent that counts its steps everywhere, with noise from generators of its own."""
+    """Plain descent that counts its steps in itself and outside, with noise from a generator of its own."""
 
-    steps = 0
-    log: list[int] = []  # noqa: RUF012
-    noise = torch.Generator().manual_seed(6)
-
-    def __init__(self, parameters: Any, lr: float, tell: Any) -> None:
+    def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
-        self.mine, self.own_noise, self.tell = 0, torch.Generator().manual_seed(7), tell
+        self.mine, self.noise = 0, torch.Generator().manual_seed(7)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        global GLOBAL_COUNT
-        GLOBAL_COUNT += 1
-        type(self).steps += 1
-        self.log.append(self.mine)
         self.mine += 1
-        self.tell()
+        if not is_probing():
+            TOLD.append(self.mine)
         for group in self.param_groups:
             for parameter in group["params"]:
-                scale = 1 + 0.1 * torch.rand((), generator=self.noise) * torch.rand((), generator=self.own_noise)
-                parameter.sub_(group["lr"] * scale * parameter.grad)
+                parameter.sub_(group["lr"] * (1 + 0.1 * torch.rand((), generator=self.noise)) * parameter.grad)
+
+
+TOLD: list[int] = []
 
 
 def test_the_step_of_an_optimizer_of_the_users_leaves_no_trace_outside_its_copies() -> None:
-    told, count = [], 0
-
-    def tell() -> None:
-        nonlocal count
-        count += 1
-        told.append(count)
-
+    TOLD.clear()
     model = tiny_lm()
-    optimizer = Counting(model.parameters(), 0.1, tell)
+    optimizer = Counting(model.parameters(), 0.1)
     model(**tokens())["loss"].backward()
     hooked: list[int] = []
     handles = [
@@ -387,10 +378,9 @@ def test_the_step_of_an_optimizer_of_the_users_leaves_no_trace_outside_its_copie
     ]
 
     def state() -> list[Any]:
-        generators = [one.get_state().tolist() for one in (optimizer.noise, optimizer.own_noise)]
-        return [GLOBAL_COUNT, Counting.steps, list(Counting.log), optimizer.mine, count, list(told), generators]
+        return [list(TOLD), optimizer.mine, optimizer.noise.get_state().tolist()]
 
-    before = copy.deepcopy(state())
+    before = state()
     found = estimate_divergence(model, tokens(), optimizer)
     assert found.totals("fp4")["weight"] > 0
     answer = responses(optimizer, {"weight": model.head.weight})["weight"]
@@ -401,5 +391,4 @@ def test_the_step_of_an_optimizer_of_the_users_leaves_no_trace_outside_its_copie
     for handle in handles:
         handle.remove()
     assert hooked == [1, 1, 1]
-    assert state()[1] == before[1] + 1
-    Counting.log.clear()
+    assert TOLD == [1]

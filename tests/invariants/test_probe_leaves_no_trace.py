@@ -358,14 +358,13 @@ def test_autocast_and_no_grad_around_the_probe_stay() -> None:
         assert_nothing_changed(before, everything(model, None))
 
 
-def test_hooks_on_parameters_and_on_the_model_are_not_called() -> None:
+def test_hooks_on_parameters_are_not_called() -> None:
     model, inputs = tiny_lm(), tokens()
     convert_model(model, CONFIG)
     called: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
         parameter.register_hook(lambda _, name=name: called.append(name))
-    model.register_forward_pre_hook(lambda *_: called.append("model"))
     for action in ACTIONS.values():
         action(model, inputs, None)
     assert called == []

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +19,19 @@ from ..layers.kinds import known_weights
 from ..layers.state import plain_name, snip_linears
 from ..numerics.random_state import RandomState
 from ..parallel.sharding import whole, without_sharding_hooks
-from ..python_state import Kept, Shared
+from ..python_state import Kept, Shared, probing
 from ..text import WITHOUT_PROBE
 from .attention import efficient_attention
 from .batch import Batch
 from .objective import Objective
 from .split_linear import split_linears
-from .user_hooks import leave_out_global_observers, leave_out_observers
+
+logger = logging.getLogger(__name__)
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Models whose hooked modules the log has named.
+_named: WeakSet[nn.Module] = WeakSet()
+_MOST_NAMED = 3
 
 
 def run_pass(
@@ -50,6 +60,7 @@ def run_pass(
     try:
         batch.random_state.restore()
         with traceless(model, has_been_through_hooks=batch.objective is None):
+            _name_hooked(model)
             stand_in(model, weights() if callable(weights) else weights)
             return _run(model, batch, autocast, backward, run)
     finally:
@@ -58,13 +69,18 @@ def run_pass(
 
 @contextmanager
 def traceless(model: nn.Module, has_been_through_hooks: bool = True) -> Iterator[None]:
-    """Lets the model run uncompiled, without hooks that only observe, and puts it back as it was.
+    """Lets the model run uncompiled, with the user's hooks and without SNIP's, and puts it back as it was.
 
     Args:
         model: without wrappers.
         has_been_through_hooks: whether the inputs were noted by SNIP's hook, behind the model's hooks before that.
     """
-    with _for_all_threads(model), _everything_kept(model, has_been_through_hooks), without_sharding_hooks(model):
+    with (
+        probing(),
+        _for_all_threads(),
+        _everything_kept(model, has_been_through_hooks),
+        without_sharding_hooks(model),
+    ):
         yield
 
 
@@ -145,7 +161,7 @@ def run_forward(model: nn.Module, batch: Batch) -> float:
 
 @contextmanager
 def _everything_kept(model: nn.Module, has_been_through_hooks: bool) -> Iterator[None]:
-    """Leaves out the hooks that only observe, and afterwards puts every module back as it was.
+    """Leaves out SNIP's own hooks, and afterwards puts every module back as it was.
 
     That is: parameters and buffers under all their names, hooks, and what a forward pass notes, such as the longest
     text that a dynamic RoPE has seen.
@@ -157,9 +173,10 @@ def _everything_kept(model: nn.Module, has_been_through_hooks: bool) -> Iterator
     kept.keep_modules(model)
     versions = [(name, parameter, _version(parameter)) for name, parameter in model.named_parameters()]
     try:
-        leave_out_observers(model, kept, has_been_through_hooks)
-        # Last: a list that a module's method fills does not tell what the hooks do.
-        kept.keep_code(model)
+        if has_been_through_hooks:
+            _leave_out_seen(model._forward_pre_hooks)
+        for module in model.modules():
+            _leave_out_own(getattr(module, kind) for kind in _HOOKS)
         yield
     finally:
         kept.restore()
@@ -177,17 +194,51 @@ def _version(parameter: Tensor) -> int:
     return 0 if parameter.is_inference() else parameter._version
 
 
+def _leave_out_seen(hooks: dict[int, Any]) -> None:
+    """Leaves out the model's pre-hooks up to SNIP's own: the inputs that SNIP noted there have been through them."""
+    own = [index for index, hook in enumerate(hooks.values()) if _is_own(hook)]
+    for key in list(hooks)[: own[-1] + 1 if own else 0]:
+        del hooks[key]
+
+
+def _leave_out_own(tables: Iterable[dict[int, Any]]) -> None:
+    for hooks in tables:
+        for key in [key for key, hook in hooks.items() if _is_own(hook)]:
+            del hooks[key]
+
+
+def _is_own(hook: Any) -> bool:
+    """Returns True for a hook of this package."""
+    while isinstance(hook, partial | MethodType):
+        hook = hook.func if isinstance(hook, partial) else hook.__func__
+    # A function has the module it was written in, an object with `__call__` that of its class.
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
+
+
+def _name_hooked(model: nn.Module) -> None:
+    """Logs once which modules have hooks that run in the probe; in `traceless`."""
+    if model in _named:
+        return
+    _named.add(model)
+    hooked = [name for name, module in model.named_modules() if any(getattr(module, kind) for kind in _HOOKS)]
+    if hooked:
+        names = ", ".join(repr(name) for name in hooked[:_MOST_NAMED])
+        more = ", ..." if len(hooked) > _MOST_NAMED else ""
+        logger.info(
+            "snip-hf: hooks of %d modules (%s%s) run in probes too. In those that must not count a probe, ask "
+            "snip_hf.is_probing().",
+            len(hooked),
+            names,
+            more,
+        )
+
+
 @contextmanager
-def _patched_torch(model: nn.Module) -> Iterator[None]:
-    """Patches torch for the passes: global hooks, compiled layers, attention and large linears."""
-    kept = Kept()
-    try:
-        leave_out_global_observers(model, kept)
-        # Compiled layers would record nothing, and be compiled again for it.
-        with torch.compiler.set_stance("force_eager"), efficient_attention(), split_linears():
-            yield
-    finally:
-        kept.restore()
+def _patched_torch() -> Iterator[None]:
+    """Patches torch for the passes: compiled layers, attention and large linears."""
+    # Compiled layers would record nothing, and be compiled again for it.
+    with torch.compiler.set_stance("force_eager"), efficient_attention(), split_linears():
+        yield
 
 
 _for_all_threads = Shared(_patched_torch)

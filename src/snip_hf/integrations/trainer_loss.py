@@ -2,12 +2,13 @@
 
 A Trainer does so by a `compute_loss` of its class, as TRL's do, by `compute_loss_func`, or to smooth labels. For the
 time of a run, `LossSeam` puts a function around `trainer.compute_loss` that tells the run of each micro-batch. The
-probe calls what is inside, with the bare model and the same inputs, and leaves no trace in the Trainer: its
-attributes, the metrics that it collects and its log.
+probe calls what is inside, with the bare model and the same inputs, and leaves no trace in the Trainer's attributes,
+metrics and log.
 """
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -168,13 +169,25 @@ def _is_trl(thing: Any) -> bool:
 
 @contextmanager
 def _undisturbed(trainer: Trainer) -> Iterator[None]:
-    """Puts back, after the context, what the Trainer and the user's code in it collect; in it nothing is logged."""
+    """Puts the Trainer's attributes back after the context, in which it logs nothing and collects metrics in copies.
+
+    Metrics are its attributes whose names end so, such as TRL's `_metrics`: dicts of lists, which the loss fills.
+    """
     kept = Kept()
-    kept.keep_entries(vars(trainer), 0)
-    kept.keep_class(type(trainer))
-    kept.keep(trainer.compute_loss_func)
-    vars(trainer)["log"] = lambda *args, **kwargs: None
+    kept.keep_attributes(trainer)
+    attributes = vars(trainer)
+    for name in [name for name in attributes if name.endswith("metrics")]:
+        attributes[name] = _copied(attributes[name])
+    attributes["log"] = lambda *args, **kwargs: None
     try:
         yield
     finally:
         kept.restore()
+
+
+def _copied(metrics: Any) -> Any:
+    """Returns a copy of a container, and of those that it holds; numbers and tensors in them are the same ones."""
+    copied = copy.copy(metrics) if isinstance(metrics, dict | list) else metrics
+    if isinstance(copied, dict):
+        copied.update({key: _copied(value) for key, value in copied.items()})
+    return copied

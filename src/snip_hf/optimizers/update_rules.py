@@ -24,7 +24,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from ..kernels import adam_slopes as kernels
 from ..numerics.random_state import RandomState
 from ..parallel.sharding import own_part, whole
-from ..python_state import Kept, Shared
+from ..python_state import Shared, probing
 
 # Lion's sign(c) becomes c / sqrt(c^2 + s^2) with s this part of mean|c| (ours; docs/method.md). For normal c, a change
 # of c by 20% of its mean size (about what FP4 does to a gradient) is then first-order to 2%, and a quarter of all
@@ -303,17 +303,12 @@ def own_step(optimizer: torch.optim.Optimizer, at: Situation, gradient: Tensor) 
     twin.state = defaultdict(dict)
     if at.state:
         twin.state[parameter] = {key: _copied(value, at.parameter, gradient, memo) for key, value in at.state.items()}
-    random_state, kept = RandomState.now(), Kept()
-    kept.keep_class(type(optimizer))
-    for name, value in vars(twin).items():
-        if name not in ("state", "param_groups"):
-            kept.keep(value)
+    random_state = RandomState.now()
     try:
-        with _without_global_hooks():
+        with probing(), _without_global_hooks():
             type(optimizer).step(twin)
         state = dict(twin.state[parameter])
     finally:
-        kept.restore()
         random_state.restore()
     return at.parameter.to(gradient.dtype) - parameter.detach(), state
 
@@ -321,14 +316,15 @@ def own_step(optimizer: torch.optim.Optimizer, at: Situation, gradient: Tensor) 
 @contextmanager
 def _unhooked() -> Iterator[None]:
     """Takes away the hooks that run before and after the steps of all optimizers."""
-    kept = Kept()
-    for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
-        kept.keep_entries(hooks)
+    every = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    before = [dict(hooks) for hooks in every]
+    for hooks in every:
         hooks.clear()
     try:
         yield
     finally:
-        kept.restore()
+        for hooks, then in zip(every, before, strict=True):
+            hooks.update(then)
 
 
 _without_global_hooks = Shared(_unhooked)

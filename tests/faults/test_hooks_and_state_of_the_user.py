@@ -205,7 +205,7 @@ def asking(model: nn.Module) -> list[bool]:
 
 PASSES: dict[str, Any] = {
     "estimate": lambda model: estimate_divergence(model, tokens()),
-    "measure": lambda model: measure_divergence(model, tokens(), seeds=1),
+    "measure": lambda model: measure_divergence(model, tokens(), draws=1),
     "coverage": lambda model: coverage(model, tokens()),
 }
 
@@ -235,6 +235,7 @@ def test_the_log_names_hooked_modules_at_the_first_probe(caplog: pytest.LogCaptu
 
 
 @pytest.mark.filterwarnings("ignore:For backward hooks to be called")
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_hooks_of_all_modules_act_in_the_probe_and_can_tell_it() -> None:
     ear, model = Ear(), tiny_lm()
 

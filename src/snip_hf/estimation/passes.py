@@ -170,7 +170,8 @@ def run_forward(model: nn.Module, batch: Batch) -> float:
 
 @contextmanager
 def _everything_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards puts back what the attributes of every module name, parameters, buffers and hooks among them.
+    """Afterwards puts back what the attributes of every module name, parameters, buffers and hooks among them, and the
+    state of generators that are attributes.
 
     Raises:
         RuntimeError: a parameter of the model itself, and not its stand-in, was written to.
@@ -178,8 +179,14 @@ def _everything_kept(model: nn.Module) -> Iterator[None]:
     versions = [(name, parameter, _version(parameter)) for name, parameter in model.named_parameters()]
     modules = list(model.modules())
     dicts = [getattr(module, name) for module in modules for name in _DICTS]
+    generators = [one for module in modules for one in vars(module).values() if isinstance(one, torch.Generator)]
+    states = [one.get_state() for one in generators]
     with binding_kept([*map(vars, modules), *dicts]):
-        yield
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
     for name, parameter, version in versions:
         if _version(parameter) != version:
             raise RuntimeError(

@@ -172,8 +172,12 @@ def _is_trl(thing: Any) -> bool:
 def _undisturbed(trainer: Trainer) -> Iterator[None]:
     """Puts back, after the context, what the Trainer's attributes name and TRL's metrics; in it nothing is logged."""
     is_of_trl = any(map(_is_trl, type(trainer).__mro__))
-    metrics = [value for name, value in vars(trainer).items() if is_of_trl and name.startswith("_")]
-    before = [(one, copy(one)) for one in _containers(metrics)]
+    collected = [
+        value
+        for name, value in vars(trainer).items()
+        if name.endswith("metrics") or (is_of_trl and name.startswith("_"))
+    ]
+    before = [(one, copy(one)) for one in _containers(collected)]
     try:
         with binding_kept([vars(trainer)]):
             vars(trainer)["log"] = lambda *args, **kwargs: None

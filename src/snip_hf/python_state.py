@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from operator import is_
 from typing import Any
 
+import torch
+
 
 class Shared:
     """A patch of what all threads have in common: the first to need it puts it in place, the last one takes it away.
@@ -59,15 +61,19 @@ def collecting_no_garbage() -> Iterator[None]:
 
 @contextmanager
 def binding_kept(dicts: Iterable[dict[Any, Any]]) -> Iterator[None]:
-    """Puts back which keys dicts have, in their order, and which objects these name; not what is in the objects.
+    """Puts back which keys dicts have, in their order, and which objects these name; of the objects, only generators.
 
     Args:
         dicts: such as `vars(module)`, and the parameters, buffers and hooks of a module.
     """
     before = [(one, dict(one)) for one in dicts]
+    generators = [value for _, then in before for value in then.values() if isinstance(value, torch.Generator)]
+    states = [one.get_state() for one in generators]
     try:
         yield
     finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
         for one, then in before:
             if len(one) != len(then) or not all(map(is_, (*one, *one.values()), (*then, *then.values()))):
                 one.clear()

@@ -179,14 +179,8 @@ def _everything_kept(model: nn.Module) -> Iterator[None]:
     versions = [(name, parameter, _version(parameter)) for name, parameter in model.named_parameters()]
     modules = list(model.modules())
     dicts = [getattr(module, name) for module in modules for name in _DICTS]
-    generators = [one for module in modules for one in vars(module).values() if isinstance(one, torch.Generator)]
-    states = [one.get_state() for one in generators]
     with binding_kept([*map(vars, modules), *dicts]):
-        try:
-            yield
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+        yield
     for name, parameter, version in versions:
         if _version(parameter) != version:
             raise RuntimeError(

@@ -17,6 +17,7 @@ from .grouped_operators import BY_COLUMNS, BY_ROWS, OVER_TOKENS, folded, multipl
 from .places import Places, places_of
 from .records import Records
 
+_KERNELS = "tensor-scaled, grouped"
 _CAPABILITY = (9, 0)
 # Tokens of each matrix, and of none.
 _TOKENS, _OF_NONE = (70, 0, 200), 26
@@ -34,8 +35,9 @@ def fault(device: torch.device) -> str | None:
         return f"torch's grouped FP8 products need compute capability {needed}, the GPU has {own}"
     # One format that folds, and one with an FP32 scale: the first of each.
     for is_kind in (fold_of, has_one_scale):
-        name = next(format.name for format in FORMATS.values() if is_kind(format))
-        found = fault_of(f"{name}, grouped", device, partial(other_bytes, name, device), partial(errors, name, device))
+        format = next(filter(is_kind, FORMATS.values()))
+        arguments = format.name, device
+        found = fault_of(_KERNELS, format, device, partial(other_bytes, *arguments), partial(errors, *arguments))
         if found is not None:
             return found
     return None

@@ -253,6 +253,7 @@ def test_under_each_configuration_for_gpus_the_trainer_runs_compiled_layers_and_
     printed = launch(cache, [name, *options], WORKER, str(tmp_path), on_gpus=on_gpus)
     found = json.loads(re.search(r"^FOUND (.*)$", printed, re.MULTILINE)[1])
     assert found["layers"] == [True, True] and not found["whole"] and found["graphs"] > 0
+    assert found["said"] == "compiled by regions"
     assert (found["wrapper"], found["processes"], found["steps"]) == (wrapper, processes, 5)
     assert [(line["step"], line["status"]) for line in history(tmp_path)[1:]] == [(2, "applied")]
 

@@ -41,7 +41,8 @@ def train(folder: Path) -> dict[str, Any]:
         vars(trainer)["Accelerator"] = sharding_on_cpus
     config = SnipConfig(formats=("fp4", "fp8"), **SCHEDULE)
     args = arguments(folder, max_steps=5, use_cpu=not torch.cuda.is_available())
-    run = Trainer(tiny_llama(hidden=32), args, train_dataset=data(), callbacks=[SnipCallback(config)])
+    callback = SnipCallback(config)
+    run = Trainer(tiny_llama(hidden=32), args, train_dataset=data(), callbacks=[callback])
     run.train()
     wrapped = run.model_wrapped
     layers = next(module for module in wrapped.modules() if isinstance(module, nn.ModuleList))
@@ -52,6 +53,7 @@ def train(folder: Path) -> dict[str, Any]:
         "graphs": counters["stats"]["unique_graphs"],
         "processes": args.world_size,
         "steps": run.state.global_step,
+        "said": callback.controller.compiled,
     }
 
 

@@ -25,8 +25,8 @@ class FakeTrial:
         self.wrong: list[str] = []
         self.runs = 0
 
-    def __call__(self, kernels: str = "fake", format: str = "mxfp4", device: torch.device = GPU) -> str | None:
-        return trials.fault_of(kernels, FORMATS[format], device, self.other_bytes, self.errors)
+    def __call__(self, trial: str = "fake", format: str = "mxfp4", device: torch.device = GPU) -> str | None:
+        return trials.fault_of(trial, FORMATS[format], device, self.other_bytes, self.errors)
 
     def other_bytes(self) -> list[str]:
         self.runs += 1

@@ -75,18 +75,18 @@ def is_lost(device: torch.device) -> bool:
     return False
 
 
-def passed_file(kernels: str, format: NumberFormat, device: torch.device) -> Path:
+def passed_file(trial: str, format: NumberFormat, device: torch.device) -> Path:
     """Returns the file that exists once a trial has passed with these versions on this kind of GPU."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # Importing the compiler takes a second.
 
     triton = getattr(sys.modules.get("triton"), "__version__", None)
     gpu = torch.cuda.get_device_properties(device)
-    key = __version__, torch.__version__, triton, gpu.name, gpu.major, gpu.minor, kernels, format
+    key = __version__, torch.__version__, triton, gpu.name, gpu.major, gpu.minor, trial, format
     return Path(cache_dir(), "snip_hf", hashlib.sha256(repr(key).encode()).hexdigest())
 
 
 def fault_of(
-    kernels: str,
+    trial: str,
     format: NumberFormat,
     device: torch.device,
     other_bytes: Callable[[], list[str]],
@@ -97,7 +97,7 @@ def fault_of(
     Failures are not cached: what caused one may be gone the next time.
 
     Args:
-        kernels: name of those on trial.
+        trial: name of the trial's module.
         format: the format.
         device: of the trial.
         other_bytes: returns the operands that the device's kernel quantizes to other bytes than the reference.
@@ -106,7 +106,7 @@ def fault_of(
     Raises:
         RuntimeError: the trial has left the device unusable, so that emulation would not run there either.
     """
-    passed = passed_file(kernels, format, device) if device.type == "cuda" else None
+    passed = passed_file(trial, format, device) if device.type == "cuda" else None
     if passed is not None and passed.exists():
         return None
     try:

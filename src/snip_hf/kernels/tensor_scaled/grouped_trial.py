@@ -17,7 +17,6 @@ from .grouped_operators import BY_COLUMNS, BY_ROWS, OVER_TOKENS, folded, multipl
 from .places import Places, places_of
 from .records import Records
 
-_KERNELS = "tensor-scaled, grouped"
 _CAPABILITY = (9, 0)
 # Tokens of each matrix, and of none.
 _TOKENS, _OF_NONE = (70, 0, 200), 26
@@ -37,7 +36,7 @@ def fault(device: torch.device) -> str | None:
     for is_kind in (fold_of, has_one_scale):
         format = next(filter(is_kind, FORMATS.values()))
         arguments = format.name, device
-        found = fault_of(_KERNELS, format, device, partial(other_bytes, *arguments), partial(errors, *arguments))
+        found = fault_of(__name__, format, device, partial(other_bytes, *arguments), partial(errors, *arguments))
         if found is not None:
             return found
     return None

@@ -25,7 +25,7 @@ from ..training.controller import SnipController
 from ..training.counted_passes import TrainingPasses
 from ..training.refresh import Solving
 from .buckets import advise_buckets
-from .compilation import compile_by_regions, how_compiled
+from .compilation import compile_by_regions
 from .hub import prepare_push, tag_model, training_of, write_section
 from .messages import follow_transformers
 from .model_card import Training
@@ -146,7 +146,6 @@ class SnipCallback(TrainerCallback):
             max_steps=state.max_steps,
             solving=self._solving,
         )
-        self.controller.compiled = how_compiled(args, AcceleratorState())
         for tracker in (*self._trackers, self._figures.note):
             self.controller.add_tracker(tracker)
         self._mark = RunMark(self._end_restored)

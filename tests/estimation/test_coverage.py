@@ -91,7 +91,7 @@ class Bank(nn.Module):
 
 def beside(run: Any, *shape: int) -> float:
     """Returns the FLOPs of one pass of 6 tokens through what a block does with a parameter beside its linear."""
-    found = coverage(Model(Bank(*shape), run), {"x": torch.ones(6, 8)})
+    found = coverage(Model(Bank(*shape), run), {"x": torch.ones(6, 8, requires_grad=True)})
     assert found.covered == flops(64, 6)
     return (found.flops - found.covered) / 3
 
@@ -122,7 +122,7 @@ def test_a_weight_that_is_used_without_a_call_of_its_layer_is_listed_and_sees_no
 def test_a_layer_that_is_called_and_whose_weight_is_used_otherwise_too_is_covered_in_part() -> None:
     """As a weight that is clamped in training alone."""
     model = Model(nn.Linear(8, 8, bias=False), lambda linear, x: linear(x) + x @ linear.weight.t().clamp(-1, 1))
-    found = coverage(model, {"x": torch.ones(6, 8)})
+    found = coverage(model, {"x": torch.ones(6, 8, requires_grad=True)})
     assert (found.flops, found.covered) == (flops(3 * 64, 6), flops(2 * 64, 6))
     assert [(one.name, one.share) for one in found.uncovered] == [("layers.*.other", 1 / 3)]
 
@@ -175,24 +175,24 @@ def test_idle_experts_cost_nothing_and_busy_ones_their_tokens() -> None:
 
     sparse = Model(experts, first_alone)
     convert_model(sparse, SnipConfig())
-    counted = count_pass(sparse, {"x": torch.ones(6, 8)})
+    counted = count_pass(sparse, {"x": torch.ones(6, 8, requires_grad=True)})
     assert counted.tokens == {"layers.0.up": 6, "layers.0.other.0": 4, "layers.0.other.1": 0}
     assert counted.coverage.flops == flops(64, 6) + flops(64, 4)
 
 
 def test_a_layer_that_is_called_twice_counts_twice() -> None:
     model = Model(nn.Linear(8, 8, bias=False), lambda linear, x: linear(linear(x)))
-    assert coverage(model, {"x": torch.ones(6, 8)}).flops == flops(64, 6) + 2 * flops(64, 6)
+    assert coverage(model, {"x": torch.ones(6, 8, requires_grad=True)}).flops == flops(64, 6) + 2 * flops(64, 6)
     convert_model(model, SnipConfig())
-    assert count_pass(model, {"x": torch.ones(6, 8)}).tokens == {"layers.0.up": 6, "layers.0.other": 12}
+    assert count_pass(model, {"x": torch.ones(6, 8, requires_grad=True)}).tokens == {"layers.0.up": 6, "layers.0.other": 12}
 
 
 def test_layers_that_share_a_weight_each_see_their_own_tokens() -> None:
     model = Model(nn.Linear(8, 8, bias=False), lambda linear, x: linear(x[:2]))
     model.layers[0].other.weight = model.layers[0].up.weight
-    assert coverage(model, {"x": torch.ones(6, 8)}).flops == flops(64, 8)
+    assert coverage(model, {"x": torch.ones(6, 8, requires_grad=True)}).flops == flops(64, 8)
     convert_model(model, SnipConfig())
-    assert count_pass(model, {"x": torch.ones(6, 8)}).tokens == {"layers.0.up": 6, "layers.0.other": 2}
+    assert count_pass(model, {"x": torch.ones(6, 8, requires_grad=True)}).tokens == {"layers.0.up": 6, "layers.0.other": 2}
 
 
 @pytest.mark.parametrize("images", [False, True])
@@ -247,7 +247,7 @@ def test_a_bilinear_layer_counts_once_per_gradient_and_is_listed(frozen: str | N
     model = Model(nn.Bilinear(8, 2, 5), lambda layer, x: layer(x, x[:, :2]))
     if frozen is not None:
         getattr(model.layers[0], frozen).requires_grad_(False)
-    found = coverage(model, {"x": torch.ones(6, 8)})
+    found = coverage(model, {"x": torch.ones(6, 8, requires_grad=True)})
     assert found.covered == linear * 2.0 * 64 * 6
     (left,) = found.uncovered
     assert left.share * found.flops == pytest.approx(gemms * 2.0 * 6 * 8 * 2 * 5)
@@ -263,7 +263,7 @@ def test_a_bilinear_product_with_a_buffer_belongs_to_the_module_that_runs_it() -
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.bilinear(x, x[:, :2], self.factors)
 
-    found = coverage(Model(Fixed(), lambda module, x: module(x)), {"x": torch.ones(6, 8)})
+    found = coverage(Model(Fixed(), lambda module, x: module(x)), {"x": torch.ones(6, 8, requires_grad=True)})
     (left,) = found.uncovered
     assert left.share * found.flops == pytest.approx(3 * 2.0 * 6 * 8 * 2 * 5)
     assert (left.kind, left.reason) == ("Fixed", "its weights are buffers: factors")
@@ -283,7 +283,7 @@ def test_rows_after_the_last_group_do_not_count(last: int) -> None:
 
 
 def test_products_of_activations_are_aside() -> None:
-    found = coverage(Model(Bank(8), lambda bank, x: x @ x.t()), {"x": torch.ones(6, 8)})
+    found = coverage(Model(Bank(8), lambda bank, x: x @ x.t()), {"x": torch.ones(6, 8, requires_grad=True)})
     assert found.flops == found.covered == flops(64, 6)
     (name,) = [name for name in found.aside if name != "output head"]
     assert "attention" in name and found.aside[name] == 3 * 2 * 6 * 6 * 8
@@ -347,7 +347,7 @@ def test_the_pass_leaves_no_trace() -> None:
     model.layers[0].up.register_forward_pre_hook(observe)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     before = torch.get_rng_state()
-    coverage(model, {"x": torch.ones(6, 8)})
+    coverage(model, {"x": torch.ones(6, 8, requires_grad=True)})
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert model.layers[0].other.calls == 0 and not seen

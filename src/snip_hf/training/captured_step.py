@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..estimation.batch import LOSS_OF_LOOP, Batch, BatchCounts
@@ -33,6 +34,8 @@ class TrainingPass:
     """With which it began; None unless the probe may run it again."""
     objective: Objective | None = None
     """None: the loss is the one that the model returns."""
+    autocast: torch.dtype | None = None
+    """Of the autocast that was on when it began; None: none was."""
     seen: int = 0
     """Tokens that the model has seen, where that was counted."""
     counted: bool = False

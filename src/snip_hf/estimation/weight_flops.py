@@ -1,0 +1,245 @@
+"""The FLOPs of a model's matrix products by the weight that they multiply with, counted by torch's `FlopCounterMode`.
+
+A forward pass under gradients tells how many GEMMs each product takes in training: one forward, and one more for each
+operand that needs a gradient. A multiplication and an addition count as two.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..layers.adapters import adapter_modules, is_adapted
+from ..layers.kinds import kind_of, known_weights
+from ..parallel.sharding import is_sharded
+
+Formula = Callable[[Sequence[Any], Tensor], int]
+"""Takes all of an operator's arguments, and its result; returns the FLOPs of that one product."""
+
+
+class Call(NamedTuple):
+    """A module that runs, and what the products are that it runs itself, where their operands do not tell."""
+
+    name: str
+    module: nn.Module
+    layer: frozenset[str]
+    """Names of the parameters that plans decide on by its calls."""
+    weight: str | None
+    """Name of the parameter that they are with: the module is a linear, or holds frozen matrices and no layers."""
+    is_fixed: bool
+    """Whether they are with matrices that the module holds and that are no parameters, or are an adapter's."""
+
+
+class _NoModules(nullcontext[None]):
+    """Follows no modules."""
+
+    parents = frozenset({"Global"})
+
+
+class FlopsByWeight:
+    """Counts the products of the passes that run in `self.counter`.
+
+    A product belongs to the parameter that an operand is, is a view of, or is computed from without products: casts,
+    scaled weights, chosen experts. Otherwise it belongs to the innermost module that runs, if that multiplies with
+    nothing but its own weights (`Call`). What is left are products of activations, as in attention and scans.
+
+    Args:
+        parameters: name -> parameter, as the pass uses it.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.of_weights: Counter[str] = Counter()
+        """Parameter -> FLOPs."""
+        self.in_calls: Counter[str] = Counter()
+        """Those among them that run within a call of the parameter's layer."""
+        self.of_modules: Counter[Call] = Counter()
+        """Modules with `is_fixed` -> FLOPs."""
+        self.of_activations = 0
+        self.is_paused = False
+        """Set while a layer counts for itself."""
+        self.running: list[Call] = []
+        self.parameters = dict(parameters)
+        self._names = {id(tensor): name for name, tensor in parameters.items()}
+        # Flattened parameters share a storage: where in it each begins.
+        self._places: dict[int, list[tuple[int, str]]] = {}
+        for name, tensor in parameters.items():
+            if not is_sharded(tensor):
+                self._places.setdefault(_storage(tensor), []).append((int(tensor.storage_offset()), name))
+        for places in self._places.values():
+            places.sort()
+        mapping = {packet: self._counted(formula, operands) for packet, (formula, operands) in formulas().items()}
+        self.counter = FlopCounterMode(display=False, custom_mapping=mapping)
+        # torch's own tracker puts global hooks in place, which compiled modules warn of.
+        self.counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+
+    def note(self, name: str, flops: int, gemms: int) -> None:
+        """Adds a product with a parameter."""
+        self.of_weights[name] += flops * gemms
+        if any(name in call.layer for call in self.running):
+            self.in_calls[name] += flops * gemms
+
+    def _counted(self, formula: Formula, operands: Sequence[int]) -> Any:
+        def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+            flops = 0 if self.is_paused else formula((*args, *kwargs.values()), out_val)
+            if flops:
+                self._assign([args[index] for index in operands], flops, is_attention=formula is _attention)
+            return flops
+
+        count._get_raw = True  # type: ignore[attr-defined]
+        return count
+
+    def _assign(self, operands: Sequence[Tensor], flops: int, is_attention: bool) -> None:
+        if is_attention:  # two products, each with the gradients of both operands
+            self.of_activations += flops * (3 if any(map(needs_gradient, operands)) else 1)
+            return
+        for index, operand in reversed(list(enumerate(operands))):
+            if name := self._parameter_of(operand):
+                others = [*operands[:index], *operands[index + 1 :]]
+                self.note(name, flops, 1 + self.parameters[name].requires_grad + sum(map(needs_gradient, others)))
+                return
+        gemms, call = 1 + sum(map(needs_gradient, operands)), self.running[-1] if self.running else None
+        if call is not None and call.weight is not None:
+            self.note(call.weight, flops, gemms)
+        elif call is not None and call.is_fixed:
+            self.of_modules[call] += flops * gemms
+        else:
+            self.of_activations += flops * gemms
+
+    def _parameter_of(self, tensor: Tensor) -> str | None:
+        """Returns the parameter that a tensor is, is a view of, or is a function of that alone."""
+        places = None if is_sharded(tensor) else self._places.get(_storage(tensor))
+        if places is not None:
+            found = bisect.bisect_right([begin for begin, _ in places], tensor.storage_offset())
+            return places[max(0, found - 1)][1]
+        found, nodes, is_choice = set(), [tensor.grad_fn], False
+        while nodes:
+            node = nodes.pop()
+            kind = "" if node is None else node.name()
+            if kind.startswith(_PRODUCTS):
+                return None
+            is_choice = is_choice or kind.startswith(_LOOKUPS)
+            found.add(self._names.get(id(getattr(node, "variable", None))))
+            nodes += [] if node is None else [one for one, _ in node.next_functions]
+        name = max(found - {None}, key=lambda one: self.parameters[one].numel(), default=None)
+        if name is None or self.parameters[name].dim() > 2:  # of stacked matrices some may be chosen several times
+            return name
+        # Rows that are looked up in a matrix, and what a vector scales, are activations.
+        is_whole = self.parameters[name].dim() == 2 and tensor.numel() <= self.parameters[name].numel()
+        return name if is_whole and not is_choice else None
+
+
+# Nodes of autograd's graph: what they return are activations, or rows of a matrix.
+_PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Convolution", "Embedding", "NativeLayerNorm", "ScaledDotProduct")
+_LOOKUPS = ("Index", "Gather")
+
+
+def calls_of(model: nn.Module, parameters: Mapping[str, Tensor]) -> list[Call]:
+    """Returns the modules of a model as the counter takes them; before stand-ins take the parameters' places.
+
+    Args:
+        model: the model.
+        parameters: name -> parameter.
+    """
+    names, adapters = {id(tensor): name for name, tensor in parameters.items()}, adapter_modules(model)
+
+    def call(name: str, module: nn.Module) -> Call:
+        layer = frozenset(names[id(weight)] for weight in known_weights(module))
+        is_linear = kind_of(module) is not None and not is_adapted(module)
+        within = [one for part in module.children() for one in part.parameters()]
+        matrices = [one for one in module.parameters() if one.dim() > 1]
+        # Autocast's copy of a trained matrix tells whose it is; that of a frozen one does not.
+        if not (is_linear or (not within and not all(one.requires_grad for one in matrices))):
+            matrices = []
+        weight = names[id(max(matrices, key=Tensor.numel))] if matrices else None
+        is_fixed = weight is None and (id(module) in adapters or (not within and _has_matrix(module)))
+        return Call(name, module, layer, weight, is_fixed)
+
+    return [call(name, module) for name, module in model.named_modules()]
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Returns True if a module holds a matrix that is no parameter, as a buffer or a plain attribute."""
+    held = (*module._buffers.values(), *(value for value in vars(module).values() if type(value) is Tensor))
+    return any(one is not None and one.is_floating_point() and sum(n > 1 for n in one.shape) > 1 for one in held)
+
+
+def needs_gradient(tensor: Tensor) -> bool:
+    """Returns True if a gradient flows back to a tensor, also where that cannot be told.
+
+    A part of the pass without gradients does not tell, such as one that is recomputed for its backward pass (reentrant
+    gradient checkpointing).
+    """
+    return tensor.requires_grad or not torch.is_grad_enabled()
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def formulas() -> dict[Any, tuple[Formula, Sequence[int]]]:
+    """Returns operator -> formula of its FLOPs, and where its operands stand among its arguments.
+
+    torch's own formulas see shapes alone, and none of them knows grouped products or attention on CPUs.
+    """
+    named: dict[str, tuple[Formula, Sequence[int]]] = {}
+    for name in ("mm", "bmm", "mv", "linear", "_scaled_mm", "_scaled_mm_v2"):
+        named[f"aten::{name}"] = _product(0), (0, 1)
+    for name in ("addmm", "baddbmm", "addmv", "_addmm_activation"):
+        named[f"aten::{name}"] = _product(1), (1, 2)
+    for name in ("aten::_grouped_mm", "aten::_scaled_grouped_mm", "transformers::grouped_mm_fallback"):
+        named[name] = _grouped_product, (0, 1)
+    for name in ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution", "convolution_overrideable"):
+        named[f"aten::{name}"] = _convolution, (0, 1)
+    for name in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
+        named[f"aten::_scaled_dot_product_{name}"] = _attention, (0, 1, 2)
+    named["aten::addbmm"] = lambda args, out: 2 * out.numel() * args[1].shape[0] * args[1].shape[-1], (1, 2)
+    # Of a weight (O, I, J) and rows of I and of J.
+    named["aten::_trilinear"] = lambda args, out: 2 * out.numel() * args[0].shape[-1] * args[2].shape[-1], (0, 2, 1)
+    packets = {name: _packet(name) for name in named}
+    return {packet: named[name] for name, packet in packets.items() if packet is not None}
+
+
+def _packet(name: str) -> Any:
+    """Returns an operator by its name; None: this torch has none, or its library is not loaded."""
+    library, own = name.split("::")
+    return getattr(getattr(torch.ops, library), own, None)
+
+
+def _product(first: int) -> Formula:
+    """Each of these products contracts the last dimension of its first operand."""
+    return lambda args, out: 2 * out.numel() * int(args[first].shape[-1])
+
+
+def _grouped_product(args: Sequence[Any], out: Tensor) -> int:
+    first, ends = args[0], next((one for one in args[2:] if _is_ends(one)), None)
+    if ends is None or first.dim() != 2 or out.dim() != 2 or not first.shape[0]:
+        return 2 * out.numel() * int(first.shape[-1])
+    # No group has the rows behind the last end.
+    return 2 * min(first.shape[0], int(ends[-1])) * int(out.shape[-1]) * int(first.shape[-1])
+
+
+def _is_ends(value: Any) -> bool:
+    """Returns True for where the groups of a grouped product end: its only vector of whole numbers."""
+    return isinstance(value, Tensor) and value.dim() == 1 and not value.is_floating_point() and value.numel() > 0
+
+
+def _convolution(args: Sequence[Any], out: Tensor) -> int:
+    image, weight = args[:2]
+    if weight.shape[1] == 1 and weight.shape[0] > 1 and image.shape[1] > 1:
+        return 0  # one channel per group is multiplied element by element
+    is_transposed = len(args) > 6 and args[6] is True
+    return int(2 * (image if is_transposed else out).numel() * math.prod(weight.shape[1:]))
+
+
+def _attention(args: Sequence[Any], out: Any) -> int:
+    query, key, value = args[:3]
+    return int(2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+

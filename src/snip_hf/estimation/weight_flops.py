@@ -119,16 +119,19 @@ class FlopsByWeight:
         if places is not None:
             found = bisect.bisect_right([begin for begin, _ in places], tensor.storage_offset())
             return places[max(0, found - 1)][1]
-        found, nodes, is_choice = set(), [tensor.grad_fn], False
+        found: set[str] = set()
+        nodes, seen, is_choice = [tensor.grad_fn], {None}, False
         while nodes:
             node = nodes.pop()
-            kind = "" if node is None else node.name()
-            if kind.startswith(_PRODUCTS):
+            if node in seen or node is None:
+                continue
+            if node.name().startswith(_PRODUCTS):
                 return None
-            is_choice = is_choice or kind.startswith(_LOOKUPS)
-            found.add(self._names.get(id(getattr(node, "variable", None))))
-            nodes += [] if node is None else [one for one, _ in node.next_functions]
-        name = max(found - {None}, key=lambda one: self.parameters[one].numel(), default=None)
+            is_choice = is_choice or node.name().startswith(_LOOKUPS)
+            found |= {self._names[id(one)] for one in [getattr(node, "variable", None)] if id(one) in self._names}
+            seen.add(node)
+            nodes += [one for one, _ in node.next_functions]
+        name = max(found, key=lambda one: self.parameters[one].numel(), default=None)
         if name is None or self.parameters[name].dim() > 2:  # of stacked matrices some may be chosen several times
             return name
         # Rows that are looked up in a matrix, and what a vector scales, are activations.

@@ -185,7 +185,10 @@ def test_a_layer_that_is_called_twice_counts_twice() -> None:
     model = Model(nn.Linear(8, 8, bias=False), lambda linear, x: linear(linear(x)))
     assert coverage(model, {"x": torch.ones(6, 8, requires_grad=True)}).flops == flops(64, 6) + 2 * flops(64, 6)
     convert_model(model, SnipConfig())
-    assert count_pass(model, {"x": torch.ones(6, 8, requires_grad=True)}).tokens == {"layers.0.up": 6, "layers.0.other": 12}
+    assert count_pass(model, {"x": torch.ones(6, 8, requires_grad=True)}).tokens == {
+        "layers.0.up": 6,
+        "layers.0.other": 12,
+    }
 
 
 def test_layers_that_share_a_weight_each_see_their_own_tokens() -> None:
@@ -193,7 +196,10 @@ def test_layers_that_share_a_weight_each_see_their_own_tokens() -> None:
     model.layers[0].other.weight = model.layers[0].up.weight
     assert coverage(model, {"x": torch.ones(6, 8, requires_grad=True)}).flops == flops(64, 8)
     convert_model(model, SnipConfig())
-    assert count_pass(model, {"x": torch.ones(6, 8, requires_grad=True)}).tokens == {"layers.0.up": 6, "layers.0.other": 2}
+    assert count_pass(model, {"x": torch.ones(6, 8, requires_grad=True)}).tokens == {
+        "layers.0.up": 6,
+        "layers.0.other": 2,
+    }
 
 
 @pytest.mark.parametrize("images", [False, True])

@@ -348,7 +348,7 @@ def test_the_share_of_experts_that_were_not_counted_is_not_told(
 def test_a_pass_that_shows_no_product_leaves_coverage_unknown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(coverage_check, "count_pass", lambda *_: CountedPass(0.0, {}, {}, {}, {}))
+    monkeypatch.setattr(coverage_check, "count_pass", lambda *_: CountedPass())
     loop = Loop(seeded(SparseLM), SnipConfig(policy="layer-type")).run(ids(4))
     assert loop.controller.coverage is None and loop.controller.plan.tokens is None
     (warning,) = [message for message in caplog.messages if "could not be counted" in message]

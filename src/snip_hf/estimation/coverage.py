@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -100,44 +101,42 @@ def _as_clause(reason: str) -> str:
     return f"it is {clause}" if clause.startswith(("outside ", "not ")) else clause
 
 
-class CountedPass(NamedTuple):
-    """What one forward pass showed, or those of several ranks together."""
+class CountedPass:
+    """What one forward pass showed, or those of several ranks together.
 
-    covered: float
-    left: dict[tuple[str, str, str], float]
-    """(name, kind, reason) of what is not covered -> FLOPs."""
-    aside: dict[str, float]
-    tokens: dict[str, int]
-    """Swapped layer -> tokens that it saw, in all its matrices together."""
-    returned: dict[str, int]
-    """Swapped layer -> those among them for which its grad_input runs."""
+    Its counts are FLOPs of ("covered",), ("left", name, kind, reason) and ("aside", what), and tokens of ("tokens",
+    layer), that a swapped layer saw in all its matrices together, and of ("returned", layer), for which its grad_input
+    runs.
+    """
 
-    @classmethod
-    def sum_of(cls, passes: Sequence[Sequence[Any]]) -> CountedPass:
-        """Returns what passes of the same layers show together; of each what `parts` gave."""
-        every = [
-            cls(one[0], {(name, kind, why): count for name, kind, why, count in one[1]}, *one[2:]) for one in passes
-        ]
-        parts = (_summed(part) for part in list(zip(*every, strict=True))[1:])
-        return cls(sum(one.covered for one in every), *parts)
+    def __init__(self, entries: Iterable[Sequence[Any]] = ()) -> None:
+        self.counts: Counter[tuple[str, ...]] = Counter()
+        for *key, count in entries:
+            self.counts[tuple(key)] += count
 
-    def parts(self) -> list[Any]:
-        """Returns JSON data for `sum_of`."""
-        return [self.covered, [[*key, count] for key, count in self.left.items()], *self[2:]]
+    def entries(self) -> list[list[Any]]:
+        """Returns the counts as JSON data; the entries of several passes make one pass together."""
+        return [[*key, count] for key, count in self.counts.items()]
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        return self._under("tokens")
+
+    @property
+    def returned(self) -> dict[str, int]:
+        return self._under("returned")
 
     @property
     def coverage(self) -> Coverage:
-        total = self.covered + sum(self.left.values())
-        rest = [Uncovered(name, kind, count / total, reason) for (name, kind, reason), count in self.left.items()]
-        return Coverage(total, self.covered, sorted(rest, key=lambda one: -one.share), self.aside)
+        left = {key[1:]: count for key, count in self.counts.items() if key[0] == "left" and count}
+        covered = float(self.counts["covered",])
+        total = covered + sum(left.values())
+        rest = [Uncovered(name, kind, count / total, reason) for (name, kind, reason), count in left.items()]
+        aside = {what: float(count) for what, count in self._under("aside").items()}
+        return Coverage(float(total), covered, sorted(rest, key=lambda one: -one.share), aside)
 
-
-def _summed(parts: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for part in parts:
-        for key, count in part.items():
-            found[key] = found.get(key, 0) + count
-    return found
+    def _under(self, what: str) -> dict[str, int]:
+        return {key[1]: count for key, count in self.counts.items() if key[0] == what}
 
 
 def coverage(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | None = None) -> Coverage:
@@ -185,29 +184,39 @@ def count_pass(
     matrices = weight_matrices(model, config)
     kwargs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
     layers = snip_linears(model)
-    tokens, returned = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0)
+    found = CountedPass([[what, name, 0] for what in ("tokens", "returned") for name in layers])
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    calls = calls_of(model, dict(model.named_parameters()))
+    calls = calls_of(model)
     before = RandomState.now()
     try:
         with traceless(model), _training_gradients(model), training_autocast(model, autocast):
             counter = FlopsByWeight(dict(model.named_parameters()))
-            with _counting(layers, (tokens, returned), counter), _noting_calls(calls, counter), counter.counter:
+            with _counting(layers, found, counter), _noting_calls(calls, counter), counter.counter:
                 call(model, kwargs)
     finally:
         before.restore()
-    found = _of_modules(model, config, counter.of_modules)
+    counts = found.counts
+    counts["aside", _HEAD], counts["aside", _ACTIVATIONS] = 0, counter.of_activations
     for one in matrices:
         name = names[id(one.parameter)]
-        count, in_calls = float(counter.of_weights[name]), float(counter.in_calls[name])
+        count, in_calls = counter.of_weights[name], counter.in_calls[name]
         if one.is_aside:
-            found.head += count
+            counts["aside", _HEAD] += count
             continue
-        covered = in_calls if one.reason is None else 0.0
-        found.covered += covered
-        found.leave((one.name, one.kind, one.reason or _NO_CALL), count - covered)
-    aside = {_HEAD: found.head, _ACTIVATIONS: float(counter.of_activations)}
-    return CountedPass(found.covered, found.left, aside, tokens, returned)
+        covered = in_calls if one.reason is None else 0
+        counts["covered",] += covered
+        counts["left", one.name, one.kind, one.reason or _NO_CALL] += count - covered
+    reasons, head, adapters = layer_reasons(model, config), head_of(model), adapter_modules(model)
+    for caller, count in counter.of_modules.items():
+        name, kind = plain_name(caller.name), class_name(caller.module)
+        reason = ADAPTER if id(caller.module) in adapters else reasons.get(name, f"no layer kind takes a {kind}")
+        if caller.module is head:
+            counts["aside", _HEAD] += count
+        elif reason is None:
+            counts["covered",] += count
+        else:
+            counts["left", without_numbers(name), kind, reason] += count
+    return found
 
 
 @contextmanager
@@ -228,37 +237,6 @@ def training_autocast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
         return
     with torch.autocast(device, dtype=dtype):
         yield
-
-
-@dataclass
-class _Groups:
-    """FLOPs of products, as `CountedPass` has them."""
-
-    covered: float = 0.0
-    head: float = 0.0
-    left: dict[tuple[str, str, str], float] = field(default_factory=dict)
-
-    def leave(self, key: tuple[str, str, str], count: float) -> None:
-        if count:
-            self.left[key] = self.left.get(key, 0.0) + count
-
-
-def _of_modules(model: nn.Module, config: SnipConfig | None, counted: Mapping[Call, int]) -> _Groups:
-    """Returns the products of modules with matrices that are no parameters, and those of adapters' own modules."""
-    found, head = _Groups(), head_of(model)
-    reasons, adapters = layer_reasons(model, config), adapter_modules(model)
-    for caller, count in counted.items():
-        name, kind = plain_name(caller.name), class_name(caller.module)
-        if caller.module is head:
-            found.head += count
-        elif id(caller.module) in adapters:
-            found.leave((without_numbers(name), kind, ADAPTER), count)
-        elif name in reasons and reasons[name] is None:
-            found.covered += count
-        else:
-            reason = reasons.get(name) or f"no layer kind takes a {kind}"
-            found.leave((without_numbers(name), kind, reason), count)
-    return found
 
 
 @contextmanager
@@ -292,45 +270,30 @@ def _noting_calls(calls: Iterable[Call], counter: FlopsByWeight) -> Iterator[Non
 
 
 @contextmanager
-def _counting(
-    layers: Mapping[str, SnipLayer], tokens: tuple[dict[str, int], dict[str, int]], counter: FlopsByWeight
-) -> Iterator[None]:
-    """Lets every swapped layer run in no format, and counts its tokens and FLOPs.
-
-    Args:
-        layers: the swapped layers.
-        tokens: layer -> those that it saw so far, and those for which grad_input runs.
-        counter: is told of the products.
-    """
+def _counting(layers: Mapping[str, SnipLayer], found: CountedPass, counter: FlopsByWeight) -> Iterator[None]:
+    """Lets every swapped layer run in no format, and counts its tokens and FLOPs."""
     names = {id(parameter): name for name, parameter in counter.parameters.items()}
+
+    def recorder(name: str, weight: str) -> ForwardRecorder:
+        def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
+            x = input.reshape(-1, input.shape[-1])
+            rows = x.shape[0] if dispatch is None else int(dispatch.ends[-1])
+            found.counts["tokens", name] += rows
+            found.counts["returned", name] += rows if needs_gradient(input) else 0
+            gemms = 1 + needs_gradient(input) + layer.weight.requires_grad
+            counter.note(weight, 2 * rows * layer.in_features * layer.out_features, gemms)
+            with counter.paused():
+                return _output(layer, x, dispatch).view(*input.shape[:-1], layer.out_features)
+
+        return forward
+
     try:
         for name, layer in layers.items():
-            layer.snip_recorder = _counted(name, names[id(layer.weight)], tokens, counter)
+            layer.snip_recorder = recorder(name, names[id(layer.weight)])
         yield
     finally:
         for layer in layers.values():
             layer.snip_recorder = None
-
-
-def _counted(
-    name: str, weight: str, tokens: tuple[dict[str, int], dict[str, int]], counter: FlopsByWeight
-) -> ForwardRecorder:
-    seen, returned = tokens
-
-    def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
-        x = input.reshape(-1, input.shape[-1])
-        rows = x.shape[0] if dispatch is None else int(dispatch.ends[-1])
-        seen[name] += rows
-        returned[name] += rows if needs_gradient(input) else 0
-        gemms = 1 + needs_gradient(input) + layer.weight.requires_grad
-        counter.note(weight, 2 * rows * layer.in_features * layer.out_features, gemms)
-        counter.is_paused = True
-        try:
-            return _output(layer, x, dispatch).view(*input.shape[:-1], layer.out_features)
-        finally:
-            counter.is_paused = False
-
-    return forward
 
 
 def _output(layer: SnipLayer, x: Tensor, dispatch: Dispatch | None) -> Tensor:

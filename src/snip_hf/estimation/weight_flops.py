@@ -6,11 +6,10 @@ operand that needs a gradient. A multiplication and an addition count as two.
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +18,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..layers.adapters import adapter_modules, is_adapted
 from ..layers.kinds import kind_of, known_weights
-from ..parallel.sharding import is_sharded
 
 Formula = Callable[[Sequence[Any], Tensor], int]
 """Takes all of an operator's arguments, and its result; returns the FLOPs of that one product."""
+
+
+# Nodes of autograd's graph: what they return are activations, or rows of a matrix.
+_PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Convolution", "Embedding", "NativeLayerNorm", "ScaledDotProduct")
+_LOOKUPS = ("Index", "Gather")
 
 
 class Call(NamedTuple):
@@ -39,7 +42,7 @@ class Call(NamedTuple):
 
 
 class _NoModules(nullcontext[None]):
-    """Follows no modules."""
+    """Follows no modules: torch's own tracker puts global hooks in place, which compiled modules warn of."""
 
     parents = frozenset({"Global"})
 
@@ -61,23 +64,15 @@ class FlopsByWeight:
         self.in_calls: Counter[str] = Counter()
         """Those among them that run within a call of the parameter's layer."""
         self.of_modules: Counter[Call] = Counter()
-        """Modules with `is_fixed` -> FLOPs."""
+        """Module whose weights are no parameters -> FLOPs."""
         self.of_activations = 0
-        self.is_paused = False
-        """Set while a layer counts for itself."""
         self.running: list[Call] = []
         self.parameters = dict(parameters)
-        self._names = {id(tensor): name for name, tensor in parameters.items()}
-        # Flattened parameters share a storage: where in it each begins.
-        self._places: dict[int, list[tuple[int, str]]] = {}
-        for name, tensor in parameters.items():
-            if not is_sharded(tensor):
-                self._places.setdefault(_storage(tensor), []).append((int(tensor.storage_offset()), name))
-        for places in self._places.values():
-            places.sort()
+        self._names = {id(_root(tensor)): name for name, tensor in parameters.items()}
+        self._leaves = {id(tensor): name for name, tensor in parameters.items()}
+        self._is_paused = False
         mapping = {packet: self._counted(formula, operands) for packet, (formula, operands) in formulas().items()}
         self.counter = FlopCounterMode(display=False, custom_mapping=mapping)
-        # torch's own tracker puts global hooks in place, which compiled modules warn of.
         self.counter.mod_tracker = _NoModules()  # type: ignore[assignment]
 
     def note(self, name: str, flops: int, gemms: int) -> None:
@@ -86,9 +81,18 @@ class FlopsByWeight:
         if any(name in call.layer for call in self.running):
             self.in_calls[name] += flops * gemms
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Counts nothing, for a layer that counts for itself."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
     def _counted(self, formula: Formula, operands: Sequence[int]) -> Any:
         def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-            flops = 0 if self.is_paused else formula((*args, *kwargs.values()), out_val)
+            flops = 0 if self._is_paused else formula((*args, *kwargs.values()), out_val)
             if flops:
                 self._assign([args[index] for index in operands], flops, is_attention=formula is _attention)
             return flops
@@ -100,25 +104,24 @@ class FlopsByWeight:
         if is_attention:  # two products, each with the gradients of both operands
             self.of_activations += flops * (3 if any(map(needs_gradient, operands)) else 1)
             return
+        needs = [needs_gradient(operand) for operand in operands]
         for index, operand in reversed(list(enumerate(operands))):
             if name := self._parameter_of(operand):
-                others = [*operands[:index], *operands[index + 1 :]]
-                self.note(name, flops, 1 + self.parameters[name].requires_grad + sum(map(needs_gradient, others)))
+                needs[index] = self.parameters[name].requires_grad
+                self.note(name, flops, 1 + sum(needs))
                 return
-        gemms, call = 1 + sum(map(needs_gradient, operands)), self.running[-1] if self.running else None
+        call = self.running[-1] if self.running else None
         if call is not None and call.weight is not None:
-            self.note(call.weight, flops, gemms)
+            self.note(call.weight, flops, 1 + sum(needs))
         elif call is not None and call.is_fixed:
-            self.of_modules[call] += flops * gemms
+            self.of_modules[call] += flops * (1 + sum(needs))
         else:
-            self.of_activations += flops * gemms
+            self.of_activations += flops * (1 + sum(needs))
 
     def _parameter_of(self, tensor: Tensor) -> str | None:
-        """Returns the parameter that a tensor is, is a view of, or is a function of that alone."""
-        places = None if is_sharded(tensor) else self._places.get(_storage(tensor))
-        if places is not None:
-            found = bisect.bisect_right([begin for begin, _ in places], tensor.storage_offset())
-            return places[max(0, found - 1)][1]
+        """Returns the parameter that a tensor is, is a view of, or is computed from without products."""
+        if id(_root(tensor)) in self._names:
+            return self._names[id(_root(tensor))]
         found: set[str] = set()
         nodes, seen, is_choice = [tensor.grad_fn], {None}, False
         while nodes:
@@ -128,7 +131,7 @@ class FlopsByWeight:
             if node.name().startswith(_PRODUCTS):
                 return None
             is_choice = is_choice or node.name().startswith(_LOOKUPS)
-            found |= {self._names[id(one)] for one in [getattr(node, "variable", None)] if id(one) in self._names}
+            found |= {self._leaves[key] for key in [id(getattr(node, "variable", None))] if key in self._leaves}
             seen.add(node)
             nodes += [one for one, _ in node.next_functions]
         name = max(found, key=lambda one: self.parameters[one].numel(), default=None)
@@ -139,30 +142,24 @@ class FlopsByWeight:
         return name if is_whole and not is_choice else None
 
 
-# Nodes of autograd's graph: what they return are activations, or rows of a matrix.
-_PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Convolution", "Embedding", "NativeLayerNorm", "ScaledDotProduct")
-_LOOKUPS = ("Index", "Gather")
+def _root(tensor: Tensor) -> Tensor:
+    """Returns the tensor that this one is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
 
 
-def calls_of(model: nn.Module, parameters: Mapping[str, Tensor]) -> list[Call]:
-    """Returns the modules of a model as the counter takes them; before stand-ins take the parameters' places.
-
-    Args:
-        model: the model.
-        parameters: name -> parameter.
-    """
-    names, adapters = {id(tensor): name for name, tensor in parameters.items()}, adapter_modules(model)
+def calls_of(model: nn.Module) -> list[Call]:
+    """Returns the modules of a model as the counter takes them; before stand-ins take the parameters' places."""
+    names, adapters = {id(tensor): name for name, tensor in model.named_parameters()}, adapter_modules(model)
 
     def call(name: str, module: nn.Module) -> Call:
         layer = frozenset(names[id(weight)] for weight in known_weights(module))
-        is_linear = kind_of(module) is not None and not is_adapted(module)
-        within = [one for part in module.children() for one in part.parameters()]
         matrices = [one for one in module.parameters() if one.dim() > 1]
+        is_linear = kind_of(module) is not None and not is_adapted(module)
+        is_leaf = not any(True for part in module.children() for _ in part.parameters())
         # Autocast's copy of a trained matrix tells whose it is; that of a frozen one does not.
-        if not (is_linear or (not within and not all(one.requires_grad for one in matrices))):
-            matrices = []
-        weight = names[id(max(matrices, key=Tensor.numel))] if matrices else None
-        is_fixed = weight is None and (id(module) in adapters or (not within and _has_matrix(module)))
+        is_owner = is_linear or (is_leaf and not all(one.requires_grad for one in matrices))
+        weight = names[id(max(matrices, key=Tensor.numel))] if matrices and is_owner else None
+        is_fixed = weight is None and (id(module) in adapters or (is_leaf and _has_matrix(module)))
         return Call(name, module, layer, weight, is_fixed)
 
     return [call(name, module) for name, module in model.named_modules()]
@@ -181,10 +178,6 @@ def needs_gradient(tensor: Tensor) -> bool:
     gradient checkpointing).
     """
     return tensor.requires_grad or not torch.is_grad_enabled()
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def formulas() -> dict[Any, tuple[Formula, Sequence[int]]]:
@@ -245,4 +238,3 @@ def _convolution(args: Sequence[Any], out: Tensor) -> int:
 def _attention(args: Sequence[Any], out: Any) -> int:
     query, key, value = args[:3]
     return int(2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
-

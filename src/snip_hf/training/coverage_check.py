@@ -7,6 +7,7 @@ FP4 shares go by what runs.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Mapping
@@ -157,8 +158,9 @@ class CoverageCheck:
             own = count_pass(self._model, batch, self._in_force.setting.config, self._autocast)
         self._processes.everyone.agree(attempt.error)
         assert own is not None
-        parts, tokens = zip(*self._processes.everyone.gather([own.parts(), tokens_of(batch)], "FLOPs"), strict=True)
-        counted = CountedPass.sum_of(parts)
+        every = self._processes.everyone.gather([own.entries(), tokens_of(batch)], "FLOPs")
+        entries, tokens = zip(*every, strict=True)
+        counted = CountedPass(itertools.chain(*entries))
         if not counted.coverage.flops:
             raise RuntimeError("the forward pass showed no matrix product with a weight; expected those of the layers.")
         return counted, None if None in tokens else sum(tokens)
@@ -186,8 +188,8 @@ class CoverageCheck:
     def _say(self, found: Coverage) -> None:
         if found.share < LITTLE:
             self._log.warning(
-                "snip-hf: the plan decides on less than %.0f%% of the model's matmul FLOPs. FP4 shares are of that part "
-                "alone; the rest stays in high precision: %s.",
+                "snip-hf: the plan decides on less than %.0f%% of the model's matmul FLOPs. FP4 shares are of that part"
+                " alone; the rest stays in high precision: %s.",
                 100 * LITTLE,
                 found.describe(),
             )

@@ -24,11 +24,13 @@ from families import (
 )
 from small import tiny_llama
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from snip_hf import SnipConfig, convert_model, coverage, restore_model
 from snip_hf.estimation.coverage import Coverage, Uncovered, count_pass
+from snip_hf.estimation.weight_flops import FlopsByWeight
 
 TOKENS = 16
 # Products per token: multiplications of one pass through all weights of a part.
@@ -377,6 +379,14 @@ def test_flops_are_those_that_torch_counts_in_training() -> None:
         model(**text()).loss.backward()
     eager = coverage(model, text())
     assert eager.flops == found.flops and sum(eager.aside.values()) + eager.flops == counter.get_total_flops()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_flex_attention_outside_compiled_graphs_is_aside() -> None:
+    x = torch.ones(1, 2, 6, 8)
+    with torch.compiler.set_stance("force_eager"), torch.no_grad(), FlopsByWeight({}) as counter:
+        flex_attention(x, x, x)
+    assert counter.of_activations == 3 * 2 * 2 * 2 * 6 * 6 * 8
 
 
 def test_products_of_activations_are_aside() -> None:

@@ -191,7 +191,7 @@ def count_pass(
     try:
         with traceless(model), _training_gradients(model), training_autocast(model, autocast):
             counter = FlopsByWeight(dict(model.named_parameters()))
-            with _counting(layers, found, counter), _noting_calls(calls, counter), counter.counter:
+            with _counting(layers, found, counter), _noting_calls(calls, counter), counter:
                 call(model, kwargs)
     finally:
         before.restore()

@@ -1,4 +1,7 @@
-"""The FLOPs of a model's matrix products by the weight that they multiply with, counted by torch's `FlopCounterMode`.
+"""The FLOPs of a model's matrix products by the weight that they multiply with.
+
+torch's own `FlopCounterMode` tells modules and not weights, knows neither grouped products nor attention on CPUs, and
+refuses flex attention outside compiled graphs. Its totals are those of this one (`tests/estimation/test_coverage.py`).
 
 A forward pass under gradients tells how many GEMMs each product takes in training: one forward, and one more for each
 operand that needs a gradient. A multiplication and an addition count as two.
@@ -9,12 +12,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..layers.adapters import adapter_modules, is_adapted
 from ..layers.kinds import kind_of, known_weights
@@ -41,14 +44,8 @@ class Call(NamedTuple):
     """Whether they are with matrices that the module holds and that are no parameters, or are an adapter's."""
 
 
-class _NoModules(nullcontext[None]):
-    """Follows no modules: torch's own tracker puts global hooks in place, which compiled modules warn of."""
-
-    parents = frozenset({"Global"})
-
-
-class FlopsByWeight:
-    """Counts the products of the passes that run in `self.counter`.
+class FlopsByWeight(TorchDispatchMode):
+    """Counts the products of the passes that run inside the context.
 
     A product belongs to the parameter that an operand is, is a view of, or is computed from without products: casts,
     scaled weights, chosen experts. Otherwise it belongs to the innermost module that runs, if that multiplies with
@@ -58,7 +55,10 @@ class FlopsByWeight:
         parameters: name -> parameter, as the pass uses it.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
         self.of_weights: Counter[str] = Counter()
         """Parameter -> FLOPs."""
         self.in_calls: Counter[str] = Counter()
@@ -70,10 +70,8 @@ class FlopsByWeight:
         self.parameters = dict(parameters)
         self._names = {id(_root(tensor)): name for name, tensor in parameters.items()}
         self._leaves = {id(tensor): name for name, tensor in parameters.items()}
+        self._formulas = formulas()
         self._is_paused = False
-        mapping = {packet: self._counted(formula, operands) for packet, (formula, operands) in formulas().items()}
-        self.counter = FlopCounterMode(display=False, custom_mapping=mapping)
-        self.counter.mod_tracker = _NoModules()  # type: ignore[assignment]
 
     def note(self, name: str, flops: int, gemms: int) -> None:
         """Adds a product with a parameter."""
@@ -90,15 +88,14 @@ class FlopsByWeight:
         finally:
             self._is_paused = False
 
-    def _counted(self, formula: Formula, operands: Sequence[int]) -> Any:
-        def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-            flops = 0 if self._is_paused else formula((*args, *kwargs.values()), out_val)
-            if flops:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out, packet = func(*args, **kwargs), getattr(func, "overloadpacket", func)
+        if packet in self._formulas and not self._is_paused:
+            formula, operands = self._formulas[packet]
+            if flops := formula((*args, *kwargs.values()), out):
                 self._assign([args[index] for index in operands], flops, is_attention=formula is _attention)
-            return flops
-
-        count._get_raw = True  # type: ignore[attr-defined]
-        return count
+        return out
 
     def _assign(self, operands: Sequence[Tensor], flops: int, is_attention: bool) -> None:
         if is_attention:  # two products, each with the gradients of both operands
@@ -181,10 +178,7 @@ def needs_gradient(tensor: Tensor) -> bool:
 
 
 def formulas() -> dict[Any, tuple[Formula, Sequence[int]]]:
-    """Returns operator -> formula of its FLOPs, and where its operands stand among its arguments.
-
-    torch's own formulas see shapes alone, and none of them knows grouped products or attention on CPUs.
-    """
+    """Returns operator -> formula of its FLOPs, and where its operands stand among its arguments."""
     named: dict[str, tuple[Formula, Sequence[int]]] = {}
     for name in ("mm", "bmm", "mv", "linear", "_scaled_mm", "_scaled_mm_v2"):
         named[f"aten::{name}"] = _product(0), (0, 1)
@@ -199,6 +193,7 @@ def formulas() -> dict[Any, tuple[Formula, Sequence[int]]]:
     named["aten::addbmm"] = lambda args, out: 2 * out.numel() * args[1].shape[0] * args[1].shape[-1], (1, 2)
     # Of a weight (O, I, J) and rows of I and of J.
     named["aten::_trilinear"] = lambda args, out: 2 * out.numel() * args[0].shape[-1] * args[2].shape[-1], (0, 2, 1)
+    named["higher_order::flex_attention"] = _attention, (0, 1, 2)
     packets = {name: _packet(name) for name in named}
     return {packet: named[name] for name, packet in packets.items() if packet is not None}
 

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -324,6 +325,30 @@ def test_a_model_of_two_dtypes_is_counted_as_it_trains_under_autocast(captures_i
     assert loop.controller.plan.tokens == {
         name: CHOSEN if "experts" in name else 1 for name in loop.controller.plan.assignment
     }
+
+
+class OnlyUnderAutocast(TinyLM):
+    """As with kernels of attention that take half precision alone."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16
+        return super().forward(input_ids, labels)
+
+
+@pytest.mark.parametrize("by_accelerate", [False, True])
+def test_the_pass_runs_under_the_autocast_of_training(by_accelerate: bool) -> None:
+    with torch.autocast("cpu", torch.float16):
+        loop = Loop(seeded(OnlyUnderAutocast), SnipConfig(policy="uniform-fp8"))
+        if not by_accelerate:
+            assert loop.run(ids(4)).controller.coverage is not None
+            return
+    controller, processes = loop.controller, Processes()
+    accelerator = SimpleNamespace(native_amp=True, mixed_precision="fp16")
+    log = logging.getLogger(LOG)
+    check = CoverageCheck(loop.model, controller._in_force, processes, controller._events, log, accelerator)
+    check.take(TrainingPass(ids(4), None))
+    check.count_first(1, is_new=True)
+    assert check.found is not None
 
 
 def test_the_share_of_experts_that_were_not_counted_is_not_told(

@@ -25,7 +25,6 @@ from ..layers.kinds import kind_of, known_weights
 Formula = Callable[[Sequence[Any], Tensor], int]
 """Takes all of an operator's arguments, and its result; returns the FLOPs of that one product."""
 
-
 # Nodes of autograd's graph: what they return are activations, or rows of a matrix.
 _PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Convolution", "Embedding", "NativeLayerNorm", "ScaledDotProduct")
 _LOOKUPS = ("Index", "Gather")
@@ -120,10 +119,11 @@ class FlopsByWeight(TorchDispatchMode):
         if id(_root(tensor)) in self._names:
             return self._names[id(_root(tensor))]
         found: set[str] = set()
-        nodes, seen, is_choice = [tensor.grad_fn], {None}, False
+        seen: set[Any] = set()
+        nodes, is_choice = [tensor.grad_fn], False
         while nodes:
             node = nodes.pop()
-            if node in seen or node is None:
+            if node is None or node in seen:
                 continue
             if node.name().startswith(_PRODUCTS):
                 return None
@@ -214,7 +214,7 @@ def _grouped_product(args: Sequence[Any], out: Tensor) -> int:
     if ends is None or first.dim() != 2 or out.dim() != 2 or not first.shape[0]:
         return 2 * out.numel() * int(first.shape[-1])
     # No group has the rows behind the last end.
-    return 2 * min(first.shape[0], int(ends[-1])) * int(out.shape[-1]) * int(first.shape[-1])
+    return int(2 * min(first.shape[0], int(ends[-1])) * out.shape[-1] * first.shape[-1])
 
 
 def _is_ends(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,12 @@ NOT_CAPTURED = (
 )
 
 
+def _autocast() -> torch.dtype | None:
+    """Returns the dtype of the autocast that is on, an accelerator's first; None: none is."""
+    devices = (device for device in ("cuda", "xpu", "mps", "cpu") if torch.is_autocast_enabled(device))
+    return next(map(torch.get_autocast_dtype, devices), None)
+
+
 @dataclass
 class TrainingPass:
     """A forward pass whose loss may be backpropagated. Only then is it one of the step's micro-batches.
@@ -34,13 +40,13 @@ class TrainingPass:
     """With which it began; None unless the probe may run it again."""
     objective: Objective | None = None
     """None: the loss is the one that the model returns."""
-    autocast: torch.dtype | None = None
-    """Of the autocast that was on when it began; None: none was."""
     seen: int = 0
     """Tokens that the model has seen, where that was counted."""
     counted: bool = False
     advice: str = LOSS_OF_LOOP
     """As `Batch.of` takes it."""
+    autocast: torch.dtype | None = field(default_factory=_autocast)
+    """Of the autocast that was on when it began; None: none was."""
 
     def __post_init__(self) -> None:
         if self.objective is not None:  # what computes a loss may take entries out of its inputs

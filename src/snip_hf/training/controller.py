@@ -196,10 +196,7 @@ class SnipController:
             self._armed = self._probe.watch()
         is_read = is_probed or (self.needs_probe and not self._has_labels) or not self._expectation.is_said
         is_read = is_read or (self._micro_batch == 0 and self._coverage.is_due)
-        state = RandomState.now() if is_probed else None
-        device = next(self.model.parameters()).device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        one = TrainingPass(batch if is_read else {}, state, objective, autocast)
+        one = TrainingPass(batch if is_read else {}, RandomState.now() if is_probed else None, objective)
         self._ahead.begin(one, self._schedule.will_refresh)
         return one
 

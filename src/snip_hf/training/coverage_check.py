@@ -199,4 +199,4 @@ def _autocast_of(accelerator: Any) -> torch.dtype | None:
     """Returns the dtype of the autocast that Accelerate wraps a model's forward in; None: in none."""
     if not getattr(accelerator, "native_amp", False):
         return None
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    return torch.float16 if accelerator.mixed_precision == "fp16" else torch.bfloat16

@@ -515,9 +515,11 @@ def test_tokens_that_do_not_fit_are_refused(tokens: Any, message: str) -> None:
         ({}, 8, None),
         ({"a": 4, "b": 16}, 8, {"a": 0.5, "b": 2.0}),
         ({"a": 4, "b": 16}, None, {"a": 0.25, "b": 1.0}),
+        ({"a": 8, "mlp.experts.up_proj": 8}, 8, {"a": 1.0, "mlp.experts.up_proj": 1.0}),
+        ({"a": 8, "mlp.shared_experts.up_proj": 8}, 8, None),
     ],
 )
-def test_tokens_are_told_only_where_layers_saw_different_numbers(
+def test_tokens_are_told_where_layers_saw_different_numbers_or_there_are_experts(
     seen: dict[str, int], tokens: int | None, expected: dict[str, float] | None
 ) -> None:
     assert relative_tokens(seen, seen, tokens) == expected

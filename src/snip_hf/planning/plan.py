@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from ..costs.flops import Tokens, Work, as_json, executed
+from ..costs.flops import Tokens, Work, as_json, executed, is_routed
 from ..costs.measured_cost import MeasuredCost
 from ..costs.rates import GemmTimes, linear_times, speedup
 from ..json_io import read_json, write_json_atomic
@@ -72,7 +72,7 @@ class PrecisionPlan:
     """The times that the target was met by (`budget="measured"`); None: it was met by FLOPs."""
     tokens: Tokens | None = None
     """{layer: tokens that it saw, and its GEMMs ran for}, of the last micro-batch that was counted; None: every layer
-    saw the same number, and so did all its GEMMs."""
+    saw the same number, and so did all its GEMMs, or, of a model with experts, nothing was counted."""
 
     def __post_init__(self) -> None:
         flops = checked_table(self.flops, "flops", lambda value, where: finite(value, where, minimum=0.0))
@@ -115,6 +115,12 @@ class PrecisionPlan:
     def fp4_fraction(self) -> float:
         """Share (0..1) of the planned linears' executed FLOPs that are in FP4; not a reduction of FLOPs."""
         return self._fp4_fraction(self.assignment, self.executed)
+
+    @property
+    def is_share_known(self) -> bool:
+        """Whether `fp4_fraction` counts what runs. Else it takes experts to see every token, which they do not."""
+        is_counted = self.tokens is not None or not any(map(is_routed, self.assignment))
+        return is_counted or self.fp4_fraction in (0.0, 1.0)
 
     @property
     def stage_fp4_fractions(self) -> tuple[float, ...]:

@@ -88,6 +88,8 @@ def solved_plan(setting: Setting, model_name: str, step: int, result: SolverResu
 
 def describe_plan(plan: PrecisionPlan) -> str:
     """Returns a plan's FP4 shares, and its speed where that is known, as the log shows them."""
+    if not plan.is_share_known:
+        return "FP4 share not known, since no micro-batch was counted, and experts do not see every token"
     stages = ", ".join(f"{share:.1%}" for share in plan.stage_fp4_fractions)
     text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (per stage: {stages})"
     forward = forward_shares(plan)

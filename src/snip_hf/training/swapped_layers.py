@@ -46,7 +46,7 @@ class SwappedLayers:
         self._config = config
         self._processes = processes
         self._kernels = kernels
-        self._keeps_weights = False
+        self._keeps_weights = self._is_owned = False
         self.figures: dict[str, float] = {}
         """What the kernels counted up to the last `say_findings`."""
         self._take(mixed_precision, log)
@@ -57,6 +57,7 @@ class SwappedLayers:
         """Name -> layer."""
         use_backend(self.present, self._kernels, self._processes.data, mixed_precision, self._config, log)
         self._states = PackedStates(self.present)
+        self._is_owned = True
 
     def retake(self, log: logging.Logger) -> None:
         """Takes the layers back after another run has trained them."""
@@ -131,6 +132,11 @@ class SwappedLayers:
             log.log(logging.WARNING if warns else logging.INFO, "snip-hf: backend %s: %s", self._kernels.name, text)
 
     def release(self) -> None:
-        """Gives up what the kernels keep."""
+        """Gives the layers up: they compute plainly, and the kernels keep nothing of them."""
+        if not self._is_owned:  # they may have formats by now that the user asked for
+            return
+        self._is_owned = False
         self._kernels.release(self._run_by_kernels)
         remove_gates(self._model)
+        for layer in self.present.values():
+            layer.compute_plainly()

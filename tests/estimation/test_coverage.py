@@ -22,7 +22,7 @@ from families import (
     text,
     with_images,
 )
-from small import tiny_llama
+from small import convert_in_formats, tiny_llama
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -308,7 +308,7 @@ def test_a_tied_head_is_aside() -> None:
 def test_a_converted_model_has_the_coverage_of_the_plain_one(family: str) -> None:
     model = build(family)
     before = coverage(model, text())
-    convert_model(model, SnipConfig(start_format="fp8"))
+    convert_in_formats(model, SnipConfig(start_format="fp8"))
     assert coverage(model, text()) == before
     restore_model(model)
     assert coverage(model, text()) == before

@@ -247,7 +247,7 @@ class PrecisionPlan:
         """Raises KeyError unless the plan names exactly these layers, those that a model has."""
         present = list(dict.fromkeys(layers))
         missing, unexpected = self.mismatches(present)
-        if present and len(missing) == len(present):
+        if present and {*map(without_group, present)}.isdisjoint(map(without_group, self.assignment)):
             raise KeyError(
                 f"The plan is for another kind of model: it names layers such as {next(iter(self.assignment))!r}, and "
                 f"the model has layers such as {present[0]!r}."

@@ -7,7 +7,8 @@
 
 What belongs to one part alone is refused by that part: a field by `SnipConfig`, a layer by `layers.convert`, an
 optimizer by `optimizers.response`, a backend by `kernels.backend`, stages and ties by `policies.setting`, a state of
-another run by `checkpoint`, a plan for other layers or sizes by the plan. What goes wrong in mid-run is noticed by `loop_checks`; it costs a refresh and not the run.
+another run by `checkpoint`, a plan for other layers or sizes by the plan. What goes wrong in mid-run is noticed by
+`loop_checks`; it costs a refresh and not the run.
 """
 
 from .agreement import check_alike, check_configs, check_pipeline, check_plans, differences

@@ -496,7 +496,7 @@ def test_as_many_grad_inputs_run_in_training_as_are_counted(
     if checkpoints is not None:
         recompute(model, reentrant=checkpoints)  # which asks for gradients of embeddings, too
     (model.enable_input_require_grads if asks else model.disable_input_require_grads)()
-    layers = convert_model(model.train(), SnipConfig())
+    layers = convert_in_formats(model.train())
     counted = count_pass(model, text(), None)
     with Operators() as operators:
         model(**text()).loss.backward()

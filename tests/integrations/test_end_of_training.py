@@ -23,6 +23,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from snip_hf import SnipCallback, SnipConfig
 from snip_hf.kernels.emulated import Emulated
 from snip_hf.layers.layer import SnipLayer
+from snip_hf.layers.run_hooks import marks_on
 from snip_hf.layers.state import snip_linears
 
 CONFIG = SnipConfig(**SCHEDULE)
@@ -48,7 +49,9 @@ def is_plain(model: nn.Module) -> bool:
     modules = list(model.modules())
     buffers = [name for name, _ in model.named_buffers() if "snip" in name]
     hooks = [hook for module in modules for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
-    return not any(isinstance(module, SnipLayer) for module in modules) and not buffers and not hooks
+    hooks += [hook for weight in model.parameters() for hook in weight._post_accumulate_grad_hooks or ()]
+    is_swapped = any(isinstance(module, SnipLayer) for module in modules)
+    return not is_swapped and not buffers and not hooks and marks_on(model) == []
 
 
 def classes(model: nn.Module) -> dict[str, type[nn.Module]]:

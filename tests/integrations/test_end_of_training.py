@@ -158,6 +158,23 @@ def test_a_trainer_that_has_not_trained_and_one_that_lost_its_callback_leave_the
     assert removed.losses == expected.losses
 
 
+class Removing(TrainerCallback):
+    """Takes SNIP's callback from its Trainer in mid-run."""
+
+    trainer: Trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.remove_callback(SnipCallback)
+
+
+def test_a_run_whose_callback_is_removed_in_mid_run_ends_with_its_training(tmp_path: Path) -> None:
+    removing = Removing()
+    run = prepare(tmp_path, callback=SnipCallback(AT_ONCE), callbacks=[removing], max_steps=2)
+    run.callback, removing.trainer = None, run.trainer
+    run.trainer.train()
+    assert is_plain(run.model)
+
+
 class Failing(TrainerCallback):
     """Raises at the end of step 2."""
 

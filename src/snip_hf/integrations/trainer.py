@@ -285,7 +285,7 @@ class SnipCallback(TrainerCallback):
     def _is_training(self) -> bool:
         """Returns True if the training loop of this callback's run is under way, further up this thread's stack.
 
-        A run that an error ended looks the same otherwise: no event tells of it.
+        `auto_find_batch_size` begins the loop again after an error, and a Trainer may have a `train` of its own.
         """
         return self._state is not None and find_trainer(self._state) is not None
 

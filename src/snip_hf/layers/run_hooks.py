@@ -44,18 +44,15 @@ class RunMark:
     """Says on a model that a run trains it, and through which hooks. Copies of the model are not marked.
 
     Args:
-        end: a method that ends the run, held weakly; None: there is no run.
+        end: a method that ends the run; None: there is no run.
     """
 
     def __init__(self, end: Callable[[], None] | None = None) -> None:
         self.hooks: list[Any] = []
         """Handles of the run's hooks on modules, wrappers of the model included."""
-        self._end = None if end is None else WeakMethod(end)
-
-    @property
-    def driver(self) -> Any:
-        """The object that drives the run; None if it is gone."""
-        return getattr(None if self._end is None else self._end(), "__self__", None)
+        self.end = end
+        self.driver = getattr(end, "__self__", None)
+        """The object that drives the run; None: there is no run."""
 
     def put_on(self, model: nn.Module) -> None:
         vars(model).setdefault(_RUNS, []).append(self)
@@ -69,30 +66,22 @@ class RunMark:
         if marks:
             vars(model)[_RUNS] = marks
 
-    def end(self) -> None:
-        """Ends the run, if whoever drives it is still there."""
-        end = None if self._end is None else self._end()
-        if end is not None:
-            end()
-
     def __reduce__(self) -> tuple[type[RunMark], tuple[()]]:
         return RunMark, ()
 
 
 def marks_on(model: nn.Module) -> list[RunMark]:
-    """Returns the marks of the runs on a model; takes away those of runs that nobody drives any more."""
-    marks = [(module, mark) for module in model.modules() for mark in vars(module).get(_RUNS, [])]
-    for module, mark in marks:
-        if mark.driver is None:
-            mark.remove(module)
-    return [mark for _, mark in marks if mark.driver is not None]
+    """Returns the marks of the runs on a model; those of a copy are none."""
+    marks = [mark for module in model.modules() for mark in vars(module).get(_RUNS, [])]
+    return [mark for mark in marks if mark.driver is not None]
 
 
 def end_runs(model: nn.Module) -> None:
     """Ends the runs that a model is marked with, and removes every hook of a run from its modules and parameters."""
     for module in model.modules():
         for mark in list(vars(module).get(_RUNS, [])):
-            mark.end()
+            if mark.end is not None:
+                mark.end()
             mark.remove(module)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             _remove_hooks(hooks)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..config import SnipConfig
-from ..layers.convert import restore_model
+from ..layers.convert import keep_states_apart, restore_model
 from ..layers.run_hooks import RunMark, marks_on
 from ..layers.state import snip_linears
 from ..parallel.sharding import gather_ahead
@@ -140,6 +140,9 @@ class SnipCallback(TrainerCallback):
             max_steps=state.max_steps,
             solving=self._solving,
         )
+        trainer = find_trainer(state)
+        if trainer is not None:  # DDP wraps the model before its layers are swapped
+            keep_states_apart([trainer.model_wrapped])
         self.controller.compiled = how_compiled(args, AcceleratorState())
         for tracker in (*self._trackers, self._figures.note):
             self.controller.add_tracker(tracker)
@@ -147,8 +150,8 @@ class SnipCallback(TrainerCallback):
         self._mark.put_on(model)
         self._passes = TrainingPasses(outer, self.controller, self._mark, LOSS_OF_TRAINER)
         _spare_communication(model, self.config, args)
-        self._connect(find_trainer(state))
-        self._figures.open(find_trainer(state), self, None if output_dir is None else self._folder)
+        self._connect(trainer)
+        self._figures.open(trainer, self, None if output_dir is None else self._folder)
         # The first process may be the only one that sees the checkpoint.
         saved = self.controller.processes.everyone.by_first(lambda: self._files.read(args, state))
         if saved is None:
@@ -357,7 +360,7 @@ def _ends_runs(train: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return train(self, *args, **kwargs)
         finally:
-            for run in _runs_on(unwrap(self.model)):
+            for run in [] if self.model is None else _runs_on(unwrap(self.model)):
                 if run._state is self.state:
                     run._end()
 

@@ -61,7 +61,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         top_k_weights: (T, K).
     """
     if computes_plainly(self):
-        return _own_implementation(self)(self, hidden_states, top_k_index, top_k_weights)
+        found: Tensor = _own_implementation(self)(self, hidden_states, top_k_index, top_k_weights)
+        return found
     order, dispatch = dispatched(top_k_index, self.num_experts)
     back = inverse(order)
     x = sorted_tokens(hidden_states, order, back)

@@ -248,7 +248,8 @@ class SnipCallback(TrainerCallback):
         Training has ended, at its end or by an error, of which no event tells (`_ends_runs`).
         """
         controller, outer_run, reference = self._running(), self._outer_run, self._reference
-        in_force = {layer: layer.formats for layer in snip_linears(controller.model).values()}
+        kept = snip_linears(controller.model).values() if self._keeps_formats else ()
+        in_force = {layer: layer.formats for layer in kept}
         self._release()
         if outer_run is not None:  # which goes on in the layers and formats of its own
             outer_run._go_on()

@@ -28,10 +28,11 @@ With a `Trainer`, one callback does all of it:
     trainer.train()
 
 Any other loop calls a `SnipController` at three places of a step: `capture` before a forward pass,
-`before_optimizer_step`, and `after_step`. `convert_model` alone swaps the layers, and `restore_model` swaps them back;
-parameters and the keys of checkpoints stay what they were. A `PrecisionPlan` is the decision as data: it can be saved,
-read and applied again. `push_plan` and `load_plan` share it over the Hub. `run_report` shows what a run did; `log_to`
-logs it to trackers as it happens, where no Trainer does.
+`before_optimizer_step`, and `after_step`. `convert_model` alone swaps the layers, which compute as before until a
+controller or a plan gives them formats, and `restore_model` swaps them back; parameters and the keys of checkpoints
+stay what they were. A `PrecisionPlan` is the decision as data: it can be saved, read and applied again. `push_plan` and
+`load_plan` share it over the Hub. `run_report` shows what a run did; `log_to` logs it to trackers as it happens, where
+no Trainer does.
 
 Number formats are data too. `formats` maps their names to entries, `register_format` adds one of your own, and
 `quantize` rounds a tensor as a GEMM in a format sees it. `SnipConfig.formats` names what a run chooses from.

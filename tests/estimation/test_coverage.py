@@ -22,7 +22,7 @@ from families import (
     text,
     with_images,
 )
-from small import tiny_llama
+from small import convert_in_formats, tiny_llama
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -415,7 +415,7 @@ def test_a_tied_head_is_aside() -> None:
 def test_a_converted_model_has_the_coverage_of_the_plain_one(family: str) -> None:
     model = build(family)
     before = coverage(model, text())
-    convert_model(model, SnipConfig(start_format="fp8"))
+    convert_in_formats(model, SnipConfig(start_format="fp8"))
     assert coverage(model, text()) == before
     restore_model(model)
     assert coverage(model, text()) == before
@@ -604,7 +604,7 @@ def test_as_many_grad_inputs_run_in_training_as_are_counted(
     if checkpoints is not None:
         recompute(model, reentrant=checkpoints)  # which asks for gradients of embeddings, too
     (model.enable_input_require_grads if asks else model.disable_input_require_grads)()
-    layers = convert_model(model.train(), SnipConfig())
+    layers = convert_in_formats(model.train())
     counted = count_pass(model, text(), None)
     with Operators() as operators:
         model(**text()).loss.backward()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,9 +73,7 @@ def watch_losses(trainer: Trainer | None, controller: SnipController) -> StepLos
     return StepLosses(trainer, controller)
 
 
-def end_step(
-    controller: SnipController, args: TrainingArguments, state: TrainerState, release: Callable[[], None]
-) -> None:
+def end_step(controller: SnipController, args: TrainingArguments, state: TrainerState) -> None:
     """Tells the controller that the Trainer's step is done.
 
     Raises:
@@ -89,7 +86,6 @@ def end_step(
     except TrainingDiverged as error:
         prepare = partial(_way_back, error, Path(str(args.output_dir)))
         found: list[str] = controller.processes.everyone.by_first(prepare)
-        release()
         if not found:
             raise
         checkpoint, *moved = found

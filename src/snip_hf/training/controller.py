@@ -298,7 +298,11 @@ class SnipController:
             self._guard.act(step)
 
     def close(self) -> None:
-        """Stops a solver that is still running, and ends the record. The model keeps the plan in force."""
+        """Ends the run: stops a solver that is still running, ends the record, and lets the layers compute plainly.
+
+        They are still swapped: `controller.plan.apply(model)` gives them the formats of the last plan, and
+        `restore_model` swaps them back.
+        """
         self._layers.say_findings(self._log)
         self._layers.release()
         self._ahead.close()

@@ -25,14 +25,13 @@ from ..records.event_writer import EventWriter
 from ..records.events import RefreshBegun, Start
 from ..records.versions import installed_versions
 from ..registry import UnknownName
-from .checks import check_sizes
 
 _EXPECTED_PLAN = "Expected a plan that a run wrote (OUTPUT_DIR/snip/plan.json) or `PrecisionPlan.save`."
 
 
 def fitting(plan: PrecisionPlan, flops: Work) -> PrecisionPlan:
     """Returns a plan from a file with the model's own FLOPs; raises KeyError or ValueError if it is for another one."""
-    check_sizes(plan, flops)
+    plan.check_sizes(flops)
     return plan.with_flops(flops)
 
 

@@ -74,7 +74,7 @@ def test_a_layer_in_bf16_gives_the_bits_of_nn_linear(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("fmt", ["fp4", "bf16"])
 def test_an_emulated_layer_waits_for_the_device_once(fmt: str) -> None:
     block = torch.nn.ModuleList([torch.nn.Linear(128, 128)]).cuda()
-    convert_model(block, SnipConfig(backend="emulated"))
+    convert_in_formats(block, SnipConfig(backend="emulated"))
     block[0].set_formats(dict.fromkeys(GEMMS, fmt))
     x = torch.randn(128, 128, device="cuda", requires_grad=True)
     block[0](x).sum().backward()  # what is allocated or compiled once

@@ -1,357 +1,254 @@
-"""Records what a fixed set of small trainings does, to the bit, and compares two such records.
+"""Records what a fixed set of small trainings does, to the bit, and compares two such records by value.
 
-    python benchmarks/golden_record.py record before.json      # on one commit
-    python benchmarks/golden_record.py record after.json       # on another one, on the same machine
-    python benchmarks/golden_record.py compare before.json after.json
+    python benchmarks/golden_record.py record before.json.gz      # on one commit
+    python benchmarks/golden_record.py record after.json.gz       # on another one, on the same machine
+    python benchmarks/golden_record.py compare before.json.gz after.json.gz
 
-A record holds the losses, plans, divergence tables, history and a hash of the weights of each training. A change that
-moves code without changing numbers leaves it equal. The trainings cover both granularities, accumulation, clipping,
-SNIP and other policies, drift checks, resuming in the middle of a refresh, a model with biases, two DDP ranks, and a
-pipeline. Times and memory are left out.
+A change that moves code without changing numbers leaves the record equal. It holds, for each training:
+
+- losses and, under a Trainer, gradient norms of each step;
+- plans, layer -> GEMM -> format, with the step after which each was in force;
+- refreshes, with their step and status;
+- divergences, layer -> GEMM -> format -> loss divergence and weight divergence;
+- a hash of the weights, and of each weight its norm and its sum under random signs, which tell how far apart two are.
+
+File layouts, schema versions, times, and memory are left out, so commits with other files can be compared. Configs are
+built by the constructor and name every format, so changed defaults do not change them.
+
+`benchmarks/results/golden_record.json.gz` is the record of commit 51bff34; its header names the machine. Bits depend on
+the CPU: on another model of CPU, record the old commit again. Recording takes 80 seconds on one core.
+
+The cases cover both granularities, accumulation, clipping, SNIP and other policies, resuming in the middle of a
+refresh, a model with biases, experts, LoRA, autocast to BF16, losses that TRL's trainers compute, a compiled model, two
+DDP ranks, and a pipeline. A gated MLP is fused only by kernels for GPUs, so on a CPU its linears run one by one, also
+compiled. `record --gpu` has cases of its own (for an H100 or H200): the formats of the preset "hopper" compiled, with
+fused gated MLPs and with experts, and the paper's blocks compiled.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import gzip
 import json
+import math
 import os
-import socket
+import platform
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import transformers
-from torch import Tensor, nn
-from transformers import (
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PrinterCallback,
-    Trainer,
-    TrainingArguments,
+from golden_loops import RANKS, run_rank, with_ranks
+from golden_trainings import (
+    GPU,
+    IN_ONE_SCALE,
+    LARGE,
+    PREFERENCES,
+    TEXTS,
+    TRAININGS,
+    Size,
+    llama,
+    neox,
+    qwen3_moe,
+    with_lora,
+    with_trainer,
+    with_trl,
 )
+from torch import nn
 
-from snip_hf import SnipCallback, SnipConfig, SnipController
-
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-VOCABULARY, LENGTH = 128, 48
-NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-# Refreshes at steps 2, 6 and 10, applied after steps 4, 8 and 12. By layer, as the first version did by default.
-SCHEDULE: dict[str, Any] = {"first_refresh": 2, "refresh_every": 4, "apply_delay": 2, "solver": "greedy"} | {
-    "granularity": "layer"
-}
-# What differs from one run to the next on the same commit.
-MEASURED = ("seconds", "memory_mib", "solver_version")
-# Parts of a configuration that a later version may add or rename; what they decide shows in the numbers.
-ASIDE = ("config", "schema_version", "versions")
-# Events that a later version adds to the history; what follows from them shows in the others.
-ASIDE_EVENTS = ("coverage",)
-
-# Fields have the names of the first version, which `from_dict` takes in every later one.
-TRAININGS: dict[str, dict[str, Any]] = {
-    "snip by layer": {},
-    "snip by GEMM, two stages, taylor, horizon": {
-        "granularity": "gemm",
-        "stages": 2,
-        "loss_form": "taylor",
-        "objective": "horizon",
-        "probes": 2,
-    },
-    "snip by layer, paper's objective, norm, ties, switching cost": {
-        "objective": "paper",
-        "loss_form": "norm",
-        "ties": (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
-        "switching_cost": 0.1,
-    },
-    "drift checks": {"refresh_on_drift": 0.999, "drift_every": 3, "refresh_every": 8},
-    "CBC or HiGHS": {"solver": "auto", "granularity": "gemm"},
-    "fisher by GEMM": {"policy": "fisher", "granularity": "gemm"},
-    "hessian-trace": {"policy": "hessian-trace", "probes": 4},
-    "min-rel-err": {"policy": "min-rel-err"},
-    "kl": {"policy": "kl"},
-    "greedy": {"policy": "greedy"},
-    "random": {"policy": "random"},
-    "backward-first": {"policy": "backward-first", "granularity": "gemm"},
-    "first2-last8": {"policy": "first2-last8", "granularity": "gemm"},
-    "uniform-fp4": {"policy": "uniform-fp4"},
-    "bf16": {"policy": "bf16"},
-}
+ROOT = Path(__file__).resolve().parents[1]
+Case = Callable[[Path], dict[str, Any]]
 
 
-def llama(**options: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=80,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            attention_dropout=0.1,
-            **NO_TOKENS,
-            **options,
-        )
-    )
+# ------------------------------------------------------------------------------------------------------------- cases
 
 
-def neox() -> GPTNeoXForCausalLM:
-    """A model with biases."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=VOCABULARY, max_position_embeddings=256, **sizes, **NO_TOKENS))
-
-
-def data(rows: int = 54) -> list[dict[str, list[int]]]:
-    """Sequences with unequal numbers of labels."""
-    tokens = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(7)).tolist()
-    return [{"input_ids": row, "labels": [-100] * (index % 9) + row[index % 9 :]} for index, row in enumerate(tokens)]
-
-
-def with_trainer(
-    folder: Path, config: Mapping[str, Any], model: nn.Module | None = None, resume_at: int | None = None
-) -> dict[str, Any]:
-    """Trains twelve steps of two accumulated micro-batches under a Trainer; from a checkpoint if `resume_at` is set."""
-
-    def run(checkpoint: str | None) -> Trainer:
-        arguments = TrainingArguments(
-            str(folder),
-            max_steps=12,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            learning_rate=1e-2,
-            lr_scheduler_type="cosine",
-            warmup_steps=2,
-            max_grad_norm=0.5,
-            logging_steps=1,
-            save_strategy="no" if resume_at is None else "steps",
-            save_steps=1,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )
-        trainer = Trainer(
-            model=llama() if model is None else model,
-            args=arguments,
-            train_dataset=data(),
-            callbacks=[SnipCallback(SnipConfig.from_dict({**SCHEDULE, **config}))],
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        return trainer
-
-    trainer = run(None)
-    if resume_at is not None:
-        trainer = run(str(folder / f"checkpoint-{resume_at}"))
-    logs = [line for line in trainer.state.log_history if "loss" in line]
-    losses = [[line["step"], line["loss"], line["grad_norm"]] for line in logs]
-    return {"losses": losses, "weights": weights_hash(trainer.model), **files_of(folder)}
-
-
-def files_of(folder: Path) -> dict[str, Any]:
-    """Returns what a run wrote into its folder `snip`, without what was measured."""
-    found: dict[str, Any] = {}
-    snip = folder / "snip"
-    if (snip / "plan.json").exists():
-        found["plan"] = without(json.loads((snip / "plan.json").read_text()))
-    if (snip / "history.jsonl").exists():
-        lines = map(json.loads, (snip / "history.jsonl").read_text().splitlines())
-        found["history"] = [without(line) for line in lines if line["event"] not in ASIDE_EVENTS]
-    for path in sorted(snip.glob("divergence-*.json")):
-        document = json.loads(path.read_text())
-        found[path.stem] = {"loss": document["loss"], "records": records_of(document)}
-    return found
-
-
-def records_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the rows of a divergence file, ordered; files hold them as objects or as columns and arrays."""
-    rows = document.get("records")
-    if rows is None:
-        rows = [dict(zip(document["columns"], row, strict=True)) for row in document["rows"]]
-    return sorted(rows, key=lambda row: (row["layer"], row["gemm"], row["format"]))
-
-
-def without(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: without(item) for key, item in value.items() if key not in (*MEASURED, *ASIDE)}
-    return [without(item) for item in value] if isinstance(value, list) else value
-
-
-def weights_hash(model: nn.Module) -> str:
-    return hash_of(model.state_dict())
-
-
-def hash_of(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def with_ranks(case: str) -> Callable[[Path], dict[str, Any]]:
-    """Returns what runs a case of `RANKS` on two processes and returns what the first of them found."""
-
-    def run(folder: Path) -> dict[str, Any]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-        command = [sys.executable, __file__, "rank", case, str(folder)]
-        running = [
-            subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(2)
-        ]
-        codes = [process.wait(timeout=600) for process in running]
-        if any(codes):
-            raise RuntimeError(f"The ranks of {case!r} ended with exit codes {codes}; their errors are above.")
-        ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
-        return {"ranks": ranks, **files_of(folder)}
-
-    return run
-
-
-def two_ddp_ranks(folder: Path) -> dict[str, Any]:
-    """A loop without a Trainer, with accumulation and clipping."""
-    rank = dist.get_rank()
-    model = nn.parallel.DistributedDataParallel(llama())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = SnipConfig.from_dict({**SCHEDULE, "granularity": "gemm", "probe_tokens": None})
-    controller = SnipController(model, optimizer, config, output_dir=folder)
-    torch.manual_seed(7 + rank)
-    losses = []
-    for step in range(1, 13):
-        for part in range(2):
-            tokens = torch.randint(0, VOCABULARY, (2, 128), generator=torch.Generator().manual_seed(100 * step + part))
-            batch = {"input_ids": tokens[rank : rank + 1], "labels": tokens[rank : rank + 1]}
-            controller.capture(batch)
-            loss = model(**batch).loss
-            (loss / 2).backward()
-            losses.append(float(loss.detach()))
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        controller.before_optimizer_step(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.after_step(step)
-    controller.close()
-    return {"losses": losses, "weights": weights_hash(model.module)}
-
-
-def pipeline(folder: Path) -> dict[str, Any]:
-    """Four stages on two processes, by the recipe."""
-    sys.path.insert(0, str(RECIPES))
-    import pipeline as recipe
-
-    training = recipe.Training(4, 4, torch.device("cpu"))
-    optimizer = torch.optim.SGD([weight for part in training.parts for weight in part.parameters()], lr=0.1)
-    values = {**SCHEDULE, "stages": 4, "target_fp4_fraction": 0.5, "probe_tokens": None, "probe_batch_tokens": None}
-    controller = SnipController(
-        training.parts,
-        optimizer,
-        SnipConfig.from_dict(values),
-        output_dir=folder,
-        pipeline=recipe.Pipeline(training.run),
-    )
-    losses = []
-    for step in range(1, 9):
-        tokens = torch.randint(64, (4, 128), generator=torch.Generator().manual_seed(step)).cumsum(1) % 251
-        batch = {"input_ids": tokens, "labels": tokens}
-        controller.capture(batch)
-        loss = training.run(batch)
-        controller.before_optimizer_step(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.after_step(step)
-        losses.append(None if loss is None else float(loss))
-    controller.close()
-    parts = enumerate(training.parts)
-    states = {f"{index} {name}": x for index, part in parts for name, x in part.state_dict().items()}
-    return {"losses": losses, "weights": hash_of(states)}
-
-
-RANKS = {"two DDP ranks": two_ddp_ranks, "pipeline": pipeline}
-
-
-def cases() -> Iterator[tuple[str, Callable[[Path], dict[str, Any]]]]:
+def cpu_cases() -> Iterator[tuple[str, Case]]:
+    by_gemm = {"granularity": "gemm"}
     for name, config in TRAININGS.items():
         yield name, lambda folder, config=config: with_trainer(folder, config)
-    yield "biases, by GEMM", lambda folder: with_trainer(folder, {"granularity": "gemm"}, neox())
+    yield "biases", lambda folder: with_trainer(folder, by_gemm, neox)
+    yield "experts", lambda folder: with_trainer(folder, by_gemm, qwen3_moe)
+    yield "experts, one scale per tensor", lambda folder: with_trainer(folder, IN_ONE_SCALE, qwen3_moe)
+    yield "autocast to BF16", lambda folder: with_trainer(folder, by_gemm, bf16=True)
+    yield "LoRA", lambda folder: with_trainer(folder, by_gemm, with_lora)
+    yield "TRL's SFT", lambda folder: with_trl(folder, "SFT", TEXTS)
+    yield "TRL's DPO", lambda folder: with_trl(folder, "DPO", PREFERENCES)
+    yield "compiled", lambda folder: with_trainer(folder, by_gemm, max_steps=8, torch_compile=True)
     yield "resumed in the middle of a refresh", lambda folder: with_trainer(folder, {}, resume_at=3)
     yield from ((name, with_ranks(name)) for name in RANKS)
 
 
-def record(path: Path, only: str | None) -> None:
+def gpu_cases() -> Iterator[tuple[str, Case]]:
+    def case(config: Mapping[str, Any], model: Callable[[Size], nn.Module], **changes: Any) -> Case:
+        return lambda folder: with_trainer(folder, config, lambda: model(LARGE), LARGE.length, **changes)
+
+    blocks = {"granularity": "gemm"}
+    hopper = {**IN_ONE_SCALE, "ties": "auto"}
+    yield "hopper, compiled, gated MLPs", case(hopper, llama, torch_compile=True)
+    yield "hopper, not compiled", case(hopper, llama)
+    yield "hopper, compiled, experts", case(hopper, qwen3_moe, torch_compile=True)
+    yield "paper's blocks, compiled", case(blocks, llama, torch_compile=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- records
+
+
+def header() -> dict[str, Any]:
+    """Returns what may explain a difference: the commit, versions, and the machine."""
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain", "src"], capture_output=True, text=True).stdout.strip()
+    info = Path("/proc/cpuinfo")
+    models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return {
+        "commit": commit + (" with changes in src" if changed else ""),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "cpu": models[0] if models else platform.processor(),
+        "gpu": torch.cuda.get_device_name() if GPU else None,
+    }
+
+
+def record(path: Path, only: str | None, gpu: bool) -> None:
+    if gpu != GPU:
+        raise SystemExit("--gpu needs a CUDA device." if gpu else "Hide the GPU (CUDA_VISIBLE_DEVICES=) or add --gpu.")
     transformers.logging.disable_progress_bar()
+    os.environ["TQDM_DISABLE"] = "1"
     torch.set_num_threads(1)
-    found = {}
-    for name, run in cases():
+    found: dict[str, Any] = {}
+    failed = []
+    for name, run in gpu_cases() if gpu else cpu_cases():
         if only is None or only in name:
+            # Compiled code of an earlier case may guard on its sizes.
+            torch.compiler.reset()
             with tempfile.TemporaryDirectory() as folder:
-                found[name] = run(Path(folder))
-            print(f"{name}: {len(json.dumps(found[name]))} bytes", flush=True)
-    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+                try:
+                    found[name] = run(Path(folder))
+                except Exception:  # The other cases are worth having.
+                    traceback.print_exc()
+                    failed.append(name)
+            print(f"{name}: {'failed' if name in failed else 'recorded'}", flush=True)
+    write(path, {"header": header(), "cases": found})
+    if failed:
+        sys.exit(f"Failed, and not in {path}: {', '.join(failed)}.")
 
 
-def run_rank(case: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = RANKS[case](folder)
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+def write(path: Path, document: dict[str, Any]) -> None:
+    text = json.dumps(document, indent=1, sort_keys=True) + "\n"
+    # Without the time in it, equal records are equal files.
+    path.write_bytes(gzip.compress(text.encode(), 9, mtime=0) if path.suffix == ".gz" else text.encode())
 
 
-def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
+def read(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    found: dict[str, Any] = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------- comparison
+
+
+class Difference(NamedTuple):
+    where: str
+    text: str
+    size: float
+    """Relative to the larger of two numbers; infinite for other values."""
+
+
+def differences(one: Any, other: Any, where: str = "") -> Iterator[Difference]:
     """Yields the places at which two JSON documents differ."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in sorted({*one, *other}):
             if key in one and key in other:
                 yield from differences(one[key], other[key], f"{where}/{key}")
             else:
-                yield f"{where}/{key}: only in the {'first' if key in one else 'second'} record"
+                yield Difference(f"{where}/{key}", f"only in the {'first' if key in one else 'second'}", math.inf)
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         for index, (left, right) in enumerate(zip(one, other, strict=True)):
             yield from differences(left, right, f"{where}/{index}")
-    elif one != other:
-        yield f"{where}: {str(one)[:80]} against {str(other)[:80]}"
+    elif one != other and not (one != one and other != other):
+        numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
+        size = abs(one - other) / max(abs(one), abs(other)) if numbers else math.inf
+        yield Difference(where, f"{str(one)[:60]} against {str(other)[:60]}", size)
 
 
-def compare(one: Path, other: Path) -> int:
-    """Prints the first differences and returns the exit code: 0 if there are none."""
-    found = list(differences(json.loads(one.read_text()), json.loads(other.read_text())))
-    print("\n".join(found[:40]) or "The records are equal.")
-    if found:
-        print(f"{len(found)} differences.")
-    return int(bool(found))
+def weight_distance(one: Any, other: Any) -> float:
+    """Estimates how far apart two models' weights are, relative to their norm.
+
+    The difference of two sums under the same random signs has the squared distance as its mean square.
+    """
+    one, other = one["tensors"], other["tensors"]
+    square = sum((one[name][1] - other[name][1]) ** 2 for name in one.keys() & other.keys())
+    return math.sqrt(square / (sum(norm**2 for norm, _ in one.values()) or 1.0))
+
+
+def compare(one: Path, other: Path, shown: int) -> int:
+    """Prints what differs, case by case, and returns the exit code: 0 if nothing does."""
+    first, second = read(one), read(other)
+    for key in first["header"]:
+        print(f"{key}: {first['header'][key]} | {second['header'].get(key)}")
+    total = 0
+    for name in sorted({*first["cases"], *second["cases"]}):
+        left, right = first["cases"].get(name), second["cases"].get(name)
+        if left is None or right is None:
+            print(f"{name}: only in the {'second' if left is None else 'first'} record")
+            total += 1
+        else:
+            total += compare_case(name, left, right, shown)
+    print(f"{total} differences." if total else "The records are equal.")
+    return int(total > 0)
+
+
+def compare_case(name: str, left: Any, right: Any, shown: int) -> int:
+    """Prints the differences of a case, part by part; returns their number."""
+    if "ranks" in left and "ranks" in right:
+        pairs = zip(left["ranks"], right["ranks"], strict=True)
+        total = sum(compare_case(f"{name}, rank {rank}", *pair, shown) for rank, pair in enumerate(pairs))
+        left, right = ({key: value for key, value in case.items() if key != "ranks"} for case in (left, right))
+        return total + compare_case(name, left, right, shown)
+    total = 0
+    for part in sorted({*left, *right}):
+        found = list(differences(left.get(part), right.get(part)))
+        total += len(found)
+        if not found:
+            continue
+        sizes = [difference.size for difference in found if difference.size < math.inf]
+        most = f", by {max(sizes):.1e} of their size at most" if sizes else ""
+        distance = f", about {weight_distance(left[part], right[part]):.1e} of their norm" if part == "weights" else ""
+        print(f"{name}, {part}: {len(found)} values differ{most}{distance}")
+        for difference in found[:shown]:
+            print(f"    {difference.where}: {difference.text}")
+    return total
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record")
-    recording.add_argument("path", type=Path)
+    recording.add_argument("path", type=Path, help="file to write, .json or .json.gz")
     recording.add_argument("--only", help="record the trainings whose names contain this")
+    recording.add_argument("--gpu", action="store_true", help="record the cases for a GPU")
     comparing = commands.add_parser("compare")
     comparing.add_argument("one", type=Path)
     comparing.add_argument("other", type=Path)
+    comparing.add_argument("--shown", type=int, default=3, help="differences to print of each part of a case")
     rank = commands.add_parser("rank", help="one process of a training on two; used by record")
     rank.add_argument("case", choices=list(RANKS))
     rank.add_argument("folder", type=Path)
     options = parser.parse_args()
     if options.command == "record":
-        record(options.path, options.only)
+        record(options.path, options.only, options.gpu)
     elif options.command == "rank":
         run_rank(options.case, options.folder)
     else:
-        sys.exit(compare(options.one, options.other))
+        sys.exit(compare(options.one, options.other, options.shown))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from snip_hf import SnipConfig, convert_model
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.gemms import GEMMS
 from snip_hf.parallel.gradient_compression import GradientCompression
 
 WAYS = (
@@ -87,7 +89,9 @@ def train(rank: int, options: argparse.Namespace, text: texts.Text, seed: int, w
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(small_models.config("llama", options.hidden, options.blocks))
     if options.arithmetic.startswith("snip"):
-        convert_model(model, SnipConfig(start_format=options.arithmetic.removeprefix("snip-"), seed=seed))
+        convert_model(model, SnipConfig(seed=seed))
+        for layer in snip_linears(model).values():
+            layer.set_formats(dict.fromkeys(GEMMS, options.arithmetic.removeprefix("snip-")))
     ddp = nn.parallel.DistributedDataParallel(model)
     averaging = Averaging(ddp, seed, way)
     (optimizer,) = small_models.optimizers("adamw", model)

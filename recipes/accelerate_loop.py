@@ -15,8 +15,7 @@ from snip_hf.json_io import read_json, write_json_atomic
 
 STEPS, SAVE_EVERY = 40, 10
 SNIP = SnipConfig(target_fp4_fraction=0.75, first_refresh=5, refresh_every=10, apply_delay=2)
-FILES = f"{Path(asyncio.__file__).parent}/*.py"
-TEXT = DataSection(source="files", files=(FILES,), validation_fraction=0.1, sequence_length=128)
+TEXT = DataSection(source="files", files=(f"{asyncio.__path__[0]}/*.py",), validation_fraction=0.1, sequence_length=128)
 MODEL = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4}
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("output", type=Path, help="folder that all processes see; goes on from its last checkpoint")
@@ -73,8 +72,9 @@ while at["step"] < STEPS:
     else:
         at |= {"epoch": at["epoch"] + 1, "rows": 0}
 controller.close()
+model = accelerator.unwrap_model(model, keep_torch_compile=False)  # else compiled layers keep other names
 weights = accelerator.get_state_dict(model)  # whole, whatever they were trained as
 if accelerator.is_main_process:
-    accelerator.unwrap_model(model).save_pretrained(options.output, state_dict=weights)
+    model.save_pretrained(options.output, state_dict=weights)
     tokenizer.save_pretrained(options.output)
 accelerator.end_training()

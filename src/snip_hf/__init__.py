@@ -28,10 +28,11 @@ With a `Trainer`, one callback does all of it:
     trainer.train()
 
 Any other loop calls a `SnipController` at three places of a step: `capture` before a forward pass,
-`before_optimizer_step`, and `after_step`. `convert_model` alone swaps the layers, and `restore_model` swaps them back;
-parameters and the keys of checkpoints stay what they were. A `PrecisionPlan` is the decision as data: it can be saved,
-read and applied again. `push_plan` and `load_plan` share it over the Hub. `run_report` shows what a run did; `log_to`
-logs it to trackers as it happens, where no Trainer does.
+`before_optimizer_step`, and `after_step`. `convert_model` alone swaps the layers, which compute as before until a
+controller or a plan gives them formats, and `restore_model` swaps them back; parameters and the keys of checkpoints
+stay what they were. A `PrecisionPlan` is the decision as data: it can be saved, read and applied again. `push_plan` and
+`load_plan` share it over the Hub. `run_report` shows what a run did; `log_to` logs it to trackers as it happens, where
+no Trainer does.
 
 Number formats are data too. `formats` maps their names to entries, `register_format` adds one of your own, and
 `quantize` rounds a tensor as a GEMM in a format sees it. `SnipConfig.formats` names what a run chooses from.
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from .estimation.coverage import coverage as coverage
     from .estimation.divergence import estimate_divergence as estimate_divergence
     from .estimation.ground_truth import measure_divergence as measure_divergence
+    from .estimation.passes import is_probing as is_probing
     from .integrations.arguments import SnipArguments as SnipArguments
     from .integrations.hub import keep_model_card as keep_model_card
     from .integrations.hub_plans import load_plan as load_plan
@@ -93,6 +95,7 @@ _HOMES = {
     "coverage": ("estimation.coverage", "coverage"),
     "estimate_divergence": ("estimation.divergence", "estimate_divergence"),
     "formats": ("numerics.formats", "FORMATS"),
+    "is_probing": ("estimation.passes", "is_probing"),
     "keep_model_card": ("integrations.hub", "keep_model_card"),
     "load_plan": ("integrations.hub_plans", "load_plan"),
     "log_to": ("integrations.loop_trackers", "log_to"),
@@ -119,6 +122,7 @@ __all__ = [
     "coverage",
     "estimate_divergence",
     "formats",
+    "is_probing",
     "keep_model_card",
     "load_plan",
     "log_to",

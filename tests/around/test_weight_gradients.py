@@ -11,10 +11,11 @@ import pytest
 import torch
 import weight_gradients
 from shared import texts
+from small import convert_in_formats
 from torch import nn
 from weight_gradients import ARMS, BF16, FP32, in_arm
 
-from snip_hf import SnipConfig, convert_model
+from snip_hf import SnipConfig
 
 
 def one_layer(arm: str | None) -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
@@ -61,7 +62,7 @@ def test_emulated_layers_round_them_too() -> None:
     """So runs on the emulated backend do not differ from their BF16 baseline in this."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(128, 128, bias=False)})])})
-    convert_model(model, SnipConfig(policy="uniform-fp8", backend="emulated", start_format="fp8"))
+    convert_in_formats(model, SnipConfig(policy="uniform-fp8", backend="emulated", start_format="fp8"))
     layer = model["layers"][0]["up"]
     with torch.autocast("cpu", torch.bfloat16):
         layer(torch.randn(128, 128)).float().square().sum().backward()

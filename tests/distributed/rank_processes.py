@@ -48,7 +48,8 @@ def launch_ranks(script: str, *words: object, folder: Path, ranks: int = 2, time
     Raises:
         AssertionError: one of them failed, or time was up; with the end of their log.
     """
-    settings = [f"--config_file={RECIPES / 'accelerate' / 'ddp.yaml'}", f"--num_processes={ranks}"]
+    config = RECIPES / "accelerate" / "ddp.yaml"
+    settings = [f"--config_file={config}", f"--num_processes={ranks}", "--dynamo_backend=no"]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *settings, f"--main_process_port={free_port()}"]
     ended = _run([[*launcher, *_program(script, words)]], [{}], folder, timeout)
     assert ended.codes == (0,), f"exit status {ended.codes[0]}:\n{ended.logs[0][-_TAIL:]}"

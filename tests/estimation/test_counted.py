@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import text, tiny_llama, tiny_lm, tokens
+from small import convert_in_formats, text, tiny_llama, tiny_lm, tokens
 from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
@@ -19,7 +19,6 @@ from snip_hf.estimation.divergence import estimate_divergence
 from snip_hf.estimation.ground_truth import measure_divergence
 from snip_hf.estimation.probe import run_probe
 from snip_hf.estimation.table import DivergenceTable
-from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import set_step, snip_linears
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.optimizers.response import trained_by
@@ -40,7 +39,7 @@ def frozen_lm(*trained: str) -> nn.Module:
 
 def converted_copy(model: nn.Module) -> nn.Module:
     converted = copy.deepcopy(model)
-    convert_model(converted, SnipConfig(start_format="bf16"))
+    convert_in_formats(converted, SnipConfig(start_format="bf16"))
     return converted
 
 

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from slow_cases import slow
-from small import text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
+from small import convert_in_formats, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
 from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.ground_truth import measure_assignment, measure_divergence, measure_loss
 from snip_hf.estimation.pending import ROWS
-from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import set_step, snip_linears
 from snip_hf.numerics.gemms import GEMMS
 
@@ -59,7 +58,7 @@ class RealModel:
     ) -> None:
         self.model, self.optimizer, self.inputs, self.seed = model, optimizer, inputs, seed
         self.worker = copy.deepcopy(model)
-        convert_model(self.worker, SnipConfig(start_format="bf16"))
+        convert_in_formats(self.worker, SnipConfig(start_format="bf16"))
         self.loss, gradients = self.run({}, 0)
         self.base = next_weights(model, optimizer, gradients)
 
@@ -189,9 +188,9 @@ def test_measured_losses_are_those_of_the_converted_model_with_these_formats(was
     model, plans = tiny_lm(), [MIXED, EVERYTHING, {}]
     batches = [tokens(seed=seed, length=9 + seed) for seed in range(3)]
     worker = copy.deepcopy(model)
-    convert_model(worker, SnipConfig(start_format="bf16"))
+    convert_in_formats(worker, SnipConfig(start_format="bf16"))
     if was_converted:
-        convert_model(model, SnipConfig(start_format="fp8"))
+        convert_in_formats(model, SnipConfig(start_format="fp8"))
     found = measure_loss(model, batches, iter(plans))
     assert (found.shape, found.dtype) == ((3, 3), torch.float64)
     layers = snip_linears(worker)
@@ -253,7 +252,7 @@ def test_a_loss_that_is_not_finite_is_refused_and_the_model_left_unconverted(bro
 
 def test_an_assignment_to_a_layer_that_is_not_there_is_refused_and_nothing_stays() -> None:
     model = tiny_lm()
-    convert_model(model, SnipConfig(start_format="fp8"))
+    convert_in_formats(model, SnipConfig(start_format="fp8"))
     plan = {"layers.0.up": {"forward": "fp4"}, "layers.7.up": {"forward": "fp4"}}
     for ask in (
         lambda: measure_assignment(model, tokens(), None, [plan]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expert_models import routed_lm, tiny_gpt_oss, tiny_qwen3_moe
-from small import checkpoint_activations, text, tokens
+from small import checkpoint_activations, convert_in_formats, text, tokens
 from torch import Tensor
 
 from snip_hf.config import SnipConfig
@@ -28,7 +28,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 def up_of_four() -> tuple[SnipLayer, Tensor]:
     model = routed_lm(4, hidden=6, inner=5)
-    convert_model(model, SnipConfig(start_format="bf16"))
+    convert_in_formats(model, SnipConfig(start_format="bf16"))
     layer = snip_linears(model)["layers.0.experts.up_proj"]
     weight = layer.weight.detach().copy_(drawn(4, 5, 6, seed=3))
     return layer, weight

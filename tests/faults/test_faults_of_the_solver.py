@@ -186,15 +186,13 @@ class _Breaks(TrainerCallback):
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
 @pytest.mark.slow
-def test_a_solver_ends_at_its_limit_when_an_error_has_ended_training(
+def test_a_solver_ends_at_once_when_an_error_ends_training(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error, the frames that it holds, the Trainer and the model all stay, as in a notebook."""
-    started = first_start(
-        monkeypatch, lambda problem: START(problem, ["sh", "-c", "sleep 600 & sleep 600"], allowance=1.0)
-    )
+    started = first_start(monkeypatch, lambda problem: START(problem, ["sh", "-c", "sleep 600 & sleep 600"]))
     with pytest.raises(type(error)) as caught:
-        train(tmp_path, SnipConfig(**SCHEDULE, solver_time_limit=1.0), callbacks=[_Breaks(error)], **SHORT)
+        train(tmp_path, SnipConfig(**SCHEDULE), callbacks=[_Breaks(error)], **SHORT)
     assert caught.value.__traceback__ is not None
     group = started[0]._process.pid
     wait_until(lambda: members(group) == [], 10.0)

@@ -190,9 +190,9 @@ def test_names_are_never_paths(plan: PrecisionPlan, tmp_path: Path) -> None:
         loaded = PrecisionPlan.load(tmp_path / "plan.json")
         loaded.save(tmp_path / "again.json")
         loaded.changes(hostile)
-        with pytest.raises(KeyError, match="Was it made for another model"):
+        with pytest.raises(KeyError, match="for another kind of model"):
             loaded.apply(model)
-        with pytest.raises(KeyError, match="Was it made for another model"):
+        with pytest.raises(KeyError, match="for another kind of model"):
             controller.load_state_dict(controller.state_dict() | {"plan": loaded.to_dict()})
     finally:
         _WATCHING.clear()

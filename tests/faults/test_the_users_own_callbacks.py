@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fault_runs import children
 from slow_cases import slow, slow_but
 from small import text, tiny_llama
 from tiny_runs import SCHEDULE, Run, arguments, data, differing, one_thread, train, weights, without_seconds
@@ -351,31 +350,6 @@ def test_a_moving_average_of_the_weights_runs_beside_the_run(quiet: dict[str, tu
 
 def fail(model: nn.Module) -> None:
     raise MemoryError
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("event", ["on_substep_end", "on_step_end"])
-@pytest.mark.parametrize("is_kept", [slow(True), False])
-def test_restore_model_removes_what_a_failed_run_left(is_kept: bool, event: str, policy: str, tmp_path: Path) -> None:
-    model, before = tiny_llama(hidden=32), children()
-    config = SnipConfig(policy=policy, first_refresh=1, solver="greedy")
-    callback = SnipCallback(config)
-    with pytest.raises(MemoryError):
-        train(tmp_path, callback=callback, model=model, callbacks=[At(event, fail)], **ACCUMULATED)
-    if not is_kept:
-        gone = weakref.ref(callback)
-        if callback.controller._refresher.pending is not None:
-            callback.controller._refresher.pending.process.kill()
-        del callback
-        gc.collect()
-        assert gone() is None
-    restore_model(model)
-    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 0
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-    assert marks_on(model) == []
-    assert children() <= before
-    assert snip_linears(model) == {}
-    copy.deepcopy(model).train()(**text(2, 16)).loss.backward()
 
 
 @pytest.mark.parametrize(

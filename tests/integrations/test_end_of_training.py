@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from mixtures import build
 from safetensors.torch import load_file
 from slow_cases import slow_but
 from small import tiny_llama
-from tiny_runs import SCHEDULE, arguments, data, differing, model_with_dropout, one_thread, train, weights
+from tiny_runs import SCHEDULE, arguments, data, differing, model_with_dropout, one_thread, prepare, train, weights
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig
 from snip_hf.kernels.emulated import Emulated
 from snip_hf.layers.layer import SnipLayer
+from snip_hf.layers.run_hooks import marks_on
 from snip_hf.layers.state import snip_linears
 
 CONFIG = SnipConfig(**SCHEDULE)
@@ -47,7 +49,9 @@ def is_plain(model: nn.Module) -> bool:
     modules = list(model.modules())
     buffers = [name for name, _ in model.named_buffers() if "snip" in name]
     hooks = [hook for module in modules for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
-    return not any(isinstance(module, SnipLayer) for module in modules) and not buffers and not hooks
+    hooks += [hook for weight in model.parameters() for hook in weight._post_accumulate_grad_hooks or ()]
+    is_swapped = any(isinstance(module, SnipLayer) for module in modules)
+    return not is_swapped and not buffers and not hooks and marks_on(model) == []
 
 
 def classes(model: nn.Module) -> dict[str, type[nn.Module]]:
@@ -134,6 +138,103 @@ def test_a_push_after_training_leaves_the_state_of_the_last_checkpoint_as_it_is(
     trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
     assert (tmp_path / "snip" / "README.md").is_file()
     assert path.read_bytes() == before
+
+
+# ------------------------------------------------------------------------- what is no part of a run that is under way
+
+
+def test_a_trainer_that_has_not_trained_and_one_that_lost_its_callback_leave_the_model_plain(tmp_path: Path) -> None:
+    expected = train(tmp_path / "expected", max_steps=2)
+    run = prepare(tmp_path / "snip", callback=SnipCallback(AT_ONCE), max_steps=2)
+    assert is_plain(run.model)
+    alone = prepare(tmp_path / "alone")
+    assert run.trainer.evaluate()["eval_loss"] == alone.trainer.evaluate()["eval_loss"]
+    assert run.trainer.predict(data(2)).metrics["test_loss"] == alone.trainer.predict(data(2)).metrics["test_loss"]
+    baseline = train(tmp_path / "baseline", model=run.model, max_steps=2)  # while the other Trainer is still there
+    assert baseline.losses == expected.losses
+    removed = prepare(tmp_path / "removed", callback=SnipCallback(AT_ONCE), max_steps=2)
+    removed.trainer.remove_callback(SnipCallback)
+    removed.trainer.train()
+    assert removed.losses == expected.losses
+
+
+class Removing(TrainerCallback):
+    """Takes SNIP's callback from its Trainer in mid-run."""
+
+    trainer: Trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.remove_callback(SnipCallback)
+
+
+def test_a_run_whose_callback_is_removed_in_mid_run_ends_with_its_training(tmp_path: Path) -> None:
+    removing = Removing()
+    run = prepare(tmp_path, callback=SnipCallback(AT_ONCE), callbacks=[removing], max_steps=2)
+    run.callback, removing.trainer = None, run.trainer
+    run.trainer.train()
+    assert is_plain(run.model)
+
+
+class Failing(TrainerCallback):
+    """Raises at the end of step 2."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            raise MemoryError
+
+
+class Interrupted(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.state.global_step == 2:
+            raise KeyboardInterrupt
+        found: Tensor = super().training_step(*args, **kwargs)
+        return found
+
+
+def _broken(rows: list[Any]) -> Any:
+    raise OSError
+
+
+ENDS: dict[str, tuple[type[BaseException], dict[str, Any]]] = {
+    "another callback": (MemoryError, {"callbacks": [Failing()]}),
+    "Ctrl-C": (KeyboardInterrupt, {"trainer_class": Interrupted}),
+    "the data": (OSError, {"trainer": {"data_collator": _broken}}),
+}
+
+
+@pytest.mark.parametrize("is_added_later", [False, True])
+@pytest.mark.parametrize("how", ENDS)
+def test_a_run_that_does_not_come_to_its_end_gives_the_plain_model_back(
+    how: str, is_added_later: bool, tmp_path: Path
+) -> None:
+    error, options = ENDS[how]
+    callback = SnipCallback(SnipConfig(first_refresh=1, apply_delay=9))
+    run = prepare(tmp_path / "failed", callback=None if is_added_later else callback, max_steps=4, **options)
+    if is_added_later:
+        run.trainer.add_callback(callback)
+    with pytest.raises(error):
+        run.trainer.train()
+    assert is_plain(run.model) and classes(run.model) == classes(model_with_dropout())
+    assert callback.controller is not None and callback.controller._refresher.pending is None
+    model = model_with_dropout()
+    model.load_state_dict(run.model.state_dict())
+    assert torch.equal(logits(run.model), logits(model))
+    expected = train(tmp_path / "expected", model=model, max_steps=1)
+    assert train(tmp_path / "baseline", model=run.model, max_steps=1).losses == expected.losses
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_formats_that_are_asked_for_stay_after_the_run(fails: bool, tmp_path: Path) -> None:
+    callback = SnipCallback(AT_ONCE, keep_formats=True)
+    run = prepare(tmp_path / "kept", callback=callback, callbacks=[Failing()] * fails, max_steps=2)
+    with pytest.raises(MemoryError) if fails else nullcontext():
+        run.trainer.train()
+    assert {name for layer in snip_linears(run.model).values() for name in layer.formats.values()} == {"fp4"}
+    model = model_with_dropout()
+    model.load_state_dict(run.model.state_dict())
+    assert not torch.equal(logits(run.model), logits(model))
+    train(tmp_path / "other", callback=callback, max_steps=1)  # of another model
+    assert {name for layer in snip_linears(run.model).values() for name in layer.formats.values()} == {"fp4"}
 
 
 def _lora(**options: Any) -> nn.Module:

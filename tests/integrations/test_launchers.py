@@ -1,4 +1,4 @@
-"""Do the recipes run under `accelerate launch` as they do alone? Two processes on the CPU, over gloo."""
+"""Do the recipes run under `accelerate launch` as they do alone, and compiled? Two processes on the CPU, over gloo."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import DistributedType
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType, TorchDynamoPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from divergence_files import records_of
 from parts.recipe import load_recipe
 from safetensors.torch import load_file
@@ -35,6 +36,10 @@ from snip_hf import PrecisionPlan
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CONFIGS = RECIPES / "accelerate"
+COMPILED = ("compile", "ddp", "fsdp2")
+WORKER = Path(__file__).resolve().parents[1] / "support" / "compiled_worker.py"
+# What compiles in less time than Inductor: it runs the graphs as they are.
+TRACED, PLAIN = ("--dynamo_backend", "aot_eager"), ("--dynamo_backend", "no")
 
 # Seconds; alone on two cores a launch takes 7 to 10, most of them for imports.
 LIMIT = 240
@@ -91,24 +96,37 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two(recipe: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The output folder of a run of two processes, and what it printed."""
     folder = tmp_path_factory.mktemp("two") / "run"
-    return folder, launch(cache, "ddp", "pretrain.py", str(recipe), "--override", TWO, f"training.output_dir={folder}")
+    settings = [str(recipe), "--override", TWO, f"training.output_dir={folder}"]
+    return folder, launch(cache, ["ddp", *PLAIN], "pretrain.py", *settings)
 
 
 @pytest.fixture(scope="module")
 def loop_of_two(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The output folder of the loop on two processes, and what it printed."""
     folder = tmp_path_factory.mktemp("loop") / "two"
-    return folder, launch(cache, "ddp", "accelerate_loop.py", str(folder), "--batch", "2")
+    return folder, launch(cache, ["ddp", *TRACED], "accelerate_loop.py", str(folder), "--batch", "2")
 
 
-def launch(cache: Path, config: str, script: str, *arguments: str) -> str:
-    """Runs a recipe's script under `accelerate launch` and returns what it wrote to stdout and stderr."""
-    return launch_all(cache, [["--config_file", str(CONFIGS / f"{config}.yaml"), str(RECIPES / script), *arguments]])[0]
+def launch(cache: Path, config: Sequence[str], script: str | Path, *arguments: str, on_gpus: bool = False) -> str:
+    """Runs a script under `accelerate launch` and returns what it wrote to stdout and stderr.
+
+    Args:
+        cache: of prepared text.
+        config: name of a configuration, and options that replace parts of it.
+        script: name of a recipe's, or a path.
+        arguments: of the script.
+        on_gpus: whether it sees the GPUs.
+    """
+    name, *options = config
+    command = ["--config_file", str(CONFIGS / f"{name}.yaml"), *options, str(RECIPES / script), *arguments]
+    return launch_all(cache, [command], on_gpus)[0]
 
 
-def launch_all(cache: Path, commands: Sequence[Sequence[str]]) -> list[str]:
+def launch_all(cache: Path, commands: Sequence[Sequence[str]], on_gpus: bool = False) -> list[str]:
     """Runs several `accelerate launch` at once. None of their processes is left, whatever happens."""
-    settings = {"HF_DATASETS_CACHE": str(cache), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    settings = {"HF_DATASETS_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    if not on_gpus:
+        settings["CUDA_VISIBLE_DEVICES"] = ""
     with ExitStack() as started:
         launchers = []
         for command in commands:
@@ -192,7 +210,52 @@ def test_every_configuration_is_tested_and_in_the_readme() -> None:
     assert names <= set(re.findall(r"^\| `(\S+)` \|", text, re.MULTILINE))
 
 
+def environment(config: Path) -> dict[str, str]:
+    """Returns what `accelerate launch` gives the processes of a configuration."""
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(config), "script.py"]))
+    is_alone = args.num_processes == 1
+    found: dict[str, str] = prepare_simple_launcher_cmd_env(args)[1] if is_alone else prepare_multi_gpu_env(args)
+    return found
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_each_configuration_for_gpus_compiles_the_decoder_layers_one_by_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in environment(CONFIGS / f"{name}.yaml").items():
+        monkeypatch.setenv(key, value)
+    plugin = TorchDynamoPlugin()
+    assert plugin.backend.value == "INDUCTOR" and plugin.use_regional_compilation
+
+
+def test_slurm_and_the_recipe_for_gpus_launch_with_configurations_that_compile() -> None:
+    for file in ("slurm/train.sbatch", "hopper.yaml"):
+        names = re.findall(r"recipes/accelerate/(\w+)\.yaml", (RECIPES / file).read_text(encoding="utf-8"))
+        assert names and set(names) <= set(COMPILED)
+
+
 # --- the Trainer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_gpus", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["CPU", "GPUs"])
+@pytest.mark.parametrize(
+    ("name", "wrapper"),
+    [("compile", "LlamaForCausalLM"), ("ddp", "DistributedDataParallel"), ("fsdp2", "FSDPLlamaForCausalLM")],
+)
+def test_under_each_configuration_for_gpus_the_trainer_runs_compiled_layers_and_applies_a_plan(
+    name: str, wrapper: str, on_gpus: bool, cache: Path, tmp_path: Path
+) -> None:
+    processes = 1 if name == "compile" else 2
+    if on_gpus and torch.cuda.device_count() < processes:
+        pytest.skip(f"needs {processes} GPUs")
+    options = () if on_gpus else TRACED
+    printed = launch(cache, [name, *options], WORKER, str(tmp_path), on_gpus=on_gpus)
+    found = json.loads(re.search(r"^FOUND (.*)$", printed, re.MULTILINE)[1])
+    assert found["layers"] == [True, True] and not found["whole"] and found["graphs"] > 0
+    assert found["said"] == "compiled by regions"
+    assert (found["wrapper"], found["processes"], found["steps"]) == (wrapper, processes, 5)
+    assert [(line["step"], line["status"]) for line in history(tmp_path)[1:]] == [(2, "applied")]
 
 
 @pytest.mark.slow
@@ -236,7 +299,7 @@ def test_two_processes_resumed_are_the_uninterrupted_run_to_the_bit(
     two: tuple[Path, str], recipe: Path, cache: Path, tmp_path: Path
 ) -> None:
     resumable(two[0], tmp_path, 6)
-    launch(cache, "ddp", "pretrain.py", str(recipe), "--override", TWO, f"training.output_dir={tmp_path}",
+    launch(cache, ["ddp", *PLAIN], "pretrain.py", str(recipe), "--override", TWO, f"training.output_dir={tmp_path}",
            "training.resume_from_checkpoint=true")  # fmt: skip
     assert losses(tmp_path) == losses(two[0])
     assert _without_measurements(tmp_path) == _without_measurements(two[0])
@@ -251,7 +314,7 @@ def test_plan_and_schedule_go_on_when_the_number_of_processes_changes(
     one = resumable(two[0], tmp_path / "one", 6)
     alone(recipe, one, "training.resume_from_checkpoint=true")
     again = resumable(one, tmp_path / "two", 12)
-    launch(cache, "ddp", "pretrain.py", str(recipe), "--override", TWO, f"training.output_dir={again}",
+    launch(cache, ["ddp", *PLAIN], "pretrain.py", str(recipe), "--override", TWO, f"training.output_dir={again}",
            "training.resume_from_checkpoint=true")  # fmt: skip
     # The pending refresh travels in the checkpoint, so that its plan is the same wherever it is solved.
     assert refreshes(one)[0] == refreshes(two[0])[0]
@@ -294,7 +357,7 @@ def test_the_loop_trains_under_two_processes_and_goes_on_in_one(
     resumable(two, tmp_path / "one", 30)
     # A checkpoint that was being written when the run was killed has no snip_state.json, and is left alone.
     (tmp_path / "one" / "checkpoint-40").mkdir()
-    rest = _steps(launch(cache, "single", "accelerate_loop.py", str(tmp_path / "one"), "--batch", "4"))
+    rest = _steps(launch(cache, ["compile", *TRACED], "accelerate_loop.py", str(tmp_path / "one"), "--batch", "4"))
     assert list(rest) == list(range(31, 41))
     assert rest[31] == pytest.approx(whole[31], abs=2e-5)
     assert [line["step"] for line in refreshes(tmp_path / "one")] == [5, 15, 25, 35]
@@ -313,7 +376,8 @@ def test_two_machines_with_a_process_each_are_one_with_two(
                "--main_process_port", str(port), "--rdzv_backend", "static"]  # fmt: skip
     script = [str(RECIPES / "accelerate_loop.py"), str(tmp_path / "machines"), "--batch", "2"]
     commands = [
-        ["--config_file", str(CONFIGS / "ddp.yaml"), *options, "--machine_rank", str(rank), *script] for rank in (0, 1)
+        ["--config_file", str(CONFIGS / "ddp.yaml"), *TRACED, *options, "--machine_rank", str(rank), *script]
+        for rank in (0, 1)
     ]
     printed = launch_all(cache, commands)
     # Accelerate prints once per machine; both say the same, the mean over all processes.

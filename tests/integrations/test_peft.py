@@ -14,7 +14,7 @@ import pytest
 import torch
 from families import build
 from slow_cases import slow
-from small import text, tiny_llama
+from small import convert_in_formats, text, tiny_llama
 from tiny_runs import SCHEDULE, Run, data, differing, one_thread, train, weights
 from torch import nn
 from transformers import Trainer
@@ -264,7 +264,7 @@ def test_without_the_adapter_the_base_runs_in_the_plan_s_formats() -> None:
             if "lora_B" in name:
                 parameter.normal_()
     for one in (model, base):
-        convert_model(one, SnipConfig(start_format="fp8"))
+        convert_in_formats(one, SnipConfig(start_format="fp8"))
     batch = text(2, 24)
     with torch.no_grad():
         expected = base(**batch).loss

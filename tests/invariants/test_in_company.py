@@ -15,7 +15,7 @@ from tiny_runs import SCHEDULE, Run, differing, model_with_dropout, one_thread, 
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from snip_hf import SnipConfig
+from snip_hf import SnipConfig, is_probing
 
 CONFIG = SnipConfig(**SCHEDULE)
 UNTOUCHED = SnipConfig(start_format="bf16", **SCHEDULE)
@@ -50,16 +50,21 @@ class Averaging(TrainerCallback):
 
 
 def observed(model: nn.Module) -> nn.Module:
-    """Keeps an activation's norm per pass of each block, in a list, and each gradient that a norm gets."""
+    """Keeps an activation's norm per pass of training of each block, in a list, and each gradient that a norm gets."""
     model.seen = []  # type: ignore[assignment]
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
-        model.seen.append(hidden.detach().norm())
+        if not is_probing():
+            model.seen.append(hidden.detach().norm())
+
+    def note_gradient(module: nn.Module, grads: Any, outputs: Any) -> None:
+        if not is_probing():
+            model.seen.append(outputs[0].norm())
 
     for layer in model.model.layers:
         layer.register_forward_hook(note)
-    model.model.norm.register_full_backward_hook(lambda module, grads, outputs: model.seen.append(outputs[0].norm()))
+    model.model.norm.register_full_backward_hook(note_gradient)
     return model
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from small import TinyLM, checkpoint_activations, text, tiny_llama, tiny_lm, tokens, watched
+from small import TinyLM, checkpoint_activations, convert_in_formats, text, tiny_llama, tiny_lm, tokens, watched
 from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
@@ -276,7 +276,7 @@ def test_before_the_first_step_neither_gradients_nor_state_come_to_be(action: st
 @pytest.mark.parametrize("formats", [None, ("fp4", "fp8", "bf16")])
 def test_formats_and_keys_of_a_converted_model_stay(action: str, formats: tuple[str, str, str] | None) -> None:
     model, inputs = noisy(), tokens()
-    convert_model(model, CONFIG)
+    convert_in_formats(model, CONFIG)
     for layer in snip_linears(model).values():
         if formats:
             layer.set_formats(dict(zip(("forward", "grad_input", "grad_weight"), formats, strict=True)))
@@ -358,14 +358,13 @@ def test_autocast_and_no_grad_around_the_probe_stay() -> None:
         assert_nothing_changed(before, everything(model, None))
 
 
-def test_hooks_on_parameters_and_on_the_model_are_not_called() -> None:
+def test_hooks_on_parameters_are_not_called() -> None:
     model, inputs = tiny_lm(), tokens()
     convert_model(model, CONFIG)
     called: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
         parameter.register_hook(lambda _, name=name: called.append(name))
-    model.register_forward_pre_hook(lambda *_: called.append("model"))
     for action in ACTIONS.values():
         action(model, inputs, None)
     assert called == []
@@ -380,7 +379,7 @@ def accelerated_run(probe_at: int | None, action: str = "refresh") -> tuple[list
     np.random.seed(7)
     random.seed(7)
     model = tiny_llama(hidden=32, layers=1, attention_dropout=0.2).train()
-    convert_model(model, SnipConfig(start_format="fp8"))
+    convert_in_formats(model, SnipConfig(start_format="fp8"))
     for layer in list(snip_linears(model).values())[::2]:
         layer.set_formats(dict.fromkeys(("forward", "grad_input", "grad_weight"), "fp4"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

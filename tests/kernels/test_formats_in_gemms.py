@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from small import convert_in_formats
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from snip_hf import SnipConfig, convert_model
+from snip_hf import SnipConfig
 from snip_hf.kernels import products
 from snip_hf.kernels import rounding as kernels
 from snip_hf.kernels.emulated import forward_gemm, grad_input_gemm, grad_weight_gemm
@@ -227,6 +228,6 @@ def test_a_model_is_converted_to_any_of_them_by_name() -> None:
     from small import tiny_llama
 
     model = tiny_llama(hidden=32)
-    convert_model(model, SnipConfig(formats=("nvfp4", "mxfp6", "mxfp8", "bf16"), start_format="mxfp6"))
+    convert_in_formats(model, SnipConfig(formats=("nvfp4", "mxfp6", "mxfp8", "bf16"), start_format="mxfp6"))
     assert {layer.snip_backend.name for layer in snip_linears(model).values()} == {"emulated"}
     assert {name for layer in snip_linears(model).values() for name in layer.formats.values()} == {"mxfp6"}

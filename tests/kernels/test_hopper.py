@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -423,6 +424,31 @@ def fake_description(operator: Callable[..., Any], *arguments: Any) -> list[tupl
 def assert_same_description(operator: Callable[..., Any], *arguments: Any) -> None:
     """A fake call tells shapes, strides, dtypes and devices of the real one."""
     assert fake_description(operator, *arguments) == description(operator(*arguments))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+def test_weights_are_transposed_as_bytes_not_as_fp8() -> None:
+    """Triton writes garbage for a transposed tile of FP8 beside a maximum that keeps NaN (triton-lang/triton#11111)."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+
+    from snip_hf.kernels.hopper.tiles import weight_kernel
+
+    constants = {"FORWARD": True, "GRAD_INPUT": True, "RAGGED": False}
+    kinds = {"weight": "*bf16", "state": "*i64", "by_output": "*fp8e4nv", "by_input": "*fp8e4nv"}
+    kinds |= dict.fromkeys(("output_scales", "input_scales"), "*fp32") | dict.fromkeys(constants, "constexpr")
+    signature = {name: kinds.get(name, "i32") for name in weight_kernel.arg_names}
+    target, context = GPUTarget("cuda", 90, 32), ir.context()
+    backend = make_backend(target)
+    options = backend.parse_options({"num_warps": 8, "enable_fp_fusion": True})
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    source = ASTSource(fn=weight_kernel, signature=signature, constexprs=constants)
+    code = str(source.make_ir(target, options, functions, modules, context))
+    transposed = [line for line in code.splitlines() if "tt.trans" in line]
+    assert len(transposed) == 1 and "xi8>" in transposed[0]
 
 
 @pytest.mark.parametrize("shape", [(150, 200), (128, 384), (0, 200)], ids=str)

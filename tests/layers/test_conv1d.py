@@ -10,7 +10,7 @@ import pytest
 import torch
 from conv1d_twins import NAMES, as_linears, gpt2, state_as_linears
 from slow_cases import slow, slow_but
-from small import tokens
+from small import convert_in_formats, tokens
 from tiny_runs import SCHEDULE, differing, train, weights
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
@@ -99,7 +99,7 @@ def test_it_stays_a_conv1d_with_its_keys_and_says_its_formats() -> None:
 def test_copies_share_nothing_and_restoring_gives_the_class_back() -> None:
     model = gpt2()
     before, keys = model.state_dict(), list(model.state_dict())
-    assert convert_model(model, SnipConfig(start_format="fp4")) == NAMES
+    assert convert_in_formats(model, SnipConfig(start_format="fp4")) == NAMES
     twin = copy.deepcopy(model)
     restore_model(model)
     assert {type(model.get_submodule(name)) for name in NAMES} == {Conv1D}
@@ -231,7 +231,7 @@ def test_recomputed_activations_and_autocast_change_no_number(reentrant: bool) -
     for checkpoints in (True, False):
         model = gpt2().train()
         model.config.use_cache = False
-        convert_model(model, SnipConfig(start_format="fp4"))
+        convert_in_formats(model, SnipConfig(start_format="fp4"))
         set_step(snip_linears(model), 0, 1, 0)
         if checkpoints:
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)

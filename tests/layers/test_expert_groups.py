@@ -10,7 +10,7 @@ import pytest
 import torch
 from mixtures import CONFIGS, EXPERTS, HIDDEN, OWN_FORWARDS, VOCABULARY, build
 from slow_cases import slow, slow_but
-from small import tiny_llama
+from small import convert_in_formats, tiny_llama
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -45,8 +45,8 @@ def groups_of(model: nn.Module) -> dict[str, SnipExpertGroup]:
 def test_in_high_precision_groups_change_nothing(family: str) -> None:
     model, undivided = build(family), build(family)
     keys, parameters = list(model.state_dict()), {name: id(p) for name, p in model.named_parameters()}
-    names = convert_model(model, HIGH)
-    projections = convert_model(undivided, SnipConfig(start_format="bf16"))
+    names = convert_in_formats(model, HIGH)
+    projections = convert_in_formats(undivided, SnipConfig(start_format="bf16"))
     found = groups_of(model)
     experts = {name for name, layer in snip_linears(undivided).items() if isinstance(layer, SnipExperts)}
     assert set(map(without_group, found)) == experts and len(found) == 2 * len(experts)
@@ -61,7 +61,7 @@ def test_in_high_precision_groups_change_nothing(family: str) -> None:
 
 def test_groups_are_called_by_their_projection_and_their_experts() -> None:
     model = build("mixtral")
-    convert_model(model, HIGH)
+    convert_in_formats(model, HIGH)
     first = [name for name in groups_of(model) if ".0." in name]
     projection = "model.layers.0.mlp.experts"
     assert first == [
@@ -73,7 +73,7 @@ def test_groups_are_called_by_their_projection_and_their_experts() -> None:
 @each_family
 def test_a_group_has_the_matrices_of_its_experts_and_zeros_for_others(family: str) -> None:
     model = build(family)
-    convert_model(model, HIGH)
+    convert_in_formats(model, HIGH)
     for name, group in groups_of(model).items():
         weight = model.get_parameter(group.weight_name(name))
         assert group.weight is weight
@@ -88,7 +88,7 @@ def test_a_group_has_the_matrices_of_its_experts_and_zeros_for_others(family: st
 @each_family
 def test_a_format_of_one_group_changes_its_tokens_alone(family: str) -> None:
     model = build(family)
-    convert_model(model, HIGH)
+    convert_in_formats(model, HIGH)
     exact = loss_and_gradients(model)
     for name, group in groups_of(model).items():
         group.set_formats({**dict.fromkeys(GEMMS, "bf16"), "grad_weight": "fp4"})
@@ -103,7 +103,7 @@ def test_a_format_of_one_group_changes_its_tokens_alone(family: str) -> None:
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_runs_alike_and_on_its_own(how: str) -> None:
     model = build("dbrx")
-    convert_model(model, HIGH)
+    convert_in_formats(model, HIGH)
     for index, layer in enumerate(groups_of(model).values()):
         layer.set_formats(dict.fromkeys(GEMMS, ("fp4", "fp8")[index % 2]))
     twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
@@ -119,17 +119,17 @@ def test_a_copy_runs_alike_and_on_its_own(how: str) -> None:
 
 def test_another_number_of_groups_divides_anew_and_the_same_one_changes_nothing() -> None:
     model = build("mixtral")
-    convert_model(model, HIGH)
+    convert_in_formats(model, HIGH)
     before = snip_linears(model)
-    convert_model(model, HIGH)
+    convert_in_formats(model, HIGH)
     assert snip_linears(model) == before
-    convert_model(model, SnipConfig(expert_groups=EXPERTS))
+    convert_in_formats(model, SnipConfig(expert_groups=EXPERTS))
     assert len(groups_of(model)) == 4 * EXPERTS and {group.num_matrices for group in groups_of(model).values()} == {1}
     assert {name for group in groups_of(model).values() for name in group.formats.values()} == {"fp8"}
-    convert_model(model, SnipConfig(start_format="bf16"))
+    convert_in_formats(model, SnipConfig(start_format="bf16"))
     assert not groups_of(model)
     undivided = build("mixtral")
-    convert_model(undivided, SnipConfig())
+    convert_in_formats(undivided, SnipConfig())
     for layer in snip_linears(model).values():
         layer.set_formats(dict.fromkeys(GEMMS, "fp8"))
     set_step(snip_linears(model), 0, 0, 0)
@@ -160,7 +160,7 @@ def test_a_projection_can_be_left_in_high_precision_by_its_name() -> None:
     config = SnipConfig(
         expert_groups=2, skip_modules=("*.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj")
     )
-    convert_model(model, HIGH)
+    convert_in_formats(model, HIGH)
     names = convert_model(model, config)
     assert [name for name in names if "experts" in name] == [
         f"model.layers.0.mlp.experts.down_proj[{ends}]" for ends in ("0:2", "2:4")
@@ -182,7 +182,7 @@ def test_groups_are_covered_as_their_projection_is_and_count_their_own_tokens() 
 @pytest.mark.parametrize("family", ["dbrx", slow("gpt-oss")])
 def test_a_compiled_module_is_one_graph_that_reads_the_formats_of_groups_as_data(family: str) -> None:
     model = build(family)
-    convert_model(model, HIGH)
+    convert_in_formats(model, HIGH)
     module = next(group.owner for group in groups_of(model).values())
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     generator, before = torch.Generator().manual_seed(0), counters["stats"]["unique_graphs"]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from mixtures import CONFIGS, EXPERTS, HIDDEN, INNER, VOCABULARY, build
+from small import convert_in_formats
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torchao.quantization import quantize_
@@ -55,7 +56,7 @@ def owners(model: nn.Module) -> list[Any]:
 
 def in_fp4(family: str) -> PreTrainedModel:
     model = build(family)
-    convert_model(model, HIGH)
+    convert_in_formats(model, HIGH)
     for layer in snip_linears(model).values():
         layer.set_formats(FP4)
     return model
@@ -84,7 +85,7 @@ def test_a_swap_names_the_projections_as_checkpoints_do_and_changes_no_key(famil
 def test_in_high_precision_it_gives_what_transformers_gives_up_to_the_order_of_sums(family: str) -> None:
     model, plain = build(family), build(family)
     plain.set_experts_implementation("eager")
-    convert_model(model, HIGH)
+    convert_in_formats(model, HIGH)
     (loss, found), (expected_loss, expected) = loss_and_gradients(model), loss_and_gradients(plain)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert found.keys() == expected.keys()
@@ -96,7 +97,7 @@ def test_in_high_precision_it_gives_what_transformers_gives_up_to_the_order_of_s
 def test_masters_in_fp32_are_multiplied_in_bfloat16_under_autocast_and_get_fp32_gradients(family: str) -> None:
     model, plain = build(family), build(family)
     plain.set_experts_implementation("eager")
-    convert_model(model, HIGH)
+    convert_in_formats(model, HIGH)
     generator = torch.Generator().manual_seed(0)
     hidden, weights = torch.randn(12, HIDDEN, generator=generator), torch.rand(12, 2, generator=generator)
     index = torch.rand(12, EXPERTS, generator=generator).topk(2).indices
@@ -207,7 +208,7 @@ class TestTheConfig:
     def test_only_swapped_modules_name_the_implementation(self, tmp_path: Path) -> None:
         model = build("mixtral")
         before = model.config.to_dict()
-        convert_model(model, SnipConfig())
+        convert_in_formats(model, SnipConfig())
         assert {module.config._experts_implementation for module in owners(model)} == {"snip"}
         assert model.config.to_dict() == before and model.get_experts_implementation() == {"": "grouped_mm"}
         model.save_pretrained(tmp_path)
@@ -232,7 +233,7 @@ class TestTheConfig:
     def test_another_model_of_the_same_config_is_left_alone(self) -> None:
         model = build("mixtral")
         other = type(model)(model.config)
-        convert_model(model, SnipConfig())
+        convert_in_formats(model, SnipConfig())
         assert all(module.config is model.config for module in owners(other))
 
 
@@ -253,7 +254,7 @@ class TestCopies:
     def test_loading_a_state_dict_keeps_the_layers(self, assign: bool) -> None:
         model, other = in_fp4("mixtral"), build("mixtral", seed=7)
         model.load_state_dict(other.state_dict(), assign=assign)
-        convert_model(other, HIGH)
+        convert_in_formats(other, HIGH)
         for layer in snip_linears(other).values():
             layer.set_formats(FP4)
         assert loss_and_gradients(model)[0] == loss_and_gradients(other)[0]
@@ -270,14 +271,14 @@ class TestCopies:
 class TestSelection:
     def test_one_projection_can_be_left_in_high_precision(self) -> None:
         model, skipped = build("gpt-oss"), "model.layers.*.mlp.experts.gate_up_proj"
-        convert_model(model, SnipConfig(start_format="bf16", skip_modules=(skipped,)))
+        convert_in_formats(model, SnipConfig(start_format="bf16", skip_modules=(skipped,)))
         assert [name.rpartition(".")[2] for name in experts_of(model)] == ["down_proj"] * 2
         plain = build("gpt-oss")
-        convert_model(plain, HIGH)
+        convert_in_formats(plain, HIGH)
         assert loss_and_gradients(model)[0] == loss_and_gradients(plain)[0]
-        convert_model(model, HIGH)  # takes the other one too, and leaves the first as it is
+        convert_in_formats(model, HIGH)  # takes the other one too, and leaves the first as it is
         assert len(experts_of(model)) == 4
-        convert_model(model, SnipConfig(start_format="bf16", skip_modules=("*.experts.*",)))
+        convert_in_formats(model, SnipConfig(start_format="bf16", skip_modules=("*.experts.*",)))
         assert not experts_of(model) and all(module.config is model.config for module in owners(model))
 
     def test_torchao_s_quantize_swaps_all_projections_of_a_module(self) -> None:

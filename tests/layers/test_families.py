@@ -13,6 +13,7 @@ import transformers
 from causal_families import DENSE, EXPERTS, FAMILIES, HYBRID, VOCABULARY, batch, build, class_of, type_of
 from families_table import BEGIN, END, PAGE, documented, names_without_a_row, row, shares, table, versions
 from slow_cases import slow_but
+from small import convert_in_formats
 from tiny_runs import SCHEDULE, data, train
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -41,7 +42,7 @@ def committed() -> str:
 def test_a_step_of_training_in_fp4_leaves_a_model_that_plain_transformers_loads(family: str, tmp_path: Path) -> None:
     model = build(family)
     plain = copy.deepcopy(model)
-    names = convert_model(model, SnipConfig(start_format="fp4"))
+    names = convert_in_formats(model, SnipConfig(start_format="fp4"))
     assert not [name for name in names if CHOICES.search(name)]
     set_step(snip_linears(model), 0, 1, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from small import convert_in_formats
 from torch import Tensor, nn
 
 from snip_hf import SnipConfig, SnipLinear, convert_model, restore_model
@@ -96,7 +97,7 @@ def test_a_kind_that_is_added_decides_on_its_modules_and_says_why_not() -> None:
 def test_a_swapped_layer_of_another_kind_multiplies_in_its_formats() -> None:
     register_layer_kind(ScaleKind())
     model = block(small=Scale(8))
-    convert_model(model, SnipConfig(start_format="fp4", formats=("fp4", "fp8")))
+    convert_in_formats(model, SnipConfig(start_format="fp4", formats=("fp4", "fp8")))
     x = torch.tensor([[6.0, 4.9, 3.0, 2.1, 1.4, 1.1, 0.6, 0.0]])
     found = model["layers"][0]["small"](x)
     assert torch.equal(found, torch.tensor([[6.0, 4.0, 3.0, 2.0, 1.5, 1.0, 0.5, 0.0]]))
@@ -111,7 +112,7 @@ def test_several_matrices_in_one_weight_need_a_forward_of_their_own() -> None:
     kind.layer = Halves
     register_layer_kind(kind)
     model = block(small=Scale(8))
-    convert_model(model, SnipConfig(backend="emulated"))
+    convert_in_formats(model, SnipConfig(backend="emulated"))
     with pytest.raises(ValueError) as error:
         model["layers"][0]["small"](torch.ones(1, 8))
     assert str(error.value) == (
@@ -134,7 +135,7 @@ def test_a_layer_that_refuses_a_backend_runs_emulated() -> None:
     model = block(up=nn.Linear(8, 8), small=Scale(8))
     with BACKENDS.restored():
         register_backend(Alone())
-        convert_model(model, SnipConfig(backend="alone"))
+        convert_in_formats(model, SnipConfig(backend="alone"))
     assert [layer.snip_backend.name for layer in snip_linears(model).values()] == ["alone", "emulated"]
     assert model["layers"][0]["small"](torch.ones(1, 8)).shape == (1, 8)
 

@@ -18,6 +18,7 @@ from models import CONFIGS, LINEARS, batch, build
 from oracles.rounding import stream_halves
 from oracles.three_gemms import GRAD_OUTPUT, Layer
 from slow_cases import pairwise, slow, slow_but
+from small import convert_in_formats
 from torch import Tensor, nn
 from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
@@ -213,7 +214,7 @@ class TestBf16:
     @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
     def test_a_converted_model_trains_with_the_bits_of_the_plain_one(self, family: str, autocast: bool) -> None:
         plain, converted = build(family), build(family)
-        convert_model(converted, SnipConfig(start_format="bf16"))
+        convert_in_formats(converted, SnipConfig(start_format="bf16"))
         losses = []
         for model in (plain, converted):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -627,15 +628,14 @@ class TestConvert:
         assert convert_model(model, SnipConfig(seed=4)) == names
         assert snapshot(model) == before and states(model) == numbers
 
-    def test_starts_in_the_config_s_format_with_its_seed_and_a_key_from_the_name(self, family: str) -> None:
-        for start, code in (("fp8", 1), ("bf16", 0)):
-            model = build(family)
-            convert_model(model, SnipConfig(start_format=start, seed=2**40 + 3))
-            for name, layer in snip_linears(model).items():
-                assert layer.formats == dict.fromkeys(GEMMS, start)
-                assert layer.snip_state.tolist() == [code] * 3 + [key_number(2**40 + 3, 0, 0, layer.snip_key), 0, 1]
-                assert layer.snip_key == zlib.crc32(name.encode())
-                assert layer.snip_state.dtype == torch.int64
+    def test_starts_plainly_with_the_config_s_seed_and_a_key_from_the_name(self, family: str) -> None:
+        model = build(family)
+        convert_model(model, SnipConfig(seed=2**40 + 3))
+        for name, layer in snip_linears(model).items():
+            assert layer.snip_is_plain and layer.formats == dict.fromkeys(GEMMS, "bf16")
+            assert layer.snip_state.tolist() == [0] * 3 + [key_number(2**40 + 3, 0, 0, layer.snip_key), 0, 1]
+            assert layer.snip_key == zlib.crc32(name.encode())
+            assert layer.snip_state.dtype == torch.int64
 
     def test_a_deep_copy_is_a_converted_model_of_its_own(self, family: str) -> None:
         model = build(family)
@@ -644,7 +644,7 @@ class TestConvert:
         assert list(snip_linears(twin)) == list(snip_linears(model))
         for layer in snip_linears(model).values():
             layer.set_formats(dict.fromkeys(GEMMS, "fp4"))
-        assert all(layer.formats == dict.fromkeys(GEMMS, "fp8") for layer in snip_linears(twin).values())
+        assert all(layer.snip_is_plain for layer in snip_linears(twin).values())
         assert not torch.equal(model(**batch()).loss, twin(**batch()).loss)
         for layer in snip_linears(twin).values():
             layer.set_formats(dict.fromkeys(GEMMS, "fp4"))

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from mixtures import EXPERTS, HIDDEN, INNER, OWN_FORWARDS, VOCABULARY, build
+from small import convert_in_formats
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
-from snip_hf import SnipConfig, convert_model, restore_model
+from snip_hf import SnipConfig, restore_model
 from snip_hf.layers.experts import SnipExperts
 from snip_hf.layers.own_experts import OwnExperts
 from snip_hf.layers.selection import skip_reasons
@@ -39,7 +40,7 @@ def experts_of(model: nn.Module) -> list[str]:
 @each_family
 def test_in_high_precision_it_gives_what_its_class_gives_and_so_it_does_when_it_is_restored(family: str) -> None:
     model, plain = build(family), build(family)
-    convert_model(model, HIGH)
+    convert_in_formats(model, HIGH)
     found = experts_of(model)
     assert set(found) == {name for name, p in plain.named_parameters() if p.dim() == 3 or ".experts.mlp." in name}
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -56,7 +57,7 @@ def test_in_high_precision_it_gives_what_its_class_gives_and_so_it_does_when_it_
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_runs_alike_in_low_precision_and_stays_an_instance_of_its_class(family: str, how: str) -> None:
     model = build(family)
-    convert_model(model, HIGH)
+    convert_in_formats(model, HIGH)
     for layer in snip_linears(model).values():
         layer.set_formats(dict.fromkeys(GEMMS, "fp4"))
     twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
@@ -71,7 +72,7 @@ def test_a_copy_runs_alike_in_low_precision_and_stays_an_instance_of_its_class(f
 @each_family
 def test_matrices_are_those_of_the_experts_and_come_back_in_the_parameter_s_layout(family: str) -> None:
     model = build(family)
-    convert_model(model, HIGH)
+    convert_in_formats(model, HIGH)
     for layer in (layer for layer in snip_linears(model).values() if isinstance(layer, SnipExperts)):
         matrices = layer.matrices(layer.weight)
         assert len(matrices) == layer.num_matrices and torch.equal(layer.laid_out(matrices), layer.weight)
@@ -98,7 +99,7 @@ def test_experts_with_a_gate_of_their_own_are_step3p7_s() -> None:
     index = torch.rand(12, EXPERTS, generator=generator).topk(2).indices
     model = nn.ModuleDict({"layers": nn.ModuleList([experts])})
     expected = experts(hidden, index, weights)
-    assert convert_model(model, HIGH) == ["layers.0.gate_up_proj", "layers.0.down_proj"]
+    assert convert_in_formats(model, HIGH) == ["layers.0.gate_up_proj", "layers.0.down_proj"]
     torch.testing.assert_close(experts(hidden, index, weights), expected)
     assert isinstance(experts, Step3p7Experts)
 
@@ -119,7 +120,7 @@ def test_shared_experts_in_one_parameter_are_inkling_s() -> None:
         return [output, *torch.autograd.grad(output.square().sum(), [x, *experts.parameters()])]
 
     expected = output_and_gradients()
-    assert convert_model(model, HIGH) == [f"layers.0.{part}_proj" for part in ("gate", "up", "down")]
+    assert convert_in_formats(model, HIGH) == [f"layers.0.{part}_proj" for part in ("gate", "up", "down")]
     torch.testing.assert_close(output_and_gradients(), expected)
     restore_model(model)
     assert type(experts) is modeling.InklingSharedExperts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from snip_hf.config import SnipConfig
-from snip_hf.costs.flops import relative_tokens
+from snip_hf.costs.flops import linear_flops, relative_tokens
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.json_io import read_json, write_json_atomic
@@ -67,17 +68,23 @@ def small_plan(**changes: Any) -> PrecisionPlan:
 
 
 class Blocks(nn.Module):
-    def __init__(self, count: int = 2) -> None:
+    def __init__(self, count: int = 2, width: int = 8) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
 
 
 def plan_for(model: nn.Module, **formats: str) -> PrecisionPlan:
     """A plan for the SnipLinears of `model`: bf16, except for the GEMMs in `formats`."""
     layers = list(snip_linears(model))
     assignment = {layer: dict.fromkeys(GEMMS, "bf16") | formats for layer in layers}
-    flops = {layer: dict.fromkeys(GEMMS, 1.0) for layer in layers}
-    return PrecisionPlan(assignment, flops, (tuple(layers),), PlanProvenance(step=0, policy="snip"))
+    return PrecisionPlan(assignment, linear_flops(model), (tuple(layers),), PlanProvenance(step=0, policy="snip"))
+
+
+def plan_of(model: nn.Module) -> PrecisionPlan:
+    """A plan of FP4 for a model that is not converted."""
+    twin = copy.deepcopy(model)
+    convert_model(twin, SnipConfig())
+    return plan_for(twin, **dict.fromkeys(GEMMS, "fp4"))
 
 
 def test_a_saved_plan_loads_as_the_same_plan_and_saves_as_the_same_bytes(tmp_path: Path) -> None:
@@ -425,6 +432,30 @@ def test_apply_refuses_a_plan_without_one_of_the_models_layers_and_writes_nothin
     assert all(torch.equal(a, b.snip_state) for a, b in zip(before, snip_linears(large).values(), strict=True))
 
 
+def test_apply_refuses_what_does_not_fit_in_one_sentence_and_leaves_the_layers_plain() -> None:
+    model, wide, other = Blocks(), Blocks(width=12), nn.ModuleDict({"h": nn.ModuleList([nn.Linear(8, 8)])})
+    with pytest.raises(ValueError) as caught:
+        plan_of(wide).apply(model)
+    assert str(caught.value) == (
+        "Blocks has no swapped layers that a plan could give formats. Call convert_model(model, config) before, with "
+        "the skip_modules of the run that made the plan."
+    )
+    convert_model(model, SnipConfig())
+    with pytest.raises(ValueError) as caught:
+        plan_of(wide).apply(model)
+    assert str(caught.value) == (
+        "The plan is for a layer 'layers.0' of 288 FLOPs per token, the model's has 128. Was it made for another "
+        "model? Run `snip-hf inspect PLAN --model MODEL` to compare."
+    )
+    with pytest.raises(KeyError) as named:
+        plan_of(other).apply(model)
+    assert named.value.args[0] == (
+        "The plan is for another kind of model: it names layers such as 'h.0', and the model has layers such as "
+        "'layers.0'."
+    )
+    assert all(layer.snip_is_plain for layer in snip_linears(model).values())
+
+
 def test_apply_refuses_a_plan_that_names_a_layer_the_model_does_not_have_and_writes_nothing() -> None:
     small, large = Blocks(2), Blocks(3)
     convert_model(small, SnipConfig())
@@ -515,9 +546,11 @@ def test_tokens_that_do_not_fit_are_refused(tokens: Any, message: str) -> None:
         ({}, 8, None),
         ({"a": 4, "b": 16}, 8, {"a": 0.5, "b": 2.0}),
         ({"a": 4, "b": 16}, None, {"a": 0.25, "b": 1.0}),
+        ({"a": 8, "mlp.experts.up_proj": 8}, 8, {"a": 1.0, "mlp.experts.up_proj": 1.0}),
+        ({"a": 8, "mlp.shared_experts.up_proj": 8}, 8, None),
     ],
 )
-def test_tokens_are_told_only_where_layers_saw_different_numbers(
+def test_tokens_are_told_where_layers_saw_different_numbers_or_there_are_experts(
     seen: dict[str, int], tokens: int | None, expected: dict[str, float] | None
 ) -> None:
     assert relative_tokens(seen, seen, tokens) == expected

@@ -13,6 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedModel
 
+from snip_hf import SnipConfig
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.gemms import GEMMS
+
 Batch = dict[str, Tensor]
 Exact = dict[str, Tensor]
 
@@ -116,6 +121,18 @@ def tiny_phi(seed: int = 0) -> PhiForCausalLM:
             pad_token_id=None,
         )
         return PhiForCausalLM(config)
+
+
+def convert_in_formats(model: nn.Module, config: SnipConfig | None = None) -> list[str]:
+    """Swaps the layers and puts them into the format that the config starts with, as a run does. Returns their names.
+
+    `convert_model` alone leaves them plain.
+    """
+    config = config or SnipConfig()
+    names = convert_model(model, config)
+    for layer in snip_linears(model).values():
+        layer.set_formats(dict.fromkeys(GEMMS, config.format_at_start))
+    return names
 
 
 def text(rows: int, length: int, index: int = 0) -> Batch:

@@ -222,8 +222,8 @@ def test_a_rule_that_fails_keeps_its_plan_and_is_not_asked_again_for_the_same_sh
         loop.run(4)
     finally:
         object.__setattr__(POLICIES["last-15-percent"], "assign", assign)
-    loop.controller.close()
     assert loop.formats() == before
+    loop.controller.close()
     assert caplog.text.count("no plan today") == 1
     assert refreshes(tmp_path) == [(2, None, 0.75)]
 

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from small import TinyLM
 from thread_ranks import on_ranks
 from tiny_runs import one_thread
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, coverage
 from snip_hf.estimation.coverage import CountedPass
@@ -22,6 +24,8 @@ from snip_hf.numerics.formats import FORMATS
 from snip_hf.parallel.ranks import Processes, Ranks
 from snip_hf.records.coverage import Counted
 from snip_hf.records.load import load_run
+from snip_hf.reporting.facts import attained_text
+from snip_hf.reporting.quantities import quantities_in_force
 from snip_hf.training import coverage_check
 from snip_hf.training.captured_step import TrainingPass
 from snip_hf.training.coverage_check import CoverageCheck
@@ -119,7 +123,7 @@ def test_where_all_layers_see_the_same_tokens_nothing_but_the_coverage_is_told(
     assert "tokens" not in json.loads((tmp_path / "snip" / "plan.json").read_text())
     told = "the plan can decide on 100.0% of the model's matmul FLOPs (output head and attention products aside)\n"
     assert len([message for message in caplog.messages if told in message]) == 1
-    assert not [record for record in caplog.records if "less than half" in record.getMessage()]
+    assert not [record for record in caplog.records if "less than 90%" in record.getMessage()]
 
 
 def test_experts_count_by_the_tokens_that_their_routers_gave_them() -> None:
@@ -243,9 +247,9 @@ def test_little_coverage_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     config = SnipConfig(policy="uniform-fp8", skip_modules=("*.mlp.*",))
     with caplog.at_level(logging.INFO, LOG):
         Loop(build("llama"), config).run(text())
-    (warning,) = [record.getMessage() for record in caplog.records if "less than half" in record.getMessage()]
+    (warning,) = [record.getMessage() for record in caplog.records if "less than 90%" in record.getMessage()]
     assert warning == (
-        "snip-hf: the plan decides on less than half of the model's matmul FLOPs. FP4 shares are of that part alone; "
+        "snip-hf: the plan decides on less than 90% of the model's matmul FLOPs. FP4 shares are of that part alone; "
         "the rest stays in high precision: 40.0% of the model's matmul FLOPs (output head and attention products "
         "aside); Linear: 60.0%, not covered because skip_modules names it."
     )
@@ -294,20 +298,86 @@ def test_a_loop_that_captures_nothing_counts_nothing() -> None:
 def test_a_model_that_cannot_be_counted_trains_on_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     class Writing(SparseLM):
         def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            if not torch.is_grad_enabled():
-                raise RuntimeError("no gradients")
+            if _get_current_dispatch_mode() is not None:
+                raise RuntimeError("no counters")
             return super().forward(input_ids, labels)
 
     loop = Loop(seeded(Writing), SnipConfig(policy="layer-type")).run(ids(4), ids(4))
     assert loop.controller.coverage is None and loop.controller.plan.tokens is None and loop.controller.step == 2
     (warning,) = [message for message in caplog.messages if "could not be counted" in message]
-    assert warning.startswith("snip-hf: the FLOPs of the micro-batch of step 1") and "no gradients" in warning
+    assert warning.startswith("snip-hf: the FLOPs of the micro-batch of step 1") and "no counters" in warning
+
+
+def mixed(model: Any) -> Any:
+    """A model in BF16 with its head in FP32, which trains under autocast alone."""
+    model.bfloat16().lm_head.float()
+    return model
+
+
+@pytest.mark.parametrize("captures_inside", [False, True])
+def test_a_model_of_two_dtypes_is_counted_as_it_trains_under_autocast(captures_inside: bool) -> None:
+    loop = Loop(mixed(build("mixtral")), SnipConfig(policy="uniform-fp8"))
+    if not captures_inside:
+        loop.controller.capture(text())
+    with torch.autocast("cpu", torch.bfloat16):
+        if captures_inside:
+            loop.controller.capture(text())
+        loss = loop.model(**text())["loss"]
+    loss.backward()
+    loop.controller.before_optimizer_step(1)
+    assert loop.controller.coverage == coverage(build("mixtral"), text())
+    assert loop.controller.plan.tokens == {
+        name: CHOSEN if "experts" in name else 1 for name in loop.controller.plan.assignment
+    }
+
+
+class OnlyUnderAutocast(TinyLM):
+    """As with kernels of attention that take half precision alone."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16
+        return super().forward(input_ids, labels)
+
+
+@pytest.mark.parametrize("by_accelerate", [False, True])
+def test_the_pass_runs_under_the_autocast_of_training(by_accelerate: bool) -> None:
+    with torch.autocast("cpu", torch.float16):
+        loop = Loop(seeded(OnlyUnderAutocast), SnipConfig(policy="uniform-fp8"))
+        if not by_accelerate:
+            assert loop.run(ids(4)).controller.coverage is not None
+            return
+    controller, processes = loop.controller, Processes()
+    accelerator = SimpleNamespace(native_amp=True, mixed_precision="fp16")
+    log = logging.getLogger(LOG)
+    check = CoverageCheck(loop.model, controller._in_force, processes, controller._events, log, accelerator)
+    check.take(TrainingPass(ids(4), None))
+    check.count_first(1, is_new=True)
+    assert check.found is not None
+
+
+def test_the_share_of_experts_that_were_not_counted_is_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no counters")
+
+    monkeypatch.setattr(coverage_check, "count_pass", fail)
+    config = SnipConfig(policy="layer-type", target_fp4_fraction=0.6)
+    with caplog.at_level(logging.INFO, LOG):
+        loop = Loop(build("mixtral"), config, tmp_path).run(text())
+    plan = loop.controller.plan
+    assert not plan.is_share_known and quantities_in_force(plan, loop.controller.coverage) == {}
+    (begun,) = [message for message in caplog.messages if "training under SNIP" in message]
+    assert "FP4 share not known, since no micro-batch was counted" in begun and "%" not in begun.split("target")[0]
+    assert attained_text(load_run(tmp_path).plans[-1][1]).startswith("an FP4 share that is not known")
+    dense = Loop(build("llama"), config).run(text()).controller
+    assert dense.plan.is_share_known and "fp4_share" in quantities_in_force(dense.plan, dense.coverage)
 
 
 def test_a_pass_that_shows_no_product_leaves_coverage_unknown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(coverage_check, "count_pass", lambda *_: CountedPass(0.0, {}, {}, {}, {}))
+    monkeypatch.setattr(coverage_check, "count_pass", lambda *_: CountedPass())
     loop = Loop(seeded(SparseLM), SnipConfig(policy="layer-type")).run(ids(4))
     assert loop.controller.coverage is None and loop.controller.plan.tokens is None
     (warning,) = [message for message in caplog.messages if "could not be counted" in message]

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import TorchDynamoPlugin
 from committed import lines_of
 from slow_cases import slow
 from small import text, tiny_llama
@@ -132,6 +135,24 @@ def test_how_a_model_is_compiled_is_seen_of_its_modules() -> None:
     layers.model.layers[0].compile(backend="eager")
     assert how_compiled(plain) is None and how_compiled(layers) == "compiled by regions"
     assert how_compiled(torch.compile(plain, backend="eager")) == AS_A_WHOLE
+
+
+@pytest.mark.parametrize(
+    ("regions", "backend", "expected"),
+    [(True, "eager", "compiled by regions"), (False, "eager", AS_A_WHOLE), (True, "no", None), (False, "no", None)],
+)
+def test_a_loop_says_how_accelerate_compiles_what_it_prepares(
+    regions: bool, backend: str, expected: str | None
+) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=regions)
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+    model = tiny_llama(hidden=16)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    controller = SnipController(model, optimizer, SnipConfig(**FAST), accelerator)
+    assert controller.compiled == expected
+    controller.close()
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_speeds_between_measured_sizes_are_interpolated_and_tokens_are_counted_where_they_can_be() -> None:

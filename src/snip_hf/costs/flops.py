@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from torch import nn
@@ -16,6 +17,14 @@ Work = Mapping[str, Mapping[str, float]]
 Tokens = Mapping[str, float | Mapping[str, float]]
 """Layer -> tokens that it saw in all its matrices together, per token of the micro-batch. Where its grad_input did not
 run for all of them: "forward" and "grad_input" -> the tokens of each."""
+
+# In the name of a layer: it belongs to experts, which see the tokens that a router gives them.
+_EXPERTS = re.compile(r"(^|\.)experts?(\.mlp)?\.")
+
+
+def is_routed(layer: str) -> bool:
+    """Returns True if the name of a layer says that it sees other tokens than the rest."""
+    return _EXPERTS.search(layer) is not None
 
 
 def executed(work: Work, tokens: Tokens | None) -> Work:
@@ -37,13 +46,15 @@ def tokens_of_gemm(tokens: Tokens, layer: str, gemm: str) -> float:
 def relative_tokens(seen: Mapping[str, int], returned: Mapping[str, int], tokens: int | None) -> Tokens | None:
     """Returns what layers saw per token of the micro-batch; None if all their GEMMs ran for the same number.
 
+    Of a model with experts there is always a number for each layer: None means there that nothing was counted.
+
     Args:
         seen: layer -> tokens that it saw.
         returned: layer -> those among them for which grad_input runs.
         tokens: of the micro-batch; None where that cannot be told: the most that a layer saw.
     """
     most = max(seen.values(), default=0)
-    if most == 0 or most == min(returned.values()):
+    if most == 0 or (most == min(returned.values()) and not any(map(is_routed, seen))):
         return None
 
     def relative(layer: str) -> float | dict[str, float]:

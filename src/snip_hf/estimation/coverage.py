@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import SnipConfig
-from ..layers.adapters import ADAPTER, is_adapted
-from ..layers.kinds import kind_of, known_weights
+from ..layers.adapters import ADAPTER, adapter_modules
 from ..layers.labels import without_numbers
 from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..layers.selection import LEFT_OUT, ROUTER, check_patterns, head_of, refuse_quantized, skip_reasons
@@ -22,15 +22,12 @@ from ..numerics.random_state import RandomState
 from ..parallel.sharding import whole
 from ..parallel.wrappers import unwrap
 from ..text import printable
-from .fixed_tensors import FixedTensor, fixed_tensors
-from .matrix_products import Call, ProductCounter, needs_gradient
 from .passes import call, stand_in, traceless
+from .weight_flops import Call, FlopsByWeight, calls_of, needs_gradient
 
 # Coverage below this share is worth a warning.
-LITTLE = 0.5
+LITTLE = 0.9
 _HEAD = "output head"
-# Of the tensors that a reason names; the rest is counted.
-_MOST_NAMED = 4
 # As Mamba does with `dt_proj`, and its fused kernels on a GPU with `out_proj`: no format reaches such a product.
 _NO_CALL = "the model multiplies with its weight without a call of the layer"
 # Reasons that are no clause.
@@ -104,44 +101,42 @@ def _as_clause(reason: str) -> str:
     return f"it is {clause}" if clause.startswith(("outside ", "not ")) else clause
 
 
-class CountedPass(NamedTuple):
-    """What one forward pass showed, or those of several ranks together."""
+class CountedPass:
+    """What one forward pass showed, or those of several ranks together.
 
-    covered: float
-    left: dict[tuple[str, str, str], float]
-    """(name, kind, reason) of what is not covered -> FLOPs."""
-    aside: dict[str, float]
-    tokens: dict[str, int]
-    """Swapped layer -> tokens that it saw, in all its matrices together."""
-    returned: dict[str, int]
-    """Swapped layer -> those among them for which its grad_input runs."""
+    Its counts are FLOPs of ("covered",), ("left", name, kind, reason) and ("aside", what), and tokens of ("tokens",
+    layer), that a swapped layer saw in all its matrices together, and of ("returned", layer), for which its grad_input
+    runs.
+    """
 
-    @classmethod
-    def sum_of(cls, passes: Sequence[Sequence[Any]]) -> CountedPass:
-        """Returns what passes of the same layers show together; of each what `parts` gave."""
-        every = [
-            cls(one[0], {(name, kind, why): count for name, kind, why, count in one[1]}, *one[2:]) for one in passes
-        ]
-        parts = (_summed(part) for part in list(zip(*every, strict=True))[1:])
-        return cls(sum(one.covered for one in every), *parts)
+    def __init__(self, entries: Iterable[Sequence[Any]] = ()) -> None:
+        self.counts: Counter[tuple[str, ...]] = Counter()
+        for *key, count in entries:
+            self.counts[tuple(key)] += count
 
-    def parts(self) -> list[Any]:
-        """Returns JSON data for `sum_of`."""
-        return [self.covered, [[*key, count] for key, count in self.left.items()], *self[2:]]
+    def entries(self) -> list[list[Any]]:
+        """Returns the counts as JSON data; the entries of several passes make one pass together."""
+        return [[*key, count] for key, count in self.counts.items()]
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        return self._under("tokens")
+
+    @property
+    def returned(self) -> dict[str, int]:
+        return self._under("returned")
 
     @property
     def coverage(self) -> Coverage:
-        total = self.covered + sum(self.left.values())
-        rest = [Uncovered(name, kind, count / total, reason) for (name, kind, reason), count in self.left.items()]
-        return Coverage(total, self.covered, sorted(rest, key=lambda one: -one.share), self.aside)
+        left = {key[1:]: count for key, count in self.counts.items() if key[0] == "left" and count}
+        covered = float(self.counts["covered",])
+        total = covered + sum(left.values())
+        rest = [Uncovered(name, kind, count / total, reason) for (name, kind, reason), count in left.items()]
+        aside = {what: float(count) for what, count in self._under("aside").items()}
+        return Coverage(float(total), covered, sorted(rest, key=lambda one: -one.share), aside)
 
-
-def _summed(parts: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for part in parts:
-        for key, count in part.items():
-            found[key] = found.get(key, 0) + count
-    return found
+    def _under(self, what: str) -> dict[str, int]:
+        return {key[1]: count for key, count in self.counts.items() if key[0] == what}
 
 
 def coverage(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | None = None) -> Coverage:
@@ -174,116 +169,81 @@ def coverage(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | No
     return count_pass(bare, batch, config).coverage
 
 
-def count_pass(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | None = None) -> CountedPass:
+def count_pass(
+    model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | None = None, autocast: torch.dtype | None = None
+) -> CountedPass:
     """As `coverage`, for a model without wrappers, with the tokens of each swapped layer.
 
-    Collective where weights are sharded.
+    The pass runs forward alone, under gradients, and keeps nothing for a backward pass. Collective where weights are
+    sharded.
+
+    Args:
+        model, batch, config: as `coverage` takes them.
+        autocast: dtype of training's autocast; None: the autocast that is on, or none.
     """
     matrices = weight_matrices(model, config)
     kwargs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
     layers = snip_linears(model)
-    tokens, returned = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0)
+    found = CountedPass([[what, name, 0] for what in ("tokens", "returned") for name in layers])
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    # Before stand-ins take the parameters' places.
-    calls = [
-        Call(name, module, tuple(names[id(weight)] for weight in known_weights(module)))
-        for name, module in model.named_modules()
-    ]
+    calls = calls_of(model)
     before = RandomState.now()
     try:
-        with traceless(model), _following_gradients(model):
-            fixed = fixed_tensors(model)
-            counter = ProductCounter(dict(model.named_parameters()), kwargs.values(), fixed)
-            with _counting(layers, (tokens, returned), counter), _noting_calls(calls, counter), counter:
+        with traceless(model), _training_gradients(model), training_autocast(model, autocast):
+            counter = FlopsByWeight(dict(model.named_parameters()))
+            with _counting(layers, found, counter), _noting_calls(calls, counter), counter:
                 call(model, kwargs)
-            counter.leave_out_states(model)
     finally:
         before.restore()
-    covered = head = 0.0
-    groups: dict[tuple[str, str, str], float] = {}
+    counts = found.counts
+    counts["aside", _HEAD], counts["aside", _ACTIVATIONS] = 0, counter.of_activations
     for one in matrices:
         name = names[id(one.parameter)]
-        count = float(counter.flops[name])
+        count, in_calls = counter.of_weights[name], counter.in_calls[name]
         if one.is_aside:
-            head += count
+            counts["aside", _HEAD] += count
             continue
-        in_calls = float(counter.in_calls[name]) if one.reason is None else 0.0
-        covered += in_calls
-        if count > in_calls:
-            key = one.name, one.kind, one.reason or _NO_CALL
-            groups[key] = groups.get(key, 0.0) + count - in_calls
-    of_fixed = _of_fixed(counter.with_fixed, fixed, layer_reasons(model, config), head_of(model))
-    covered, head = covered + of_fixed.covered, head + of_fixed.head
-    groups |= of_fixed.left
-    return CountedPass(covered, groups, {_HEAD: head, _ACTIVATIONS: 3.0 * counter.without_parameter}, tokens, returned)
-
-
-class _OfFixed(NamedTuple):
-    """FLOPs of products whose weights are fixed tensors, as `CountedPass` has them."""
-
-    covered: float
-    head: float
-    left: dict[tuple[str, str, str], float]
-
-
-def _of_fixed(
-    counted: Mapping[tuple[Call, frozenset[str]], int],
-    fixed: Mapping[str, FixedTensor],
-    reasons: Mapping[str, str | None],
-    output_head: object,
-) -> _OfFixed:
-    """Returns what products with fixed tensors are, by the modules that run them.
-
-    A layer whose own weight is a buffer is swapped, or not, as any other. For other modules the reason names the
-    tensors: as the module holds its own, and others in full.
-    """
-    covered = head = 0.0
-    flops: dict[tuple[str, str], float] = {}
-    weights: dict[tuple[str, str], set[str]] = {}
-    plain: set[tuple[str, str]] = set()
-    for (caller, names), count in counted.items():
-        name = plain_name(caller.name)
-        module = without_numbers(name), class_name(caller.module)
-        if caller.module is output_head:
-            head += count
-        elif _is_layer(caller.module) and reasons.get(name, _NO_CALL) is None:
-            covered += count
+        covered = in_calls if one.reason is None else 0
+        counts["covered",] += covered
+        counts["left", one.name, one.kind, one.reason or _NO_CALL] += count - covered
+    reasons, head, adapters = layer_reasons(model, config), head_of(model), adapter_modules(model)
+    for caller, count in counter.of_modules.items():
+        name, kind = plain_name(caller.name), class_name(caller.module)
+        reason = ADAPTER if id(caller.module) in adapters else reasons.get(name, f"no layer kind takes a {kind}")
+        if caller.module is head:
+            counts["aside", _HEAD] += count
+        elif reason is None:
+            counts["covered",] += count
         else:
-            flops[module] = flops.get(module, 0.0) + count
-            own = f"{caller.name}."
-            told = (one.removeprefix(own) if one.startswith(own) else plain_name(one) for one in names)
-            weights.setdefault(module, set()).update(map(without_numbers, told))
-            if not all(fixed[one].is_buffer for one in names):
-                plain.add(module)
-    left = {(*module, _no_parameters(weights[module], module in plain)): count for module, count in flops.items()}
-    return _OfFixed(covered, head, left)
-
-
-def _is_layer(module: nn.Module) -> bool:
-    """Returns True for a layer of a known kind, and not for what PEFT puts around it under its name."""
-    return kind_of(module) is not None and not is_adapted(module)
-
-
-def _no_parameters(names: Iterable[str], some_plain: bool) -> str:
-    ordered = sorted(names)
-    more = [f"and {len(ordered) - _MOST_NAMED} more"] * (len(ordered) > _MOST_NAMED)
-    what = "tensors that are no parameters" if some_plain else "buffers"
-    return f"its weights are {what}: {', '.join(ordered[:_MOST_NAMED] + more)}"
+            counts["left", without_numbers(name), kind, reason] += count
+    return found
 
 
 @contextmanager
-def _following_gradients(model: nn.Module) -> Iterator[None]:
-    """Puts stand-ins in the place of a model's parameters, and tells which products need a gradient of their input.
+def training_autocast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Runs a pass under training's autocast.
 
-    Where everything is trained, all of them do, and the pass runs without gradients. Otherwise it runs with them, as in
-    training, and keeps nothing for a backward pass.
+    Args:
+        model: the model.
+        dtype: of the autocast; None: that which is on. With none on, a model of several dtypes, whose products
+            only autocast brings together, runs under autocast in BF16: its dtype changes no number of FLOPs.
     """
+    parameters = [one for one in model.parameters() if one.is_floating_point()]
+    device = parameters[0].device.type if parameters else "cpu"
+    if dtype is None and not torch.is_autocast_enabled(device) and len({one.dtype for one in parameters}) > 1:
+        dtype = torch.bfloat16
+    if dtype is None or device == "meta":
+        yield
+        return
+    with torch.autocast(device, dtype=dtype):
+        yield
+
+
+@contextmanager
+def _training_gradients(model: nn.Module) -> Iterator[None]:
+    """Puts stand-ins in the place of a model's parameters, which ask for gradients as in training."""
     asks = {name: one.requires_grad for name, one in model.named_parameters() if one.is_floating_point()}
     stand_in(model, {}, in_fp32=False)
-    if all(asks.values()):
-        with torch.no_grad():
-            yield
-        return
     for name, parameter in model.named_parameters():
         if name in asks:
             parameter.requires_grad_(asks[name])
@@ -296,12 +256,12 @@ def _forgotten(_: Tensor) -> Any:
 
 
 @contextmanager
-def _noting_calls(calls: Iterable[Call], counter: ProductCounter) -> Iterator[None]:
-    """Tells the counter when a module runs."""
+def _noting_calls(calls: Iterable[Call], counter: FlopsByWeight) -> Iterator[None]:
+    """Tells the counter which modules run."""
     hooks = []
     for one in calls:
-        hooks.append(one.module.register_forward_pre_hook(lambda *_, one=one: counter.enter(one)))
-        hooks.append(one.module.register_forward_hook(lambda *_: counter.leave(), always_call=True))
+        hooks.append(one.module.register_forward_pre_hook(lambda *_, one=one: counter.running.append(one)))
+        hooks.append(one.module.register_forward_hook(lambda *_: counter.running.pop() and None, always_call=True))
     try:
         yield
     finally:
@@ -310,45 +270,41 @@ def _noting_calls(calls: Iterable[Call], counter: ProductCounter) -> Iterator[No
 
 
 @contextmanager
-def _counting(
-    layers: Mapping[str, SnipLayer], tokens: tuple[dict[str, int], dict[str, int]], counter: ProductCounter
-) -> Iterator[None]:
-    """Lets every swapped layer run in the dtype of its weight, in no format, and counts its tokens.
+def _counting(layers: Mapping[str, SnipLayer], found: CountedPass, counter: FlopsByWeight) -> Iterator[None]:
+    """Lets every swapped layer run in no format, and counts its tokens and FLOPs."""
+    names = {id(parameter): name for name, parameter in counter.parameters.items()}
 
-    Args:
-        layers: the swapped layers.
-        tokens: layer -> those that it saw so far, and those for which grad_input runs.
-        counter: is told of weights that were made whole.
-    """
+    def recorder(name: str, weight: str) -> ForwardRecorder:
+        def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
+            x = input.reshape(-1, input.shape[-1])
+            rows = x.shape[0] if dispatch is None else int(dispatch.ends[-1])
+            found.counts["tokens", name] += rows
+            found.counts["returned", name] += rows if needs_gradient(input) else 0
+            gemms = 1 + needs_gradient(input) + layer.weight.requires_grad
+            counter.note(weight, 2 * rows * layer.in_features * layer.out_features, gemms)
+            with counter.paused():
+                return _output(layer, x, dispatch).view(*input.shape[:-1], layer.out_features)
+
+        return forward
+
     try:
         for name, layer in layers.items():
-            layer.snip_recorder = _counted(name, tokens, counter)
+            layer.snip_recorder = recorder(name, names[id(layer.weight)])
         yield
     finally:
         for layer in layers.values():
             layer.snip_recorder = None
 
 
-def _counted(name: str, tokens: tuple[dict[str, int], dict[str, int]], counter: ProductCounter) -> ForwardRecorder:
-    seen, returned = tokens
-
-    def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
-        x = input.reshape(-1, input.shape[-1])
-        weight, bias = whole(layer.weight), layer.bias
-        if weight is not layer.weight:
-            counter.note_whole(layer.weight, weight)
-        matrices = layer.matrices(weight)
-        rows = x.shape[0] if dispatch is None else int(dispatch.ends[-1])
-        seen[name] += rows
-        returned[name] += rows if needs_gradient(input) else 0
-        if dispatch is None:
-            y = nn.functional.linear(x, matrices[0], bias)
-        else:
-            ends = dispatch.ends
-            *parts, behind = x.tensor_split(ends.cpu())
-            products = [part @ matrix.t() for part, matrix in zip(parts, matrices, strict=True)]
-            y = torch.cat([*products, behind.new_zeros(len(behind), layer.out_features)])
-            y = y if bias is None else y + nn.functional.pad(bias, (0, 0, 0, 1))[dispatch.matrix()]
-        return y.view(*input.shape[:-1], layer.out_features)
-
-    return forward
+def _output(layer: SnipLayer, x: Tensor, dispatch: Dispatch | None) -> Tensor:
+    """Returns what a layer computes in high precision, in the dtype that it does in training."""
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    x, matrices = x.to(dtype), [one.to(dtype) for one in layer.matrices(whole(layer.weight))]
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    if dispatch is None:
+        return nn.functional.linear(x, matrices[0], bias)
+    *parts, behind = x.tensor_split(dispatch.ends.cpu())
+    products = [part @ matrix.t() for part, matrix in zip(parts, matrices, strict=True)]
+    y = torch.cat([*products, behind.new_zeros(len(behind), layer.out_features)])
+    return y if bias is None else y + nn.functional.pad(bias, (0, 0, 0, 1))[dispatch.matrix()]

@@ -218,16 +218,19 @@ class _Measurement:
 def _high_precision(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, SnipLayer]]:
     """Gives the swapped layers, all of them unquantized for the time of the context."""
     with converted(model, config) as layers:
-        in_force = {name: (layer.formats, layer.snip_state.clone()) for name, layer in layers.items()}
+        in_force = {
+            name: (layer.snip_is_plain, layer.formats, layer.snip_state.clone()) for name, layer in layers.items()
+        }
         try:
             for layer in layers.values():
                 layer.set_formats(dict.fromkeys(GEMMS, UNQUANTIZED.name))
             yield layers
         finally:
             for name, layer in layers.items():
-                formats, state = in_force[name]
+                is_plain, formats, state = in_force[name]
                 layer.set_formats(formats)
                 layer.snip_state.copy_(state)
+                layer.snip_is_plain = is_plain
 
 
 @contextmanager

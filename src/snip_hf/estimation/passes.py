@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +18,33 @@ from ..layers.kinds import known_weights
 from ..layers.state import plain_name, snip_linears
 from ..numerics.random_state import RandomState
 from ..parallel.sharding import whole, without_sharding_hooks
-from ..python_state import Kept, Shared
+from ..python_state import Shared, binding_kept
 from ..text import WITHOUT_PROBE
 from .attention import efficient_attention
 from .batch import Batch
 from .objective import Objective
 from .split_linear import split_linears
-from .user_hooks import leave_out_global_observers, leave_out_observers
+
+logger = logging.getLogger(__name__)
+
+_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_DICTS = (*_OF_MODULES, "_parameters", "_buffers", "_modules")
+_OWN = "snip_hf"
+_MOST_NAMED = 5
+# Models whose hooks the log has named.
+_named: WeakSet[nn.Module] = WeakSet()
+
+
+def is_probing() -> bool:
+    """Returns True while snip-hf runs a model for itself, in any thread: for hooks that must count training alone.
+
+    Hooks run in a probe's passes as they do under activation checkpointing. What they note must not count there:
+
+        def count(module, args, output):
+            if not snip_hf.is_probing():
+                self.tokens += output.shape[0]
+    """
+    return _for_all_threads.is_in_place
 
 
 def run_pass(
@@ -58,13 +81,15 @@ def run_pass(
 
 @contextmanager
 def traceless(model: nn.Module, has_been_through_hooks: bool = True) -> Iterator[None]:
-    """Lets the model run uncompiled, without hooks that only observe, and puts it back as it was.
+    """Lets the model run uncompiled and without SNIP's own hooks, and puts it back as it was.
 
     Args:
         model: without wrappers.
         has_been_through_hooks: whether the inputs were noted by SNIP's hook, behind the model's hooks before that.
     """
-    with _for_all_threads(model), _everything_kept(model, has_been_through_hooks), without_sharding_hooks(model):
+    _name_hooks(model)
+    with _for_all_threads(), _everything_kept(model), without_sharding_hooks(model):
+        _leave_out_own_hooks(model, has_been_through_hooks)
         yield
 
 
@@ -144,25 +169,18 @@ def run_forward(model: nn.Module, batch: Batch) -> float:
 
 
 @contextmanager
-def _everything_kept(model: nn.Module, has_been_through_hooks: bool) -> Iterator[None]:
-    """Leaves out the hooks that only observe, and afterwards puts every module back as it was.
-
-    That is: parameters and buffers under all their names, hooks, and what a forward pass notes, such as the longest
-    text that a dynamic RoPE has seen.
+def _everything_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards puts back what the attributes of every module name, parameters, buffers and hooks among them, and the
+    state of generators that are attributes.
 
     Raises:
         RuntimeError: a parameter of the model itself, and not its stand-in, was written to.
     """
-    kept = Kept()
-    kept.keep_modules(model)
     versions = [(name, parameter, _version(parameter)) for name, parameter in model.named_parameters()]
-    try:
-        leave_out_observers(model, kept, has_been_through_hooks)
-        # Last: a list that a module's method fills does not tell what the hooks do.
-        kept.keep_code(model)
+    modules = list(model.modules())
+    dicts = [getattr(module, name) for module in modules for name in _DICTS]
+    with binding_kept([*map(vars, modules), *dicts]):
         yield
-    finally:
-        kept.restore()
     for name, parameter, version in versions:
         if _version(parameter) != version:
             raise RuntimeError(
@@ -172,22 +190,57 @@ def _everything_kept(model: nn.Module, has_been_through_hooks: bool) -> Iterator
             )
 
 
+def _leave_out_own_hooks(model: nn.Module, has_been_through_hooks: bool) -> None:
+    """Takes out SNIP's hooks, and the model's pre-hooks before them if the inputs have been through those."""
+    for module in model.modules():
+        for kind in _OF_MODULES:
+            hooks = getattr(module, kind)
+            own = [key for key, hook in hooks.items() if _package(hook) == _OWN]
+            if own and module is model and kind == "_forward_pre_hooks" and has_been_through_hooks:
+                own = list(hooks)[: list(hooks).index(own[-1]) + 1]
+            for key in own:
+                del hooks[key]
+
+
+def _name_hooks(model: nn.Module) -> None:
+    """Says once per model which modules have hooks that its probes run."""
+    if model in _named:
+        return
+    _named.add(model)
+    libraries = {_OWN, "torch", "accelerate", "peft"}
+    hooked = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if any(_package(hook) not in libraries for kind in _OF_MODULES for hook in getattr(module, kind).values())
+    ]
+    if hooked:
+        more = f" and {len(hooked) - _MOST_NAMED} more" if len(hooked) > _MOST_NAMED else ""
+        logger.info(
+            "snip-hf: probes run the hooks of %s%s, as activation checkpointing does; hooks that must not count there "
+            "ask snip_hf.is_probing().",
+            ", ".join(hooked[:_MOST_NAMED]),
+            more,
+        )
+
+
+def _package(hook: Any) -> str:
+    while isinstance(hook, partial):
+        hook = hook.func
+    owner = hook if hasattr(hook, "__qualname__") else type(hook)
+    return str(owner.__module__).partition(".")[0]
+
+
 def _version(parameter: Tensor) -> int:
     """Returns torch's count of the changes of a tensor."""
     return 0 if parameter.is_inference() else parameter._version
 
 
 @contextmanager
-def _patched_torch(model: nn.Module) -> Iterator[None]:
-    """Patches torch for the passes: global hooks, compiled layers, attention and large linears."""
-    kept = Kept()
-    try:
-        leave_out_global_observers(model, kept)
-        # Compiled layers would record nothing, and be compiled again for it.
-        with torch.compiler.set_stance("force_eager"), efficient_attention(), split_linears():
-            yield
-    finally:
-        kept.restore()
+def _patched_torch() -> Iterator[None]:
+    """Patches torch for the passes: compiled layers, attention and large linears."""
+    # Compiled layers would record nothing, and be compiled again for it.
+    with torch.compiler.set_stance("force_eager"), efficient_attention(), split_linears():
+        yield
 
 
 _for_all_threads = Shared(_patched_torch)

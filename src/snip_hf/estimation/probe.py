@@ -7,8 +7,8 @@ difference the derivatives Xdot and Gdot along d (docs/method.md, section 3).
 
 The passes leave no trace. They run on FP32 stand-ins for the weights, without autocast and without quantization, on
 clones of the buffers, and outside any wrapper (DDP, compile): no parameter, no gradient, no buffer and no optimizer
-state is written. Hooks that only observe are left out (`user_hooks`); all random generators, the modules' attributes
-and what other hooks keep are put back (`python_state`).
+state is written. The user's hooks run as under activation checkpointing (`passes.is_probing`). Random generators of
+torch, numpy and Python, and what the modules' attributes name, are put back.
 """
 
 from __future__ import annotations

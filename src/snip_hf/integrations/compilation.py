@@ -10,7 +10,6 @@ from transformers import TrainingArguments
 
 from ..config import SnipConfig
 from ..kernels.backend import select_backend
-from ..training.expectation import AS_A_WHOLE, BY_REGIONS
 from ..training.plans import formats_in_use
 
 logger = logging.getLogger(__name__)
@@ -23,8 +22,7 @@ def compile_by_regions(config: SnipConfig, args: TrainingArguments, accelerator:
     """Has Accelerate compile the decoder layers one by one, unless the user said otherwise.
 
     One graph then serves all of them: it compiles in a fraction of the time, and was faster on a GPU (docs/hopper.md).
-    Only where the run's kernels are faster than BF16, and in a single process: what Accelerate makes of a model inside
-    DDP was not tried.
+    Only where the run's kernels are faster than BF16.
 
     Args:
         config: the run's.
@@ -36,9 +34,6 @@ def compile_by_regions(config: SnipConfig, args: TrainingArguments, accelerator:
         return
     if is_emulated(config, args):
         return
-    if args.world_size > 1:
-        logger.info("snip-hf: %s=true may be faster than compiling the whole model, and compiles sooner.", REGIONS)
-        return
     plugin.use_regional_compilation = True
     logger.info("snip-hf: the decoder layers are compiled one by one; %s=false compiles the whole model.", REGIONS)
 
@@ -46,11 +41,3 @@ def compile_by_regions(config: SnipConfig, args: TrainingArguments, accelerator:
 def is_emulated(config: SnipConfig, args: TrainingArguments) -> bool:
     """Returns True if a run's kernels are slower than BF16's."""
     return select_backend(config.backend, args.device, formats_in_use(config)).is_emulation
-
-
-def how_compiled(args: TrainingArguments, accelerator: Any) -> str | None:
-    """Returns how the Trainer compiles the model, for the log; None if it does not."""
-    if not args.torch_compile:
-        return None
-    plugin = getattr(accelerator, "dynamo_plugin", None)
-    return BY_REGIONS if getattr(plugin, "use_regional_compilation", False) else AS_A_WHOLE

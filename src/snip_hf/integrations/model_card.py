@@ -241,6 +241,8 @@ def _covered(found: Coverage, plan: PrecisionPlan) -> dict[str, str]:
 
 
 def _attained(plan: PrecisionPlan) -> str:
+    if not plan.is_share_known:
+        return "an FP4 share that is not known (no micro-batch was counted, and experts do not see every token)"
     text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (not a reduction of FLOPs)"
     forward = forward_shares(plan)
     if forward is not None:

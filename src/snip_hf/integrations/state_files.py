@@ -34,8 +34,8 @@ class StateFiles:
         self._callback = callback
         self._saving: Wrapped | None = None
         self._controller: SnipController | None = None
-        self._last: dict[str, Any] | None = None
-        """The state with which training ended, for checkpoints that are asked for later."""
+        self._last: dict[str, Any] | Exception | None = None
+        """The state with which training ended, for checkpoints that are asked for later, or why there is none."""
 
     def follow(self, trainer: Trainer, controller: SnipController, end_step: Callable[..., None]) -> None:
         """Puts the state into every checkpoint that the Trainer saves in this run, whoever asks for it, until `close`.
@@ -49,9 +49,11 @@ class StateFiles:
         self._saving = Wrapped(trainer, "save_model", partial(self._save, trainer, trainer.state, end_step))
 
     def keep_last(self) -> None:
-        """To be called when training ends, before the controller is closed."""
-        if self._controller is not None:
-            self._last = self._controller.state_dict()
+        """To be called when training ends, also by an error, before the controller is closed."""
+        try:
+            self._last = None if self._controller is None else self._controller.state_dict()
+        except Exception as error:  # in the middle of a step, or of a device that failed
+            self._last = error
 
     def close(self) -> None:
         """Leaves the Trainer."""
@@ -86,6 +88,8 @@ class StateFiles:
             folder.mkdir(parents=True, exist_ok=True)
             remove_temporaries(folder, STATE_NAME)
             # Ties the state to the weights next to it.
+            if isinstance(self._last, Exception):
+                raise ValueError(str(self._last))
             weights = {"weights": controller.weights_fingerprint()}
             write_json_atomic(folder / STATE_NAME, (self._last or controller.state_dict()) | weights)
         except (OSError, ValueError) as error:  # ValueError: in mid-step, or larger than what a resumed run would read

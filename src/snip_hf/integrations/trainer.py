@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..config import SnipConfig
-from ..layers.convert import convert_model, restore_model
+from ..layers.convert import keep_states_apart, restore_model
 from ..layers.run_hooks import RunMark, marks_on
 from ..layers.state import snip_linears
 from ..parallel.sharding import gather_ahead
@@ -25,7 +26,7 @@ from ..training.controller import SnipController
 from ..training.counted_passes import TrainingPasses
 from ..training.refresh import Solving
 from .buckets import advise_buckets
-from .compilation import compile_by_regions, how_compiled
+from .compilation import compile_by_regions
 from .hub import prepare_push, tag_model, training_of, write_section
 from .messages import follow_transformers
 from .model_card import Training
@@ -90,35 +91,28 @@ class SnipCallback(TrainerCallback):
         """The run's output folder, by its real path, where it is written to."""
         self._is_restored = False
         """Whether `restore_model` has ended SNIP in the run, which goes on without it."""
-        self._has_swapped = False
-        """Whether the model of a Trainer that has not begun to train was plain until this callback got it."""
         self._state: TrainerState | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Refuses what cannot work, and swaps the linears before the Trainer wraps or compiles the model."""
+        """Refuses what cannot work, and leaves the model alone: it is plain until training begins."""
         check_trainer(args)
         follow_transformers(args)
         check_launch(self.config, AcceleratorState())
         compile_by_regions(self.config, args, AcceleratorState())
-        model = unwrap(kwargs["model"])
-        # What trains inside another run gets the layers that it asks for when it begins.
-        if not any(run._is_training() for run in _runs_on(model)):
-            self._has_swapped = not snip_linears(model)
-            convert_model(model, self.config)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # A callback that was added later saw no on_init_end; a run that an error ended saw no on_train_end.
+        # A callback that was added later saw no on_init_end.
         check_trainer(args)
         follow_transformers(args)
         check_launch(self.config, AcceleratorState())
         model = unwrap(kwargs["model"])
-        was_plain, self._has_swapped = self._has_swapped or not snip_linears(model), False
+        was_plain = not snip_linears(model)
         self._take_from_others(model, state)
         try:
             self._begin(args, state, kwargs["model"], kwargs["optimizer"])
-        except Exception:
+        except BaseException:
             self._release()  # The folder too, for the run that is started next.
             if was_plain and self._outer_run is None:
                 restore_model(model)
@@ -145,12 +139,14 @@ class SnipCallback(TrainerCallback):
             max_steps=state.max_steps,
             solving=self._solving,
         )
-        self.controller.compiled = how_compiled(args, AcceleratorState())
+        trainer = find_trainer(state)
+        if trainer is not None:  # DDP wraps the model before its layers are swapped
+            keep_states_apart([trainer.model_wrapped])
         for tracker in (*self._trackers, self._figures.note):
             self.controller.add_tracker(tracker)
         self._mark = RunMark(self._end_restored)
+        self._mark.held = self  # also once the Trainer is told to forget this callback
         self._mark.put_on(model)
-        trainer = find_trainer(state)
         label_names = () if trainer is None else trainer.label_names
         self._passes = TrainingPasses(outer, self.controller, self._mark, LOSS_OF_TRAINER, label_names)
         _spare_communication(model, self.config, args)
@@ -201,12 +197,10 @@ class SnipCallback(TrainerCallback):
         controller.before_optimizer_step(state.global_step + 1)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._is_restored:
+        # A checkpoint that another callback asked for has ended the step.
+        if self._is_restored or self._running().step == state.global_step:
             return
-        controller = self._running()
-        if controller.step == state.global_step:  # a checkpoint that another callback asked for has ended the step
-            return
-        end_step(controller, args, state, self._release)
+        end_step(self._running(), args, state)
         if self._reference is not None:
             self._reference.follow()
         self._figures.flush(args, state, control)
@@ -235,19 +229,29 @@ class SnipCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stops what still runs, and gives the plain model back unless `keep_formats` says otherwise.
-
-        The best checkpoint is loaded by then (`load_best_model_at_end`).
-        """
-        controller, outer_run, reference = self._running(), self._outer_run, self._reference
-        self._files.keep_last()
-        self._stop()
+        """Ends the run. The best checkpoint is loaded by then (`load_best_model_at_end`)."""
+        controller = self._running()
+        self._end()
         self._figures.flush(args, state, control)
         if not self._is_restored:
             tag_model(controller.model, controller.plan)
+
+    def _end(self) -> None:
+        """Stops what still runs, and gives the plain model back unless `keep_formats` says otherwise.
+
+        Training has ended, at its end or by an error, of which no event tells (`_ends_runs`).
+        """
+        controller, outer_run, reference = self._running(), self._outer_run, self._reference
+        kept = snip_linears(controller.model).values() if self._keeps_formats else ()
+        in_force = {layer: layer.formats for layer in kept}
+        self._files.keep_last()
+        self._stop()
         if outer_run is not None:  # which goes on in the layers and formats of its own
             outer_run._go_on()
-        elif not self._keeps_formats and not self._is_restored:
+        elif self._keeps_formats:
+            for layer, formats in in_force.items():
+                layer.set_formats(formats)
+        elif not self._is_restored:
             give_back(controller, reference)
 
     def _take_from_others(self, model: nn.Module, state: TrainerState) -> None:
@@ -280,7 +284,7 @@ class SnipCallback(TrainerCallback):
     def _is_training(self) -> bool:
         """Returns True if the training loop of this callback's run is under way, further up this thread's stack.
 
-        A run that an error ended looks the same otherwise: no event tells of it.
+        `auto_find_batch_size` begins the loop again after an error, and a Trainer may have a `train` of its own.
         """
         return self._state is not None and find_trainer(self._state) is not None
 
@@ -324,7 +328,6 @@ class SnipCallback(TrainerCallback):
         self._release()
         if self._is_restored:
             assert self._state is not None
-            # A checkpoint from here on is one of training without SNIP.
             self._files.unmark(self._state)
             logger.warning("snip-hf: the model was restored in mid-run; training goes on without SNIP.")
 
@@ -333,7 +336,7 @@ class SnipCallback(TrainerCallback):
             raise RuntimeError(
                 "SnipCallback got a training event before on_train_begin; add it before train() is called."
             )
-        if self._is_suspended:  # by a run that an error ended
+        if self._is_suspended:  # by a run that an error has ended at its beginning
             self._go_on()
         return self.controller
 
@@ -342,6 +345,25 @@ def _runs_on(model: nn.Module) -> list[SnipCallback]:
     """Returns the callbacks of the runs on a model that have not been released."""
     drivers = (mark.driver for mark in marks_on(model))
     return [driver for driver in drivers if isinstance(driver, SnipCallback)]
+
+
+def _ends_runs(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `Trainer.train`, at whose end, also by an error or Ctrl-C, the run of its SnipCallback has ended."""
+
+    @functools.wraps(train)
+    def train_and_end(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return train(self, *args, **kwargs)
+        finally:
+            for run in [] if self.model is None else _runs_on(unwrap(self.model)):
+                if run._state is self.state:
+                    run._end()
+
+    return train_and_end
+
+
+# Trainers tell their callbacks neither of errors nor, if they are added later, of themselves.
+Trainer.train = _ends_runs(Trainer.train)  # type: ignore[method-assign]
 
 
 def _spare_communication(model: nn.Module, config: SnipConfig, args: TrainingArguments) -> None:

@@ -48,9 +48,7 @@ def _noted(controller: SnipController, inner: Callable[..., Any], *args: Any, **
     return loss
 
 
-def end_step(
-    controller: SnipController, args: TrainingArguments, state: TrainerState, release: Callable[[], None]
-) -> None:
+def end_step(controller: SnipController, args: TrainingArguments, state: TrainerState) -> None:
     """Tells the controller that the Trainer's step is done.
 
     Raises:
@@ -63,7 +61,6 @@ def end_step(
     except TrainingDiverged as error:
         prepare = partial(_way_back, error, Path(str(args.output_dir)))
         found: list[str] = controller.processes.everyone.by_first(prepare)
-        release()
         if not found:
             raise
         checkpoint, *moved = found

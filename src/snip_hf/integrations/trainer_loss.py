@@ -9,8 +9,10 @@ attributes, the metrics that it collects and its log.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +23,7 @@ from transformers import Trainer, TrainerState
 
 from ..estimation.batch import label_name_of, labelled_tokens
 from ..estimation.objective import Objective, token_ids
-from ..python_state import Kept
+from ..python_state import binding_kept
 from ..training.counted_passes import TrainingPasses
 from .reference import Reference
 
@@ -202,13 +204,27 @@ def _is_trl(thing: Any) -> bool:
 
 @contextmanager
 def _undisturbed(trainer: Trainer) -> Iterator[None]:
-    """Puts back, after the context, what the Trainer and the user's code in it collect; in it nothing is logged."""
-    kept = Kept()
-    kept.keep_entries(vars(trainer), 0)
-    kept.keep_class(type(trainer))
-    kept.keep(trainer.compute_loss_func)
-    vars(trainer)["log"] = lambda *args, **kwargs: None
+    """Puts back, after the context, what the Trainer's attributes name and TRL's metrics; in it nothing is logged."""
+    is_of_trl = any(map(_is_trl, type(trainer).__mro__))
+    collected = [
+        value
+        for name, value in vars(trainer).items()
+        if name.endswith("metrics") or (is_of_trl and name.startswith("_"))
+    ]
+    before = [(one, copy(one)) for one in _containers(collected)]
     try:
-        yield
+        with binding_kept([vars(trainer)]):
+            vars(trainer)["log"] = lambda *args, **kwargs: None
+            yield
     finally:
-        kept.restore()
+        for one, then in before:
+            one.clear()
+            (one.update if isinstance(one, dict) else one.extend)(then)
+
+
+def _containers(values: Iterable[Any]) -> Iterator[Any]:
+    """Yields the dicts, lists and deques among values, and those in them."""
+    for value in values:
+        if isinstance(value, dict | list | deque):
+            yield value
+            yield from _containers(value.values() if isinstance(value, dict) else value)

@@ -1,13 +1,22 @@
-"""What trials of backends share: the operands, how far a result may be off, and what is said of one that fails."""
+"""What trials of backends share: operands, tolerance, messages, and a cache of the trials that passed.
+
+A trial takes seconds, so one that passed is not repeated with the same versions on the same kind of GPU. Torch's
+compiler cache (TORCHINDUCTOR_CACHE_DIR) holds an empty file for each; delete its folder `snip_hf` to repeat them.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from .. import __version__
 from ..numerics.formats import NumberFormat
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
@@ -66,16 +75,30 @@ def is_lost(device: torch.device) -> bool:
     return False
 
 
+def passed_file(trial: str, format: NumberFormat, device: torch.device) -> Path:
+    """Returns the file that exists once a trial has passed with these versions on this kind of GPU."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # Importing the compiler takes a second.
+
+    triton = getattr(sys.modules.get("triton"), "__version__", None)
+    gpu = torch.cuda.get_device_properties(device)
+    key = __version__, torch.__version__, triton, gpu.name, gpu.major, gpu.minor, trial, format
+    return Path(cache_dir(), "snip_hf", hashlib.sha256(repr(key).encode()).hexdigest())
+
+
 def fault_of(
-    name: str,
+    trial: str,
+    format: NumberFormat,
     device: torch.device,
     other_bytes: Callable[[], list[str]],
     errors: Callable[[], Iterable[tuple[str, float]]],
 ) -> str | None:
     """Returns what is wrong with a format's GEMMs, None if nothing is.
 
+    Failures are not cached: what caused one may be gone the next time.
+
     Args:
-        name: of the format.
+        trial: name of the trial's module.
+        format: the format.
         device: of the trial.
         other_bytes: returns the operands that the device's kernel quantizes to other bytes than the reference.
         errors: yields each GEMM with its deviation.
@@ -83,6 +106,9 @@ def fault_of(
     Raises:
         RuntimeError: the trial has left the device unusable, so that emulation would not run there either.
     """
+    passed = passed_file(trial, format, device) if device.type == "cuda" else None
+    if passed is not None and passed.exists():
+        return None
     try:
         others = other_bytes()
         found = f"the kernel rounds otherwise than the reference ({', '.join(others)})" if others else None
@@ -93,10 +119,14 @@ def fault_of(
     except Exception as error:
         if is_lost(device):
             raise RuntimeError(
-                f"The trial of the format {name!r} on {device} ended with {type(error).__name__}: "
+                f"The trial of the format {format.name!r} on {device} ended with {type(error).__name__}: "
                 f"{str(error).splitlines()[0][:_MOST_TEXT]}. Nothing runs on this GPU until the process ends. Start "
                 f"again with backend={EMULATED.name!r}, or with other formats."
             ) from error
         # A run goes on without these kernels; whatever keeps them from running is said.
         found = f"{type(error).__name__}: {error}"
-    return found and f"the trial of {name!r} failed: {found.splitlines()[0][:_MOST_TEXT]}"
+    if found is None and passed is not None:
+        with suppress(OSError):  # The next run repeats the trial.
+            passed.parent.mkdir(parents=True, exist_ok=True)
+            passed.touch()
+    return found and f"the trial of {format.name!r} failed: {found.splitlines()[0][:_MOST_TEXT]}"

@@ -94,7 +94,7 @@ def _swap(module: nn.Module, config: SnipLinearConfig) -> nn.Module:
 
 def _begin(layer: SnipLayer, config: SnipLinearConfig) -> None:
     """Gives a new layer its state and its kernels."""
-    layer.snip_recorder = None
+    layer.snip_recorder, layer.snip_is_plain = None, False
     start, device = FORMATS[config.start_format], layer.weight.device
     state = torch.tensor([*[start.code] * len(GEMMS), 0, 0, 1], device=device)
     layer.register_buffer(STATE, state, persistent=False)
@@ -128,7 +128,8 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     transformers, the projections of experts modules, and every module of a kind that was added by
     `register_layer_kind`, inside a numbered block (`....layers.3....`) of the language model's decoder, and those that
     `config.include_modules` names elsewhere, except the output head, routers, adapters' small matrices and what
-    `config.skip_modules` names. Everything starts in `config.start_format`. The log names what is swapped, what is
+    `config.skip_modules` names. The layers compute exactly as before, until a controller or `PrecisionPlan.apply` gives
+    them formats. The log names what is swapped, what is
     skipped and why, and every other weight matrix. Layers swapped before stay as they are, or are restored if this
     config skips them. `coverage` tells the share of the model's FLOPs that is swapped.
 
@@ -167,7 +168,10 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     for name, layer in layers.items():
         # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone.
         layer.snip_key = zlib.crc32(name.encode(errors="surrogatepass"))
-    set_step({name: layer for name, layer in layers.items() if name not in before}, config.seed, 0, 0)
+    new = {name: layer for name, layer in layers.items() if name not in before}
+    set_step(new, config.seed, 0, 0)
+    for layer in new.values():
+        layer.compute_plainly()
     _warn_of_backend(config.backend, layers)
     _keep_ddp_out(model)
     if before.keys() != layers.keys():

@@ -120,6 +120,7 @@ def divide(projection: SnipExperts, part: str, groups: int) -> tuple[SnipLayer, 
     projection._buffers.pop(STATE, None)
     projection._non_persistent_buffers_set.discard(STATE)
     projection.use_backend(EMULATED)
+    projection.snip_is_plain = True  # its groups have formats, and it has none
     found = [SnipExpertGroup(projection, slice(size * index, size * (index + 1))) for index in range(groups)]
     for group in found:
         group.train(projection.training)

@@ -52,12 +52,17 @@ def register() -> None:
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Returns the weighted sum of the outputs of each token's experts, (T, H), as transformers' "grouped_mm" does.
 
+    Where all layers compute plainly, the implementation that the model's own config names does it.
+
     Args:
         self: the experts module.
         hidden_states: (T, H).
         top_k_index: (T, K); a number of experts or more stands for none.
         top_k_weights: (T, K).
     """
+    if computes_plainly(self):
+        found: Tensor = _own_implementation(self)(self, hidden_states, top_k_index, top_k_weights)
+        return found
     order, dispatch = dispatched(top_k_index, self.num_experts)
     back = inverse(order)
     x = sorted_tokens(hidden_states, order, back)
@@ -67,6 +72,21 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if getattr(self, "has_post_expert_norm", False):
         output = self.post_expert_norm(output)
     return weighted_sum(output, order, back, top_k_weights).to(hidden_states.dtype)
+
+
+def computes_plainly(self: Any) -> bool:
+    """Returns True if no layer of an experts module has formats, and none is recorded."""
+    containers = (holder._modules.get(LAYERS) for holder in (self, *self.children()))
+    layers = [layer for container in containers if container is not None for layer in container.children()]
+    return all(layer.snip_is_plain and layer.snip_recorder is None for layer in layers)
+
+
+def _own_implementation(self: Any) -> Any:
+    """Returns the function that runs an experts module which is not swapped."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    name = getattr(self, _ORIGINAL)._experts_implementation
+    return ALL_EXPERTS_FUNCTIONS.get_interface(name, type(self).forward.__wrapped__)
 
 
 def dispatched(top_k_index: Tensor, experts: int) -> tuple[Tensor, Dispatch]:

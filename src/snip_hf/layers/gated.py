@@ -122,7 +122,7 @@ def _is_of_class(module: nn.Module) -> bool:
 
 def _runs_as_one(module: nn.Module) -> bool:
     """Returns True if nothing looks on inside a module, and its parts are swapped linears with a SiLU between them."""
-    activation = getattr(module, _ACTIVATION, None)
+    activation: Any = getattr(module, _ACTIVATION, None)
     if type(activation) is not nn.SiLU and type(activation).__name__ != _SILU_OF_TRANSFORMERS:
         return False
     # `forward` is read before, since torch.compile guards the attribute alone.

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ..kernels.backend import Backend
 from ..kernels.emulated import EMULATED
-from ..numerics.formats import FORMATS, check_format, format_of_code
+from ..numerics.formats import FORMATS, UNQUANTIZED, check_format, format_of_code
 from ..numerics.gemms import GEMMS
 
 STATE = "snip_state"
@@ -71,9 +71,10 @@ class ForwardRecorder(Protocol):
 class SnipLayer(nn.Module):
     """A module whose three GEMMs run in the formats that its `snip_state` buffer names.
 
-    Made by `convert_model` (or torchao's `quantize_` with `SnipLinearConfig`), never directly. Takes inputs of any
-    number of dimensions, also empty ones; computes in the autocast dtype where autocast is on, else in the input's.
-    A kind of layer derives its class from this one and from the class that it swaps.
+    Made by `convert_model` (or torchao's `quantize_` with `SnipLinearConfig`), never directly. Runs the forward of the
+    class that it was until it gets formats. Takes inputs of any number of dimensions, also empty ones; computes in the
+    autocast dtype where autocast is on, else in the input's. A kind of layer derives its class from this one and from
+    the class that it swaps.
     """
 
     in_features: int
@@ -88,6 +89,8 @@ class SnipLayer(nn.Module):
     snip_original_class: type[nn.Module]
     snip_key: int
     """The layer's part of the key of its random numbers, of its name."""
+    snip_is_plain: bool
+    """Whether the layer computes exactly as before the swap: no run owns it, and nobody has asked for formats."""
     snip_recorder: ForwardRecorder | None
     """Set by the probe for the time of its passes: computes the layer's output instead."""
     snip_backend: Backend
@@ -137,6 +140,9 @@ class SnipLayer(nn.Module):
         """Returns input @ weight^T + bias; (..., I) -> (..., O)."""
         if self.snip_recorder is not None:
             return self.snip_recorder(self, input, None)
+        if self.snip_is_plain:
+            y: Tensor = self.snip_original_class.forward(self, input)
+            return y
         x = input
         bias: Tensor | None = self.bias
         casts = torch.is_autocast_enabled(x.device.type)
@@ -152,7 +158,7 @@ class SnipLayer(nn.Module):
         return {gemm: format_of_code(code).name for gemm, code in zip(GEMMS, codes, strict=True)}
 
     def set_formats(self, formats: Mapping[str, str]) -> None:
-        """Writes GEMM -> format name for all three GEMMs.
+        """Writes GEMM -> format name for all three GEMMs, which run in these formats from now on.
 
         Raises:
             ValueError: a GEMM is missing or not known, or a format is not known, here or by the layer's backend.
@@ -168,6 +174,12 @@ class SnipLayer(nn.Module):
                 )
         self.snip_state[: len(GEMMS)] = torch.tensor([format.code for format in chosen])
         self.snip_backend.note_formats(self, chosen)
+        self.snip_is_plain = False
+
+    def compute_plainly(self) -> None:
+        """Lets the layer compute exactly as before the swap, until it gets formats (`set_formats`)."""
+        self.snip_state[: len(GEMMS)] = UNQUANTIZED.code
+        self.snip_is_plain = True
 
     def refused_by(self, backend: Backend) -> str | None:
         """Returns why the emulated backend runs the layer in the place of another one, None if that one runs it."""
@@ -185,6 +197,7 @@ class SnipLayer(nn.Module):
         self._non_persistent_buffers_set.discard(STATE)
         original_class = self.snip_original_class
         del self.snip_original_class, self.snip_key, self.snip_recorder, self.snip_backend, self.snip_cache
+        del self.snip_is_plain
         self.__class__ = original_class  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .experts import Experts
-from .experts_interface import Layout, dispatched, experts_forward, project, weighted_sum
+from .experts_interface import Layout, computes_plainly, dispatched, experts_forward, project, weighted_sum
 from .kinds import register_layer_kind
 from .layer import Dispatch
 from .token_moves import inverse, sorted_tokens
@@ -171,7 +171,12 @@ def _swapped(original: type[nn.Module]) -> type[nn.Module]:
     if original not in _SWAPPED:
         own = _own_forward(original)
         assert own is not None
-        members = {"forward": own.forward, "is_transposed": own.is_transposed}
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+            found: Tensor = (original.forward if computes_plainly(self) else own.forward)(self, *args, **kwargs)
+            return found
+
+        members = {"forward": forward, "is_transposed": own.is_transposed}
         _SWAPPED[original] = type(f"Snip{original.__name__}", (SwappedExperts, original), members)
     return _SWAPPED[original]
 

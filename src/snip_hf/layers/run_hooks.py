@@ -50,6 +50,8 @@ class RunMark:
     def __init__(self, end: Callable[[], None] | None = None) -> None:
         self.hooks: list[Any] = []
         """Handles of the run's hooks on modules, wrappers of the model included."""
+        self.held: object = None
+        """What lives as long as a model has the mark."""
         self._end = None if end is None else WeakMethod(end)
 
     @property

@@ -24,7 +24,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from ..kernels import adam_slopes as kernels
 from ..numerics.random_state import RandomState
 from ..parallel.sharding import own_part, whole
-from ..python_state import Kept, Shared
+from ..python_state import Shared, binding_kept
 
 # Lion's sign(c) becomes c / sqrt(c^2 + s^2) with s this part of mean|c| (ours; docs/method.md). For normal c, a change
 # of c by 20% of its mean size (about what FP4 does to a gradient) is then first-order to 2%, and a quarter of all
@@ -280,7 +280,7 @@ AUTOGRAD: Mapping[str, Autograd] = {
 def own_step(optimizer: torch.optim.Optimizer, at: Situation, gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """Takes a step of the optimizer's own with copies of parameter, state and group, in the gradient's dtype.
 
-    No hook sees it, and what it changes in its class, in global variables and in closures is put back.
+    No hook sees it.
 
     Returns:
         What it subtracts from the parameter, and the state after it.
@@ -305,17 +305,12 @@ def own_step(optimizer: torch.optim.Optimizer, at: Situation, gradient: Tensor) 
     twin.state = defaultdict(dict)
     if at.state:
         twin.state[parameter] = {key: _copied(value, at.parameter, gradient, memo) for key, value in at.state.items()}
-    random_state, kept = RandomState.now(), Kept()
-    kept.keep_class(type(optimizer))
-    for name, value in vars(twin).items():
-        if name not in ("state", "param_groups"):
-            kept.keep(value)
+    random_state = RandomState.now()
     try:
         with _without_global_hooks():
             type(optimizer).step(twin)
         state = dict(twin.state[parameter])
     finally:
-        kept.restore()
         random_state.restore()
     return at.parameter.to(gradient.dtype) - parameter.detach(), state
 
@@ -342,14 +337,11 @@ def _models_in(value: Any) -> list[nn.Module]:
 @contextmanager
 def _unhooked() -> Iterator[None]:
     """Takes away the hooks that run before and after the steps of all optimizers."""
-    kept = Kept()
-    for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
-        kept.keep_entries(hooks)
-        hooks.clear()
-    try:
+    every = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    with binding_kept(every):
+        for hooks in every:
+            hooks.clear()
         yield
-    finally:
-        kept.restore()
 
 
 _without_global_hooks = Shared(_unhooked)

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from ..costs.flops import Tokens, Work, as_json, executed
+from ..costs.flops import Tokens, Work, as_json, executed, is_routed, linear_flops
 from ..costs.measured_cost import MeasuredCost
 from ..costs.rates import GemmTimes, linear_times, speedup
 from ..json_io import read_json, write_json_atomic
@@ -72,7 +72,7 @@ class PrecisionPlan:
     """The times that the target was met by (`budget="measured"`); None: it was met by FLOPs."""
     tokens: Tokens | None = None
     """{layer: tokens that it saw, and its GEMMs ran for}, of the last micro-batch that was counted; None: every layer
-    saw the same number, and so did all its GEMMs."""
+    saw the same number, and so did all its GEMMs, or, of a model with experts, nothing was counted."""
 
     def __post_init__(self) -> None:
         flops = checked_table(self.flops, "flops", lambda value, where: finite(value, where, minimum=0.0))
@@ -115,6 +115,12 @@ class PrecisionPlan:
     def fp4_fraction(self) -> float:
         """Share (0..1) of the planned linears' executed FLOPs that are in FP4; not a reduction of FLOPs."""
         return self._fp4_fraction(self.assignment, self.executed)
+
+    @property
+    def is_share_known(self) -> bool:
+        """Whether `fp4_fraction` counts what runs. Else it takes experts to see every token, which they do not."""
+        is_counted = self.tokens is not None or not any(map(is_routed, self.assignment))
+        return is_counted or self.fp4_fraction in (0.0, 1.0)
 
     @property
     def stage_fp4_fractions(self) -> tuple[float, ...]:
@@ -216,9 +222,18 @@ class PrecisionPlan:
 
         Raises:
             KeyError: the model has a swapped layer that the plan does not name, or the other way round.
+            ValueError: the model has no swapped layers, or layers of other sizes than the plan's, or trains a weight
+                that was frozen when the plan was made.
         """
         linears = snip_linears(model)
-        self.check_layers([*linears, *elsewhere])
+        present = [*linears, *elsewhere]
+        if not present:
+            raise ValueError(
+                f"{type(model).__name__} has no swapped layers that a plan could give formats. Call "
+                "convert_model(model, config) before, with the skip_modules of the run that made the plan."
+            )
+        self.check_layers(present)
+        self.check_sizes(linear_flops(model))
         for layer, linear in linears.items():
             if linear.weight.requires_grad and GRAD_WEIGHT not in self.assignment[layer]:
                 raise ValueError(
@@ -238,6 +253,11 @@ class PrecisionPlan:
         """Raises KeyError unless the plan names exactly these layers, those that a model has."""
         present = list(dict.fromkeys(layers))
         missing, unexpected = self.mismatches(present)
+        if present and {*map(without_group, present)}.isdisjoint(map(without_group, self.assignment)):
+            raise KeyError(
+                f"The plan is for another kind of model: it names layers such as {next(iter(self.assignment))!r}, and "
+                f"the model has layers such as {present[0]!r}."
+            )
         advice = _advice(self.assignment, present)
         if missing:
             raise KeyError(
@@ -249,6 +269,17 @@ class PrecisionPlan:
                 f"The plan names layer {unexpected[0]!r}, which is no swapped layer of the model (it has "
                 f"{len(present)}, e.g. {next(iter(present), None)!r}). {advice}"
             )
+
+    def check_sizes(self, flops: Flops) -> None:
+        """Raises ValueError if layers that have these FLOPs per token are of other sizes than the plan's."""
+        for layer, row in flops.items():
+            planned = self.flops.get(layer, row)
+            if planned[GEMMS[0]] != row[GEMMS[0]]:
+                raise ValueError(
+                    f"The plan is for a layer {layer!r} of {planned[GEMMS[0]]:g} FLOPs per token, the model's has "
+                    f"{row[GEMMS[0]]:g}. Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
+                    "to compare."
+                )
 
     def with_flops(self, flops: Flops) -> PrecisionPlan:
         """Returns the plan with a model's own FLOPs in place of a file's, so that its FP4 shares are the model's.

@@ -371,6 +371,8 @@ def _numbers(record: Mapping[str, Any], name: str) -> tuple[float | None, ...]:
 
 def _shares(plan: PrecisionPlan) -> dict[str, Any]:
     forward = forward_shares(plan)
+    if not plan.is_share_known:
+        return {"fp4_fraction": None}
     return {
         "fp4_fraction": plan.fp4_fraction,
         "stage_fp4_fractions": plan.stage_fp4_fractions,

@@ -26,6 +26,8 @@ def policy_text(config: Mapping[str, Any]) -> str:
 
 def attained_text(plan: PrecisionPlan) -> str:
     """Returns the FP4 share of a plan, of what it decides on first."""
+    if not plan.is_share_known:
+        return "an FP4 share that is not known (no micro-batch was counted, and experts do not see every token)"
     forward = forward_shares(plan)
     if forward is not None:
         time = "" if forward.fp4_time_fraction is None else f", {forward.fp4_time_fraction:.4f} of their measured time"

@@ -23,8 +23,10 @@ def quantities_in_force(plan: PrecisionPlan, coverage: Coverage | None) -> dict[
     """Returns the FP4 share of a plan.
 
     Beside it stand the share of the forward GEMMs, if plans decide on these alone, and, where it is known, the
-    coverage, and its product with the FP4 share, the one of the whole model.
+    coverage, and its product with the FP4 share, the one of the whole model. Nothing where the share is not known.
     """
+    if not plan.is_share_known:
+        return {}
     found = {"fp4_share": plan.fp4_fraction}
     forward = forward_shares(plan)
     if forward is not None:
@@ -38,7 +40,8 @@ def quantities_in_force(plan: PrecisionPlan, coverage: Coverage | None) -> dict[
 def quantities_of(event: Event) -> dict[str, float]:
     """Returns the numbers of an event by their names; those that are not known, or not finite, are left out."""
     if isinstance(event, Start):
-        found: dict[str, float | None] = {"fp4_share": round(event.plan.fp4_fraction, 4)}
+        plan = event.plan
+        found: dict[str, float | None] = {"fp4_share": round(plan.fp4_fraction, 4) if plan.is_share_known else None}
     elif isinstance(event, Counted):
         found = {"fp4_coverage": round(event.coverage.share, 4), "gemms_changed_by_tokens": len(event.changes)}
     elif isinstance(event, DriftCheck):

@@ -105,7 +105,7 @@ def assemble(
     probe = StepProbe(bare, probed, setting.flops, layers, source, processes)
     refresher = Refresher(in_force, probe, events, solving, log, finds_ties=config.ties == FOUND)
     detector = DriftDetector(in_force, probe, events, solving.clock, log)
-    coverage = CoverageCheck(bare, in_force, processes, events, log)
+    coverage = CoverageCheck(bare, in_force, processes, events, log, accelerator)
     messages = RunMessages(config, kernels.name, log)
     # Where Accelerate does not say it, each process of a machine has a GPU of its own.
     is_first_here = getattr(accelerator, "is_local_main_process", next(bare.parameters()).device.index == 0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..estimation.batch import LOSS_OF_LOOP, Batch, BatchCounts
@@ -18,6 +19,12 @@ NOT_CAPTURED = (
     "No micro-batch of this step was given to capture(). Call capture(batch) before each forward pass, and "
     "after_step(step) after each optimizer step."
 )
+
+
+def _autocast() -> torch.dtype | None:
+    """Returns the dtype of the autocast that is on, an accelerator's first; None: none is."""
+    devices = (device for device in ("cuda", "xpu", "mps", "cpu") if torch.is_autocast_enabled(device))
+    return next(map(torch.get_autocast_dtype, devices), None)
 
 
 @dataclass
@@ -39,6 +46,8 @@ class TrainingPass:
     advice: str = LOSS_OF_LOOP
     """As `Batch.of` takes it, and so what follows."""
     label_names: Sequence[str] = ()
+    autocast: torch.dtype | None = field(default_factory=_autocast)
+    """Of the autocast that was on when it began; None: none was."""
 
     def __post_init__(self) -> None:
         if self.objective is not None:  # what computes a loss may take entries out of its inputs

@@ -31,7 +31,7 @@ from .captured_step import StepWatch, TrainingPass
 from .checkpoint import agreed_state
 from .checks import check_alike, check_configs, check_launch
 from .chunks import ChunkNumbers
-from .expectation import Expectation, how_compiled, tokens_of
+from .expectation import Expectation, compiled_by, how_compiled, tokens_of
 from .fingerprint import weights_fingerprint
 from .guard import guard_of
 from .loop_checks import StepCalls
@@ -86,6 +86,8 @@ class SnipController:
         self.needs_probe = needs_probe(config)
         self.step = 0
         """Optimizer steps done."""
+        self.compiled = compiled_by(accelerator)
+        """How Accelerate compiles the model, for the log; None: it does not."""
         check_launch(config, accelerator)
         solving = solving or Solving()
         self.processes = find_processes(config, pipeline, solving.rank_grace)
@@ -117,8 +119,6 @@ class SnipController:
         self.config, self.model, self.model_name = run.config, run.model, run.in_force.model_name
         self.backend = run.backend
         """Name of the backend in use."""
-        self.compiled: str | None = None
-        """How the loop compiles the model, for the log; None: as can be seen of it."""
         self._expectation = Expectation(run.backend, run.layers.present, self._log, self.config.backend)
         self._layers, self._source, self._probe = run.layers, run.source, run.probe
         self._in_force, self._refresher, self._detector = run.in_force, run.refresher, run.detector
@@ -298,7 +298,11 @@ class SnipController:
             self._guard.act(step)
 
     def close(self) -> None:
-        """Stops a solver that is still running, and ends the record. The model keeps the plan in force."""
+        """Ends the run: stops a solver that is still running, ends the record, and lets the layers compute plainly.
+
+        They are still swapped: `controller.plan.apply(model)` gives them the formats of the last plan, and
+        `restore_model` swaps them back.
+        """
         self._layers.say_findings(self._log)
         self._layers.release()
         self._ahead.close()

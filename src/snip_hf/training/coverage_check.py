@@ -7,15 +7,17 @@ FP4 shares go by what runs.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..costs.flops import Tokens, relative_tokens
-from ..estimation.coverage import LITTLE, CountedPass, Coverage, count_pass
+from ..estimation.coverage import LITTLE, CountedPass, Coverage, count_pass, training_autocast
 from ..estimation.objective import Objective
 from ..estimation.passes import forward_inputs
 from ..parallel.meeting import meeting
@@ -48,10 +50,17 @@ class CoverageCheck:
         processes: those of the run.
         events: are told.
         log: is told, with a warning where little is covered.
+        accelerator: of the loop, whose autocast the passes run under; None: the loop has none.
     """
 
     def __init__(
-        self, model: nn.Module, in_force: PlanInForce, processes: Processes, events: EventWriter, log: logging.Logger
+        self,
+        model: nn.Module,
+        in_force: PlanInForce,
+        processes: Processes,
+        events: EventWriter,
+        log: logging.Logger,
+        accelerator: Any = None,
     ) -> None:
         self.found: Coverage | None = None
         """The last one; None: none yet, or it could not be counted."""
@@ -62,11 +71,13 @@ class CoverageCheck:
         self._processes = processes
         self._events = events
         self._log = log
+        self._autocast = _autocast_of(accelerator)
         self._first: TrainingPass | None = None
         self._last_step = 0
 
     def take(self, first: TrainingPass) -> None:
         """Takes the first micro-batch of a step, if it is to be counted."""
+        self._autocast = first.autocast or self._autocast
         if self.is_due:
             self._first = first
 
@@ -131,7 +142,8 @@ class CoverageCheck:
         except Exception as error:  # nothing but figures depends on it; training goes on
             self._log.warning(
                 "snip-hf: the FLOPs of the micro-batch of step %d could not be counted or noted. What was counted "
-                "before stays in force; if nothing was, every layer counts as if it saw all tokens: %s",
+                "before stays in force; if nothing was, coverage is not known, every layer counts as if it saw all "
+                "tokens, and the FP4 share of a model with experts is not known: %s",
                 step,
                 describe(error),
             )
@@ -141,13 +153,14 @@ class CoverageCheck:
         own, attempt = None, Attempt()
         batch: Mapping[str, Any] = {}
         with attempt:
-            with meeting(self._processes.everyone):
+            with meeting(self._processes.everyone), training_autocast(self._model, self._autocast):
                 batch = forward_inputs(self._model, *inputs)
-            own = count_pass(self._model, batch, self._in_force.setting.config)
+            own = count_pass(self._model, batch, self._in_force.setting.config, self._autocast)
         self._processes.everyone.agree(attempt.error)
         assert own is not None
-        parts, tokens = zip(*self._processes.everyone.gather([own.parts(), tokens_of(batch)], "FLOPs"), strict=True)
-        counted = CountedPass.sum_of(parts)
+        every = self._processes.everyone.gather([own.entries(), tokens_of(batch)], "FLOPs")
+        entries, tokens = zip(*every, strict=True)
+        counted = CountedPass(itertools.chain(*entries))
         if not counted.coverage.flops:
             raise RuntimeError("the forward pass showed no matrix product with a weight; expected those of the layers.")
         return counted, None if None in tokens else sum(tokens)
@@ -175,7 +188,15 @@ class CoverageCheck:
     def _say(self, found: Coverage) -> None:
         if found.share < LITTLE:
             self._log.warning(
-                "snip-hf: the plan decides on less than half of the model's matmul FLOPs. FP4 shares are of that part "
-                "alone; the rest stays in high precision: %s.",
+                "snip-hf: the plan decides on less than %.0f%% of the model's matmul FLOPs. FP4 shares are of that part"
+                " alone; the rest stays in high precision: %s.",
+                100 * LITTLE,
                 found.describe(),
             )
+
+
+def _autocast_of(accelerator: Any) -> torch.dtype | None:
+    """Returns the dtype of the autocast that Accelerate wraps a model's forward in; None: in none."""
+    if not getattr(accelerator, "native_amp", False):
+        return None
+    return torch.float16 if accelerator.mixed_precision == "fp16" else torch.bfloat16

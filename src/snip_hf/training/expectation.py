@@ -105,6 +105,14 @@ def tokens_of(batch: Mapping[str, Any]) -> int | None:
     return int(found.numel()) if isinstance(found, Tensor) else None
 
 
+def compiled_by(accelerator: Any) -> str | None:
+    """Returns how an Accelerator, or its state, compiles the models that it prepares; None: not at all."""
+    plugin = getattr(getattr(accelerator, "state", accelerator), "dynamo_plugin", None)
+    if plugin is None or plugin.backend.value == "NO":
+        return None
+    return BY_REGIONS if plugin.use_regional_compilation else AS_A_WHOLE
+
+
 def how_compiled(model: nn.Module) -> str | None:
     """Returns how torch.compile runs a model, as far as its modules tell; None: not at all."""
     if any(_is_compiled(module) for name, module in model.named_modules() if name):

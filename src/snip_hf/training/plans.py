@@ -25,14 +25,13 @@ from ..records.event_writer import EventWriter
 from ..records.events import RefreshBegun, Start
 from ..records.versions import installed_versions
 from ..registry import UnknownName
-from .checks import check_sizes
 
 _EXPECTED_PLAN = "Expected a plan that a run wrote (OUTPUT_DIR/snip/plan.json) or `PrecisionPlan.save`."
 
 
 def fitting(plan: PrecisionPlan, flops: Work) -> PrecisionPlan:
     """Returns a plan from a file with the model's own FLOPs; raises KeyError or ValueError if it is for another one."""
-    check_sizes(plan, flops)
+    plan.check_sizes(flops)
     return plan.with_flops(flops)
 
 
@@ -88,6 +87,8 @@ def solved_plan(setting: Setting, model_name: str, step: int, result: SolverResu
 
 def describe_plan(plan: PrecisionPlan) -> str:
     """Returns a plan's FP4 shares, and its speed where that is known, as the log shows them."""
+    if not plan.is_share_known:
+        return "FP4 share not known, since no micro-batch was counted, and experts do not see every token"
     stages = ", ".join(f"{share:.1%}" for share in plan.stage_fp4_fractions)
     text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (per stage: {stages})"
     forward = forward_shares(plan)

@@ -52,7 +52,7 @@ class SwappedLayers:
         self._config = config
         self._processes = processes
         self._kernels = kernels
-        self._keeps_weights = False
+        self._keeps_weights = self._is_owned = False
         self.figures: dict[str, float] = {}
         """What the kernels counted up to the last `say_findings`."""
         self._mark = RunMark(self.lend)
@@ -82,6 +82,7 @@ class SwappedLayers:
         """Name -> layer."""
         use_backend(self.present, self._kernels, self._processes.data, mixed_precision, self._config, log)
         self._states = PackedStates(self.present)
+        self._is_owned = True
 
     def retake(self, log: logging.Logger) -> None:
         """Takes the layers back after another run has trained them."""
@@ -157,7 +158,12 @@ class SwappedLayers:
             log.log(logging.WARNING if warns else logging.INFO, "snip-hf: backend %s: %s", self._kernels.name, text)
 
     def release(self) -> None:
-        """Gives up the layers, and what the kernels keep."""
+        """Gives the layers up: they compute plainly, and the kernels keep nothing of them."""
         self.lend()
+        if not self._is_owned:  # they may have formats by now that the user asked for
+            return
+        self._is_owned = False
         self._kernels.release(self._run_by_kernels)
         remove_gates(self._model)
+        for layer in self.present.values():
+            layer.compute_plainly()

@@ -62,4 +62,4 @@ def fault(name: str, device: torch.device) -> str | None:
         RuntimeError: the trial has left the device unusable, so that emulation would not run there either.
     """
     format = FORMATS[name]
-    return fault_of(name, device, lambda: other_bytes(format, device), lambda: errors(format, device))
+    return fault_of(__name__, format, device, lambda: other_bytes(format, device), lambda: errors(format, device))

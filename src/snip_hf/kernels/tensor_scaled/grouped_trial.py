@@ -34,8 +34,9 @@ def fault(device: torch.device) -> str | None:
         return f"torch's grouped FP8 products need compute capability {needed}, the GPU has {own}"
     # One format that folds, and one with an FP32 scale: the first of each.
     for is_kind in (fold_of, has_one_scale):
-        name = next(format.name for format in FORMATS.values() if is_kind(format))
-        found = fault_of(f"{name}, grouped", device, partial(other_bytes, name, device), partial(errors, name, device))
+        format = next(filter(is_kind, FORMATS.values()))
+        arguments = format.name, device
+        found = fault_of(__name__, format, device, partial(other_bytes, *arguments), partial(errors, *arguments))
         if found is not None:
             return found
     return None

@@ -48,4 +48,4 @@ def _agree(given: Operands, gemm: str, operand: str, contracts: int, device: tor
 def fault(name: str, device: torch.device) -> str | None:
     """Returns what is wrong with a format's GEMMs on a device, None if nothing is. Takes some seconds, once."""
     format = FORMATS[name]
-    return fault_of(name, device, lambda: other_bytes(format, device), lambda: errors(format, device))
+    return fault_of(__name__, format, device, lambda: other_bytes(format, device), lambda: errors(format, device))

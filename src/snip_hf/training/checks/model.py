@@ -1,4 +1,4 @@
-"""Refusals of a model, and of a plan for it: what the probe cannot run through, and layers of other sizes."""
+"""Refusals of a model: what the probe cannot run through."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...costs.flops import Work
 from ...layers.state import snip_linears
 from ...optimizers.parts import groups_of
 from ...parallel.sharding import is_fully_sharded, is_sharded
-from ...planning.plan import PrecisionPlan
 from ...text import WITHOUT_PROBE
 
 
@@ -72,19 +70,3 @@ def check_parts(parts: Iterable[nn.Module]) -> None:
                     f"The pipeline's parameter {name!r} is {parameter.dtype}; the probe runs its passes in FP32 and "
                     f"needs stages with FP32 weights, without autocast. Use these, or {WITHOUT_PROBE}."
                 )
-
-
-def check_sizes(plan: PrecisionPlan, flops: Work) -> None:
-    """Refuses a plan for layers of other sizes.
-
-    Raises:
-        ValueError: names the layer and both sizes.
-    """
-    for layer, row in flops.items():
-        planned = plan.flops.get(layer, row)
-        if planned["forward"] != row["forward"]:
-            raise ValueError(
-                f"The plan is for a layer {layer!r} of {planned['forward']:g} FLOPs per token, the model's has "
-                f"{row['forward']:g}. Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
-                "to compare."
-            )

@@ -119,6 +119,19 @@ def test_a_checkpoint_that_is_asked_for_after_training_has_the_state_of_its_end(
     assert_same_end(run(tmp_path, resume=tmp_path / "checkpoint-3"), full)
 
 
+def test_a_checkpoint_that_is_asked_for_after_an_interrupt_has_the_state_of_the_last_whole_step(
+    full: Run, tmp_path: Path
+) -> None:
+    def interrupt(trainer: Trainer) -> None:
+        raise KeyboardInterrupt
+
+    snip, interrupting = SnipCallback(CONFIG), At("on_step_begin", 3, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, snip, interrupting)
+    save(interrupting.trainer)
+    assert_same_end(run(tmp_path, resume=tmp_path / "checkpoint-3"), full)
+
+
 class Moving(Trainer):
     """Keeps one checkpoint, in a folder of its own."""
 

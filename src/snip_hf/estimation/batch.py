@@ -29,8 +29,19 @@ LABELS = "labels"
 """The input of Hugging Face models that has the labels."""
 # The label of tokens that have no part in the loss, in torch and Hugging Face models.
 _NO_LABEL = -100
-LOSS_OF_LOOP = "say how it is computed (compute_loss=...)"
-"""What to do in a loop of one's own where the model does not return the loss."""
+
+
+class Labels(NamedTuple):
+    """What a training loop says of its labels."""
+
+    names: Sequence[str] = ()
+    """Inputs that may have them if `labels` is none."""
+    advice: str = "say how it is computed (compute_loss=...)"
+    """What to do where the model does not return the loss."""
+
+
+LABELS_OF_LOOP = Labels()
+"""Those of a loop of one's own."""
 
 
 class BatchCounts(NamedTuple):
@@ -62,8 +73,7 @@ class Batch:
         kwargs: Mapping[str, Any],
         objective: Objective | None = None,
         seen: int = 0,
-        advice: str = LOSS_OF_LOOP,
-        label_names: Sequence[str] = (),
+        labels: Labels = LABELS_OF_LOOP,
     ) -> Batch:
         """Keeps references to the inputs, not copies.
 
@@ -71,25 +81,24 @@ class Batch:
 
         Args:
             kwargs, objective, seen: as the fields.
-            advice: what to do where the model does not return the loss, for the message of the error.
-            label_names: inputs that may have the labels if `labels` is none.
+            labels: of the training loop.
 
         Raises:
             ValueError: there are no labels, so that the model gives no loss; or no token ids, so that nothing is known
                 of what another loss takes.
         """
-        label_name = label_name_of(kwargs, label_names)
+        label_name = label_name_of(kwargs, labels.names)
         if objective is not None and kwargs.get(label_name) is None and not token_ids(kwargs):
             raise ValueError(
                 f"The batch has no token ids (its keys are {', '.join(kwargs) or 'none'}). Expected `input_ids`, or "
                 f"names that end in it, (sequences, tokens). Name them so, or use {WITHOUT_PROBE}."
             )
         if objective is None and kwargs.get(label_name) is None:
-            expected = " or ".join(f"`{name}`" for name in dict.fromkeys((LABELS, *label_names)))
+            expected = " or ".join(f"`{name}`" for name in dict.fromkeys((LABELS, *labels.names)))
             raise ValueError(
                 f"The batch has no labels (its keys are {', '.join(kwargs) or 'none'}), so the model gives no loss to "
-                f"probe. Expected a causal LM batch with {expected}. If the model does not return the loss, {advice}, "
-                f"or use {WITHOUT_PROBE}."
+                f"probe. Expected a causal LM batch with {expected}. If the model does not return the loss, "
+                f"{labels.advice}, or use {WITHOUT_PROBE}."
             )
         kept = {key: value for key, value in kwargs.items() if objective or key != "num_items_in_batch"}
         return cls(kept, RandomState.now(), objective=objective, seen=seen, label_name=label_name)

@@ -34,7 +34,7 @@ from .reference import AS_POLICY, Reference, check_reference, find_reference, gi
 from .state_files import StateFiles, load_state, output_folder
 from .trackers import Trackers
 from .trainer_guard import end_step, watch_losses
-from .trainer_loss import LOSS_OF_TRAINER, LossSeam, Wrapped, computes_loss, find_trainer
+from .trainer_loss import LossSeam, Wrapped, computes_loss, find_trainer, labels_of
 
 logger = logging.getLogger(__name__)
 
@@ -147,8 +147,7 @@ class SnipCallback(TrainerCallback):
         self._mark = RunMark(self._end_restored)
         self._mark.held = self  # also once the Trainer is told to forget this callback
         self._mark.put_on(model)
-        label_names = () if trainer is None else trainer.label_names
-        self._passes = TrainingPasses(outer, self.controller, self._mark, LOSS_OF_TRAINER, label_names)
+        self._passes = TrainingPasses(outer, self.controller, self._mark, labels_of(trainer))
         _spare_communication(model, self.config, args)
         self._connect(trainer)
         self._figures.open(trainer, self, None if output_dir is None else self._folder)

@@ -21,17 +21,16 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerState
 
-from ..estimation.batch import label_name_of, labelled_tokens
+from ..estimation.batch import Labels, label_name_of, labelled_tokens
 from ..estimation.objective import Objective, token_ids
 from ..python_state import binding_kept
 from ..training.counted_passes import TrainingPasses
 from .reference import Reference
 
-LOSS_OF_TRAINER = (
+_ADVICE = (
     "compute it in an override of the Trainer's compute_loss, or by compute_loss_func, and have training_step call "
     "compute_loss (if it does, from an input of another name, say TrainingArguments(label_names=[NAME]))"
 )
-"""What a Trainer's user can do where the model does not return the loss (`estimation.batch.Batch.of`)."""
 _NAME = "compute_loss"
 _COUNT = "num_items_in_batch"
 
@@ -64,6 +63,10 @@ def find_trainer(state: TrainerState) -> Trainer | None:
     """Returns the Trainer of `find_call`."""
     call = find_call(state)
     return None if call is None else call.trainer
+
+
+def labels_of(trainer: Trainer | None) -> Labels:
+    return Labels(() if trainer is None else trainer.label_names, _ADVICE)
 
 
 def computes_loss(trainer: Trainer) -> bool:

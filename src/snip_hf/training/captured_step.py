@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..estimation.batch import LOSS_OF_LOOP, Batch, BatchCounts
+from ..estimation.batch import LABELS_OF_LOOP, Batch, BatchCounts, Labels
 from ..estimation.objective import Objective, copied
 from ..layers.layer import SnipLayer
 from ..numerics.random_state import RandomState
@@ -43,9 +43,7 @@ class TrainingPass:
     seen: int = 0
     """Tokens that the model has seen, where that was counted."""
     counted: bool = False
-    advice: str = LOSS_OF_LOOP
-    """As `Batch.of` takes it, and so what follows."""
-    label_names: Sequence[str] = ()
+    labels: Labels = LABELS_OF_LOOP
     autocast: torch.dtype | None = field(default_factory=_autocast)
     """Of the autocast that was on when it began; None: none was."""
 
@@ -61,7 +59,7 @@ class TrainingPass:
 
     def to_probe(self) -> Batch:
         """Returns the micro-batch as the probe runs it; raises ValueError if it cannot be probed."""
-        return Batch.of(self.batch, self.objective, self.seen, self.advice, self.label_names)
+        return Batch.of(self.batch, self.objective, self.seen, self.labels)
 
 
 class StepWatch:

@@ -11,14 +11,14 @@ then make one micro-batch, which counts when a gradient reaches the loss.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..estimation.batch import LOSS_OF_LOOP
+from ..estimation.batch import LABELS_OF_LOOP, Labels
 from ..estimation.objective import Objective
 from ..layers.run_hooks import RunHook, RunMark
 from ..text import WITHOUT_PROBE
@@ -33,17 +33,11 @@ class TrainingPasses:
         outer: the model as the loop calls it, perhaps wrapped.
         controller: of the model inside.
         mark: gets the hooks.
-        advice: what the loop's user can do where the model does not return the loss, as `Batch.of` takes it.
-        label_names: inputs that may have the labels if `labels` is none.
+        labels: of the loop.
     """
 
     def __init__(
-        self,
-        outer: nn.Module,
-        controller: SnipController,
-        mark: RunMark,
-        advice: str = LOSS_OF_LOOP,
-        label_names: Sequence[str] = (),
+        self, outer: nn.Module, controller: SnipController, mark: RunMark, labels: Labels = LABELS_OF_LOOP
     ) -> None:
         self.is_open = False
         """Whether the loop is between the beginning of a step and its optimizer step; passes elsewhere never count."""
@@ -53,7 +47,7 @@ class TrainingPasses:
         """Whether training follows the gradient of the loss that the model returns, or of one that `begin_loss` told
         of; known when a step ends."""
         self._controller = controller
-        self._advice, self._label_names = advice, label_names
+        self._labels = labels
         self._names = _positional_names(controller.model)
         self._offered: TrainingPass | None = None
         self._in_loss: TrainingPass | None = None
@@ -83,7 +77,7 @@ class TrainingPasses:
         if not self.is_open or self.is_suspended or not torch.is_grad_enabled():
             return None
         self._in_loss = self._controller.offer(inputs, objective)
-        self._in_loss.label_names = self._label_names
+        self._in_loss.labels = self._labels
         return self._in_loss
 
     def end_loss(self, one: TrainingPass | None, loss: Any) -> None:
@@ -100,7 +94,7 @@ class TrainingPasses:
             self._controller.keep_weights()
         elif self._in_loss is None:
             self._offered = self._controller.offer(self._by_name(args) | kwargs)
-            self._offered.advice, self._offered.label_names = self._advice, self._label_names
+            self._offered.labels = self._labels
         else:
             self._controller.keep_weights(everything=False)
             self._in_loss.seen += _tokens(dict(zip(self._names, args, strict=False)) | kwargs)

@@ -16,8 +16,10 @@ import torch.distributed as dist
 from devices import NCCL, join
 from loops import CONFIG, Loop, plan_of
 from tiny_runs import SCHEDULE, train
+from transformers import TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig
+from snip_hf.integrations.trainer_loss import find_trainer
 
 STEPS = 8
 # Refreshes at steps 2 and 6, applied after steps 4 and 8: in the middle of one, and between two.
@@ -58,16 +60,26 @@ def resumed(
     return run.load(saved / f"checkpoint-{step}", how).run(STEPS).close()
 
 
+class SavesEarly(TrainerCallback):
+    """Has a checkpoint saved at the end of a step before SNIP's callback, which ends it on all ranks then."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = find_trainer(state)
+        if trainer is not None and state.global_step == 4:
+            trainer._save_checkpoint(trainer.model, trial=None)
+
+
 def trainers(folder: Path) -> dict[str, Any]:
     """Trains under the Trainer; then the second rank sees another file system, without a `snip_state.json`."""
     config, saving = (
         SnipConfig(**SCHEDULE, estimate_memory=0.5),
-        {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "gradient_accumulation_steps": 2},
+        {"save_strategy": "steps", "save_steps": 6, "max_steps": 6, "gradient_accumulation_steps": 2},
     )
-    whole = train(folder / "shared", config, **saving)
+    first = SnipCallback(config, keep_formats=True)
+    whole = train(folder / "shared", callback=first, trainer={"callbacks": [SavesEarly(), first]}, **saving)
     dist.barrier()
     own = folder / f"rank{_rank()}"
-    here = shutil.copytree(folder / "shared" / "checkpoint-3", own / "checkpoint-3")
+    here = shutil.copytree(folder / "shared" / "checkpoint-4", own / "checkpoint-4")
     if _rank() == 0:
         shutil.copytree(folder / "shared" / "snip", own / "snip")
     else:
@@ -76,7 +88,11 @@ def trainers(folder: Path) -> dict[str, Any]:
     again = train(own, callback=callback, resume=here, **saving)
     assert callback.controller is not None and whole.callback is not None and whole.callback.controller is not None
     return {
-        "losses": [[line for line in run.trainer.state.log_history if "loss" in line] for run in (whole, again)],
+        # Step 4 is logged after the checkpoint was saved, whose run so lacks it.
+        "losses": [
+            [line for line in run.trainer.state.log_history if "loss" in line and line["step"] != 4]
+            for run in (whole, again)
+        ],
         "plans": [plan_of(run.callback.controller) for run in (whole, again)],
         "weights": [
             {name: tensor.clone() for name, tensor in run.model.state_dict().items()} for run in (whole, again)

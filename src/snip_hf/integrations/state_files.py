@@ -114,9 +114,9 @@ class StateFiles:
         if not isinstance(self._resume, bool):
             return Path(self._resume)
         call = find_call(state)
-        if call is None or call.resumes_from is None:
-            return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-        return Path(call.resumes_from)
+        if call is not None and isinstance(call.resumes_from, str | os.PathLike):
+            return Path(call.resumes_from)
+        return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"  # in a `train` of the user's own
 
     def _find_state(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """Returns the file to resume from, None to start a new plan; says which in the log."""

@@ -166,7 +166,7 @@ class SnipCallback(TrainerCallback):
         self._reference = find_reference(trainer, self._reference_option, self.config, self.controller)
         self._losses = watch_losses(trainer, self.controller)
         if trainer is not None:
-            self._files.follow(trainer, self.controller, self.on_step_end)
+            self._files.follow(trainer, self.controller, functools.partial(SnipCallback.on_step_end, self))
         if trainer is not None and self.controller.needs_probe and computes_loss(trainer):
             self._seam = LossSeam(trainer, self._passes, self._reference)
 

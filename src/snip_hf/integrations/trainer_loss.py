@@ -40,7 +40,7 @@ class Call:
     """A call of `Trainer.train` that is under way."""
 
     trainer: Trainer
-    resumes_from: str | None
+    resumes_from: Any
     """The checkpoint's folder; None for a run that begins anew."""
     trial: Any
     """The trial of a hyperparameter search; None outside of one."""

@@ -71,8 +71,6 @@ class Refresher:
         """The refresh whose plan is not applied yet."""
         self.prices: Prices = {}
         """What is remembered of earlier refreshes (`SnipConfig.estimate_memory`)."""
-        self.after_plan: Callable[[PendingRefresh, int], None] | None = None
-        """Called when a plan is in force, with its refresh and the step after which it is."""
         self._in_force = in_force
         self._probe = probe
         self._events = events
@@ -181,7 +179,7 @@ class Refresher:
         process = self._start_solver(program)
         self.prices = prices
         self._probe.source.expect_gradients()
-        self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, ranked, table.noise, process)
+        self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, ranked, process)
 
     def _say_no_update(self, step: int) -> None:
         if self._why_untrained():  # as the log has it since the start
@@ -229,5 +227,3 @@ class Refresher:
             applied.layers_changed,
             *(pending.begun.seconds[part] for part in ("probe", "solver", "waited")),
         )
-        if self.after_plan is not None:
-            self.after_plan(pending, step)

@@ -797,7 +797,9 @@ def test_the_defaults_are_those_of_the_contract() -> None:
 
 
 def test_a_removed_field_says_what_to_use() -> None:
-    with pytest.raises(TypeError, match="^SnipConfig has no field 'guard_noise' any more; layers are raised by guard="):
+    with pytest.raises(
+        TypeError, match=r"^SnipConfig has no field 'guard_noise' any more; layers are raised by guard="
+    ):
         SnipConfig(guard_noise=2.0)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="^SnipConfig has no field 'guard_failures' any more; a callback can go back"):
+    with pytest.raises(ValueError, match=r"^SnipConfig has no field 'guard_failures' any more; a callback can go back"):
         SnipConfig.from_dict({"guard_failures": 3})

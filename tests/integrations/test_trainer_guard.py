@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import SCHEDULE, Run, differing, model_with_dropout, one_thread, train, weights
+from tiny_runs import SCHEDULE, Run, arguments, data, differing, model_with_dropout, one_thread, train, weights
 from torch import nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
-from snip_hf import SnipConfig
+from snip_hf import SnipCallback, SnipConfig
 from snip_hf.integrations.trainer_guard import watch_losses
 from snip_hf.layers.state import snip_linears
 from snip_hf.records.history import read_history
@@ -125,3 +125,20 @@ def test_a_trainer_that_cannot_be_found_is_told(caplog: pytest.LogCaptureFixture
     assert caplog.messages == [
         "snip-hf: the guard cannot find the Trainer, and watches the gradients alone, not the loss."
     ]
+
+
+def test_the_callback_in_the_docs_goes_back_to_the_last_good_checkpoint(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text(encoding="utf-8")
+    code = page.partition("## Rolling back")[2].partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {"TrainerCallback": TrainerCallback, "SnipCallback": SnipCallback}
+    exec(code, names)
+    saving: dict[str, Any] = LOW | {"save_strategy": "steps", "save_steps": 2, "max_steps": 12}
+    found = []
+    for factors, resume in (({5: float("nan"), 6: float("nan")}, None), ({}, str(tmp_path / "checkpoint-4"))):
+        model, snip = model_with_dropout(), SnipCallback(config(policy="uniform-fp4"))
+        back = names["RollBack"](snip, most=2)
+        callbacks = [snip, back, Provoke(model, factors)]
+        trainer = Trainer(model, arguments(tmp_path, **saving), train_dataset=data(), callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resume)
+        found.append((back.stopped, back.checkpoint, trainer.state.global_step))
+    assert found == [(True, str(tmp_path / "checkpoint-4"), 6), (False, str(tmp_path / "checkpoint-12"), 12)]

@@ -168,7 +168,7 @@ class SavedState:
             KeyError: the plan is for another model.
         """
         mine = config.to_dict()
-        different = [name for name in differences(config, self.config) if name not in (*TARGETS, *GUARD)]
+        different = [name for name in differences(config, self.config) if name not in (*TARGETS, *GUARD, "solver")]
         # What earlier versions left alone, such as experts, has to be named in order to go on without it.
         is_same_choice = _CHOICE.issuperset(different) and self.plan.assignment.keys() == flops.keys()
         if different and not is_same_choice:

@@ -803,3 +803,21 @@ def test_a_removed_field_says_what_to_use() -> None:
         SnipConfig(guard_noise=2.0)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match=r"^SnipConfig has no field 'guard_failures' any more; a callback can go back"):
         SnipConfig.from_dict({"guard_failures": 3})
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (None, {}),
+        ({"guard": False}, {"guard": "off"}),
+        ({"solver_gap": "1e-3"}, {"solver_gap": 1e-3}),
+        *(({"refresh_every": text}, {"refresh_every": None}) for text in (None, "none", "None", "null", "~")),
+    ],
+)
+def test_what_yaml_reads_otherwise_is_taken_as_meant(values: Any, expected: dict[str, Any]) -> None:
+    assert SnipConfig.from_dict(values) == SnipConfig(**expected)
+
+
+def test_a_preset_without_a_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^Unknown preset None; expected one of"):
+        SnipConfig.preset(None)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from .field_names import REMOVED, FieldNames, current_names
 from .field_ranges import check_least, check_ranges
 from .field_values import (
     FOUND,
+    as_meant,
     as_names,
     as_plain,
     as_ties,
@@ -359,18 +360,22 @@ class SnipConfig(FieldNames):
         Raises:
             ValueError: an unknown name, or as the constructor.
         """
-        if name not in _PRESETS:
-            raise ValueError(f"Unknown preset {name!r}{choices(_PRESETS, did_you_mean(name, _PRESETS))}")
+        if not isinstance(name, str) or name not in _PRESETS:
+            raise ValueError(f"Unknown preset {name!r}{choices(_PRESETS, did_you_mean(str(name), _PRESETS))}")
         return cls(**(_PRESETS[name] | changes))
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> SnipConfig:
+    def from_dict(cls, values: Mapping[str, Any] | None) -> SnipConfig:
         """Builds a config from plain YAML or JSON data (lists stand for tuples); takes old names of fields too.
+
+        YAML reads `off` as false, `1e-3` and `none` as text, and an empty document as None: they are taken as meant.
 
         Raises:
             ValueError: a key that is not a field, or a field under both its names.
         """
-        values = current_names(values)
+        if not isinstance(values, Mapping | None):
+            raise TypeError(f"SnipConfig.from_dict got a {type(values).__name__}; expected fields and their values.")
+        values = current_names(values or {})
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = [key for key in values if key not in known]
         if unknown and unknown[0] in REMOVED:
@@ -378,7 +383,7 @@ class SnipConfig(FieldNames):
         if unknown:
             guess = did_you_mean(unknown[0], known)
             raise ValueError(f"Unknown SnipConfig field {unknown[0]!r}{choices(known, guess, 'docs/config.md')}")
-        return cls(**values)
+        return cls(**{name: as_meant(value, cls.field_types[name]) for name, value in values.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data that `from_dict` and `json` take."""

@@ -29,7 +29,7 @@ def check_type(name: str, value: object, annotation: str, advice: str = "") -> N
         raise TypeError(f"{name}={value!r} has type {type(value).__name__}; expected {annotation}.{advice}")
 
 
-def as_meant(value: object, annotation: str) -> object:
+def as_meant(value: Any, annotation: str) -> Any:
     """Returns what a value of YAML means in a field: None, "off" or a number that YAML does not read as such."""
     if value is False and annotation == "Guard":
         return "off"

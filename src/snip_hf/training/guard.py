@@ -126,7 +126,7 @@ class Guard:
                 self._schedule.postponed = max(until + 1, first)
         self._tell(alarm, RAISED if changes else NOTED, changes)
 
-    def _tell(self, alarm: Alarm, action: str, changes: Mapping[str, tuple[str, str]]) -> None:
+    def _tell(self, alarm: Alarm, action: str, changes: Mapping[str, Any]) -> None:
         """Writes the event and the line of the log."""
         plan = self._in_force.plan
         forward = forward_shares(plan)

@@ -33,7 +33,7 @@ from .model_card import Training
 from .reference import AS_POLICY, Reference, check_reference, find_reference, give_back
 from .state_files import StateFiles, load_state
 from .trackers import Trackers
-from .trainer_guard import StepLosses, end_step, watch_losses
+from .trainer_guard import StepLosses, watch_losses
 from .trainer_loss import LOSS_OF_TRAINER, LossSeam, computes_loss, find_trainer
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class SnipCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._is_restored:
             return
-        end_step(self._running(), args, state)
+        self._running().after_step(state.global_step)
         if self._reference is not None:
             self._reference.follow()
         self._figures.flush(args, state, control)

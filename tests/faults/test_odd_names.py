@@ -135,9 +135,9 @@ def test_a_module_of_any_name_is_planned_saved_and_resumed(
             controller.before_optimizer_step(step)
             optimizer.step()
             optimizer.zero_grad()
+            controller.after_step(step)
             if step == 3 and state is None:
                 states.append(controller.state_dict())
-            controller.after_step(step)
         assert controller.plan.provenance.step == 2, (tmp_path / "snip" / "history.jsonl").read_text()
         states.append(controller.plan.assignment)
         controller.close()

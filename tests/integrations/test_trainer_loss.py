@@ -19,7 +19,7 @@ from small import tiny_llama
 from tiny_runs import SCHEDULE, data, one_thread, train
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import Trainer
+from transformers import LlamaForCausalLM, Trainer, default_data_collator
 
 from snip_hf import SnipCallback, SnipConfig
 from snip_hf.integrations.trainer_loss import find_trainer, terms_of
@@ -256,8 +256,8 @@ class InComputeLoss(Popped):
 NO_LABELS = (
     "The batch has no labels (its keys are input_ids), so the model gives no loss to probe. Expected a causal LM batch "
     "with `labels`. If the model does not return the loss, compute it in an override of the Trainer's compute_loss, or "
-    "by compute_loss_func, and have training_step call compute_loss, or use a policy that needs no probe, such as "
-    "policy='layer-position'."
+    "by compute_loss_func, and have training_step call compute_loss (if it does, from an input of another name, say "
+    "TrainingArguments(label_names=[NAME])), or use a policy that needs no probe, such as policy='layer-position'."
 )
 
 
@@ -273,6 +273,45 @@ def test_what_it_is_told_helps_and_is_told_of_a_later_step_too(tmp_path: Path) -
     later = train(tmp_path / "later", CONFIG, trainer_class=PoppedLater, **SHORT)
     assert [line["status"] for line in (*advised.refreshes, *later.refreshes)] == ["applied", "kept"]
     assert later.refreshes[0]["reason"] == f"ValueError: {NO_LABELS}"
+
+
+class Labelled(LlamaForCausalLM):
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        return super().forward(input_ids, labels=labels)
+
+
+class Targeted(LlamaForCausalLM):
+    def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> Any:
+        return super().forward(input_ids, labels=targets)
+
+
+def of_class(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
+    model = tiny_llama(hidden=32)
+    model.__class__ = kind
+    return model
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, slow(Inherited)])
+def test_labels_of_another_name_are_probed_and_counted_as_labels_are(
+    trainer_class: type[Trainer], tmp_path: Path
+) -> None:
+    """Also in a part of the micro-batch."""
+    config, rows = SnipConfig(**SCHEDULE, probe_batch_tokens=128), data(24, 80)
+    options: dict[str, Any] = {"trainer_class": trainer_class, **SHORT}
+    named = train(tmp_path / "labels", config, model=of_class(Labelled), trainer={"train_dataset": rows}, **options)
+    renamed = [{"input_ids": row["input_ids"], "targets": row["labels"]} for row in rows]
+    of_data = {"train_dataset": renamed, "data_collator": default_data_collator}
+    options |= {"label_names": ["targets"]}
+    found = train(tmp_path / "targets", config, model=of_class(Targeted), trainer=of_data, **options)
+    assert probed(tmp_path / "targets") == probed(tmp_path / "labels")
+    assert found.losses == named.losses
+    assert found.callback.controller.plan.tokens == named.callback.controller.plan.tokens
+
+
+def test_labels_of_a_name_that_nobody_tells_are_refused_with_what_to_say(tmp_path: Path) -> None:
+    rows = [{"input_ids": row["input_ids"], "targets": row["labels"]} for row in data(4)]
+    with pytest.raises(ValueError, match=r"its keys are input_ids, targets.*TrainingArguments\(label_names=\[NAME\]\)"):
+        train(tmp_path, CONFIG, model=of_class(Targeted), trainer={"train_dataset": rows}, **SHORT)
 
 
 def test_the_trainer_is_found_by_its_state_from_within_its_training_loop(tmp_path: Path) -> None:

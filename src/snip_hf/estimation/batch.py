@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ _BY_SEQUENCE = {
     "token_type_ids": (2,),
     "inputs_embeds": (3,),
 }
+LABELS = "labels"
+"""The input of Hugging Face models that has the labels."""
 # The label of tokens that have no part in the loss, in torch and Hugging Face models.
 _NO_LABEL = -100
 LOSS_OF_LOOP = "say how it is computed (compute_loss=...)"
@@ -51,10 +53,17 @@ class Batch:
     """The loss; None: the one that the model returns."""
     seen: int = 0
     """Tokens that the model saw of it in training; 0: not known."""
+    label_name: str = LABELS
+    """The input that has the labels, if there are any."""
 
     @classmethod
     def of(
-        cls, kwargs: Mapping[str, Any], objective: Objective | None = None, seen: int = 0, advice: str = LOSS_OF_LOOP
+        cls,
+        kwargs: Mapping[str, Any],
+        objective: Objective | None = None,
+        seen: int = 0,
+        advice: str = LOSS_OF_LOOP,
+        label_names: Sequence[str] = (),
     ) -> Batch:
         """Keeps references to the inputs, not copies.
 
@@ -63,24 +72,27 @@ class Batch:
         Args:
             kwargs, objective, seen: as the fields.
             advice: what to do where the model does not return the loss, for the message of the error.
+            label_names: inputs that may have the labels if `labels` is none.
 
         Raises:
             ValueError: there are no labels, so that the model gives no loss; or no token ids, so that nothing is known
                 of what another loss takes.
         """
-        if objective is not None and kwargs.get("labels") is None and not token_ids(kwargs):
+        label_name = label_name_of(kwargs, label_names)
+        if objective is not None and kwargs.get(label_name) is None and not token_ids(kwargs):
             raise ValueError(
                 f"The batch has no token ids (its keys are {', '.join(kwargs) or 'none'}). Expected `input_ids`, or "
                 f"names that end in it, (sequences, tokens). Name them so, or use {WITHOUT_PROBE}."
             )
-        if objective is None and kwargs.get("labels") is None:
+        if objective is None and kwargs.get(label_name) is None:
+            expected = " or ".join(f"`{name}`" for name in dict.fromkeys((LABELS, *label_names)))
             raise ValueError(
                 f"The batch has no labels (its keys are {', '.join(kwargs) or 'none'}), so the model gives no loss to "
-                f"probe. Expected a causal LM batch with `labels`. If the model does not return the loss, {advice}, or "
-                f"use {WITHOUT_PROBE}."
+                f"probe. Expected a causal LM batch with {expected}. If the model does not return the loss, {advice}, "
+                f"or use {WITHOUT_PROBE}."
             )
         kept = {key: value for key, value in kwargs.items() if objective or key != "num_items_in_batch"}
-        return cls(kept, RandomState.now(), objective=objective, seen=seen)
+        return cls(kept, RandomState.now(), objective=objective, seen=seen, label_name=label_name)
 
     def part(self, tokens: int | None) -> Batch:
         """Returns some sequences, as many as hold at most so many tokens but at least one; None: all of them.
@@ -93,12 +105,17 @@ class Batch:
         """
         if tokens is None or self.tokens <= tokens or self._sequences == 1:
             return self
-        labels = self.kwargs.get("labels")
+        labels = self._labels
         if labels is None or not (self.objective is None or self.objective.can_be_cut):
             reason = "its loss may not be a mean over sequences"
             logger.info("snip-hf: the probe takes the whole micro-batch of %d tokens: %s.", self.tokens, reason)
             return self
-        packed = [name for name, value in self.kwargs.items() if not _is_by_sequence(name, value, labels.shape[0])]
+        kinds = {self.label_name: LABELS}
+        packed = [
+            name
+            for name, value in self.kwargs.items()
+            if not _is_by_sequence(kinds.get(name, name), value, labels.shape[0])
+        ]
         count = max(1, tokens * labels.shape[0] // self.tokens)
         rows = torch.arange(count) * labels.shape[0] // count
         chosen = labels[rows.to(labels.device)]
@@ -126,7 +143,7 @@ class Batch:
     @property
     def tokens(self) -> int:
         """Number of tokens; of a classifier, which has one label per sequence, those of its inputs."""
-        labels, inputs = self.kwargs.get("labels"), self.kwargs.get("input_ids")
+        labels, inputs = self._labels, self.kwargs.get("input_ids")
         if labels is None:
             return self.seen or sum(int(ids.numel()) for ids in token_ids(self.kwargs))
         return int((inputs if is_of_sequences(labels) and isinstance(inputs, Tensor) else labels).numel())
@@ -137,20 +154,24 @@ class Batch:
 
         Of any other loss the value says nothing (it may be 0, or negative), and its rise is not taken relative to it.
         """
-        return self.kwargs.get("labels") is not None and (self.objective is None or self.objective.terms is None)
+        return self._labels is not None and (self.objective is None or self.objective.terms is None)
 
     @property
     def labelled(self) -> int:
         """Number of terms over which the loss is a mean: of tokens with a label, but for other losses (`Objective`)."""
         if self.objective is not None and self.objective.terms is not None:
             return self.objective.terms(self.kwargs)
-        if self.kwargs.get("labels") is None:
+        if self._labels is None:
             return self._sequences
-        return labelled_tokens(self.kwargs)
+        return labelled_tokens(self.kwargs, self.label_name)
+
+    @property
+    def _labels(self) -> Any:
+        return self.kwargs.get(self.label_name)
 
     @property
     def _sequences(self) -> int:
-        labels = self.kwargs.get("labels")
+        labels = self._labels
         return int((token_ids(self.kwargs)[0] if labels is None else labels).shape[0])
 
 
@@ -159,7 +180,12 @@ def is_of_sequences(labels: Tensor) -> bool:
     return labels.dim() == 1 or labels.is_floating_point()
 
 
-def labelled_tokens(kwargs: Mapping[str, Any]) -> int:
+def label_name_of(kwargs: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Returns the name of the input that has the labels: the first of `labels` and these that there is."""
+    return next((name for name in (LABELS, *names) if kwargs.get(name) is not None), LABELS)
+
+
+def labelled_tokens(kwargs: Mapping[str, Any], label_name: str = LABELS) -> int:
     """Returns the number of tokens with a label.
 
     A causal LM shifts its labels, so that the first one of a sequence does not count, unless the batch has them shifted
@@ -169,7 +195,7 @@ def labelled_tokens(kwargs: Mapping[str, Any]) -> int:
     shifted = kwargs.get("shift_labels")
     if shifted is not None:
         return int((shifted != _NO_LABEL).sum())
-    labels = kwargs["labels"]
+    labels = kwargs[label_name]
     if labels.is_floating_point():
         return int(labels.shape[0])
     every = int((labels != _NO_LABEL).sum())

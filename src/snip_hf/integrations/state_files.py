@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import Trainer, TrainerState, TrainingArguments
 
 from ..json_io import read_json, remove_temporaries, write_json_atomic
 from ..records.checkpoints import STATE_NAME
 from ..text import printable
 from ..training.controller import SnipController
+from .trainer_loss import Wrapped, find_call
 
 logger = logging.getLogger(__name__)
-
-# In trainer_state.json: tells a checkpoint trained with SNIP, and its run, wherever it is moved.
-_MARK = "snip-hf"
 
 
 class StateFiles:
@@ -28,92 +25,98 @@ class StateFiles:
 
     Args:
         resume: as `SnipCallback` takes it.
+        callback: name of the callback's class, under which trainer_state.json says that a checkpoint was trained with
+            it. The entry is empty, so that `restore_callback_states_from_checkpoint` knows it and restores nothing.
     """
 
-    def __init__(self, resume: bool | str | os.PathLike[str]) -> None:
+    def __init__(self, resume: bool | str | os.PathLike[str], callback: str) -> None:
         self._resume = resume
-        self._run = ""
+        self._callback = callback
+        self._saving: Wrapped | None = None
+        self._controller: SnipController | None = None
+        self._last: dict[str, Any] | Exception | None = None
+        """The state with which training ended, for checkpoints that are asked for later, or why there is none."""
 
-    def begin(self, state: TrainerState, is_resumed: bool) -> None:
-        """Marks the checkpoints of the run from here on as trained with SNIP."""
-        if not is_resumed:
-            self.end(state)
-        self._run = _marks(state).setdefault(_MARK, {"run": uuid.uuid4().hex})["run"]
-
-    def end(self, state: TrainerState) -> None:
-        """Marks them as trained without."""
-        _marks(state).pop(_MARK, None)
-
-    def write(
-        self, args: TrainingArguments, state: TrainerState, controller: SnipController, weights: str | None
-    ) -> None:
-        """Writes the state of this step into its checkpoint, if there is one.
+    def follow(self, trainer: Trainer, controller: SnipController, end_step: Callable[..., None]) -> None:
+        """Puts the state into every checkpoint that the Trainer saves in this run, whoever asks for it, until `close`.
 
         Args:
-            args: the Trainer's.
-            state: as above.
-            controller: the run's.
-            weights: fingerprint of the weights that the checkpoint may hold, besides those of now.
+            trainer: is about to train.
+            controller: of the run.
+            end_step: ends the controller's step, if that is due: a callback before SNIP's may save at its end.
         """
-        folder = _checkpoint(args, state)
-        if folder.is_dir():
-            try:
-                remove_temporaries(folder, STATE_NAME)
-                # Ties the state to the weights next to it.
-                found = dict.fromkeys([weights, controller.weights_fingerprint()])
-                own = {"run": self._run, "weights": [one for one in found if one is not None]}
-                write_json_atomic(folder / STATE_NAME, controller.state_dict() | own)
-            except (OSError, ValueError) as error:  # ValueError: larger than what a resumed run would read
-                logger.warning(
-                    "snip-hf: could not write %s; resuming there will fail: %s",
-                    printable(folder / STATE_NAME, 1000),
-                    printable(error, 1000),
-                )
+        self._controller = controller
+        self._saving = Wrapped(trainer, "save_model", partial(self._save, trainer, trainer.state, end_step))
+
+    def keep_last(self) -> None:
+        """To be called when training ends, also by an error, before the controller is closed."""
+        try:
+            self._last = None if self._controller is None else self._controller.state_dict()
+        except Exception as error:  # in the middle of a step, or of a device that failed
+            self._last = error
+
+    def close(self) -> None:
+        """Leaves the Trainer."""
+        if self._saving is not None:
+            self._saving.close()
+        self._saving = self._controller = self._last = None
+
+    def unmark(self, state: TrainerState) -> None:
+        """Lets later checkpoints be ones that were trained without SNIP."""
+        _marks(state).pop(self._callback, None)
+
+    def _save(
+        self,
+        trainer: Trainer,
+        state: TrainerState,
+        end_step: Callable[..., None],
+        inner: Callable[..., None],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        folder = _checkpoint(*args, **kwargs) if trainer.state is state else None
+        if folder is not None and self._last is None:
+            end_step(trainer.args, state, trainer.control)  # on all ranks
+        inner(*args, **kwargs)
+        if folder is not None and self._controller is not None and state.is_world_process_zero:
+            self._write(folder, state, self._controller)
+
+    def _write(self, folder: Path, state: TrainerState, controller: SnipController) -> None:
+        """Writes the state into a checkpoint's folder, and the mark into the Trainer's, which is saved next."""
+        _marks(state)[self._callback] = []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_temporaries(folder, STATE_NAME)
+            # Ties the state to the weights next to it.
+            if isinstance(self._last, Exception):
+                raise ValueError(str(self._last))
+            weights = {"weights": controller.weights_fingerprint()}
+            write_json_atomic(folder / STATE_NAME, (self._last or controller.state_dict()) | weights)
+        except (OSError, ValueError) as error:  # ValueError: in mid-step, or larger than what a resumed run would read
+            logger.warning(
+                "snip-hf: could not write %s; resuming there will fail: %s",
+                printable(folder / STATE_NAME, 1000),
+                printable(error, 1000),
+            )
 
     def read(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
         """Returns the path and the content of the file to resume from, None to start a new plan."""
         path = self._find_state(args, state)
         if path is None:
             return None
-        run = self._marked_run(args, state)
         try:
-            saved = read_json(path)
-            if run is not None and isinstance(saved, dict) and saved.get("run", run) != run:
-                raise ValueError(
-                    "it belongs to another run than the weights. Name the folder of the checkpoint in "
-                    "SnipCallback(resume=FOLDER), or say SnipCallback(resume=False) to start a new plan."
-                )
+            return {"path": str(path), "state": read_json(path)}
         except ValueError as error:
             raise cannot_resume(path, error) from error
-        return {"path": str(path), "state": saved}
 
-    def _marked_run(self, args: TrainingArguments, state: TrainerState) -> str | None:
-        """Returns the run that the checkpoint's trainer_state.json names, None if it names none.
-
-        Raises:
-            ValueError: the mark is damaged.
-        """
-        if _MARK not in _marks(state):
-            return None
-        mark = _marks(state)[_MARK]
-        run = mark.get("run") if isinstance(mark, dict) else None
-        if not isinstance(run, str):
-            folder = self._folders(args, state)[0]
-            raise ValueError(
-                f"{folder / TRAINER_STATE_NAME}: stateful_callbacks[{_MARK!r}] is {str(mark)[:80]!r}, expected "
-                "{'run': NAME}: the file is damaged. Restore it from another copy of the checkpoint, or say "
-                "SnipCallback(resume=False) to start a new plan."
-            )
-        return run
-
-    def _folders(self, args: TrainingArguments, state: TrainerState) -> list[Path]:
-        """Returns the folders that may be the checkpoint's, in the order in which they are looked into."""
+    def _folder(self, args: TrainingArguments, state: TrainerState) -> Path:
+        """Returns the folder to resume from."""
         if not isinstance(self._resume, bool):
-            return [Path(self._resume)]
-        folders = [_checkpoint(args, state)]
-        if isinstance(args.resume_from_checkpoint, str) and os.path.isdir(args.resume_from_checkpoint):
-            folders.insert(0, Path(args.resume_from_checkpoint))
-        return folders
+            return Path(self._resume)
+        call = find_call(state)
+        if call is None or call.resumes_from is None:
+            return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        return Path(call.resumes_from)
 
     def _find_state(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """Returns the file to resume from, None to start a new plan; says which in the log."""
@@ -124,18 +127,16 @@ class StateFiles:
             )
         if state.global_step == 0 or self._resume is False:
             return None
-        self._marked_run(args, state)
-        folders = self._folders(args, state)
-        found = [folder / STATE_NAME for folder in folders if (folder / STATE_NAME).is_file()]
-        if found:
-            logger.info("snip-hf: resuming from %s.", printable(found[0], 1000))
-            return found[0]
+        folder = self._folder(args, state)
+        if (folder / STATE_NAME).is_file():
+            logger.info("snip-hf: resuming from %s.", printable(folder / STATE_NAME, 1000))
+            return folder / STATE_NAME
         if self._resume is not True:
             raise ValueError(f"There is no {STATE_NAME} in {self._resume}, which SnipCallback(resume=...) names.")
-        if _MARK in _marks(state):
+        if self._callback in _marks(state):
             raise ValueError(
                 f"The checkpoint of step {state.global_step} was trained with SNIP, but there is no {STATE_NAME} in "
-                f"{', '.join(map(str, folders))}. Name its folder in SnipCallback(resume=FOLDER), or say "
+                f"{folder}. Name the folder of a copy in SnipCallback(resume=FOLDER), or say "
                 "SnipCallback(resume=False) to start a new plan."
             )
         logger.warning(
@@ -144,7 +145,7 @@ class StateFiles:
             "SnipCallback(resume=...).",
             state.global_step,
             STATE_NAME,
-            printable(", ".join(map(str, folders)), 1000),
+            printable(folder, 1000),
         )
         return None
 
@@ -170,5 +171,12 @@ def _marks(state: TrainerState) -> dict[str, Any]:
     return cast("dict[str, Any]", state.stateful_callbacks)
 
 
-def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+def _checkpoint(output_dir: str | None = None, _internal_call: bool = False, *rest: Any, **more: Any) -> Path | None:
+    """Returns the folder of the checkpoint that a call of `Trainer.save_model` begins; None if it begins none."""
+    return Path(output_dir) if _internal_call and output_dir is not None else None
+
+
+def output_folder(args: TrainingArguments, state: TrainerState) -> str:
+    """Returns the folder of a run: OUTPUT, or in a hyperparameter search the trial's folder in it."""
+    call = find_call(state)
+    return str(args.output_dir if call is None else call.trainer._get_output_dir(call.trial))

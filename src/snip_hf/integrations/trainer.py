@@ -31,10 +31,10 @@ from .hub import prepare_push, tag_model, training_of, write_section
 from .messages import follow_transformers
 from .model_card import Training
 from .reference import AS_POLICY, Reference, check_reference, find_reference, give_back
-from .state_files import StateFiles, load_state
+from .state_files import StateFiles, load_state, output_folder
 from .trackers import Trackers
-from .trainer_guard import StepLosses, watch_losses
-from .trainer_loss import LOSS_OF_TRAINER, LossSeam, computes_loss, find_trainer
+from .trainer_guard import watch_losses
+from .trainer_loss import LOSS_OF_TRAINER, LossSeam, Wrapped, computes_loss, find_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ class SnipCallback(TrainerCallback):
 
     Args:
         config: what the user asks for; the defaults if None.
-        resume: True looks for the state in OUTPUT/checkpoint-STEP of the step that the Trainer resumes at; a path names
-            a checkpoint folder elsewhere; False starts a new plan even if there is a state.
+        resume: True looks for the state in the checkpoint that the Trainer resumes from; a path names another folder;
+            False starts a new plan even if there is a state.
         solving: as `SnipController` takes it.
         trackers: told of each event of the run, as `SnipController.add_tracker` says.
         reference: the arithmetic of the Trainer's reference model (`trainer.ref_model` of TRL's trainers): "policy",
@@ -75,7 +75,7 @@ class SnipCallback(TrainerCallback):
         self._reference_option = reference
         self._reference: Reference | None = None
         self._keeps_formats = keep_formats
-        self._files = StateFiles(resume)
+        self._files = StateFiles(resume, type(self).__name__)
         self._solving = solving
         self._trackers = list(trackers)
         for tracker in self._trackers:
@@ -83,11 +83,10 @@ class SnipCallback(TrainerCallback):
         self._mark = RunMark()
         self._passes: TrainingPasses | None = None
         self._seam: LossSeam | None = None
-        self._losses: StepLosses | None = None
+        self._losses: Wrapped | None = None
         self._outer_run: SnipCallback | None = None
         """That of the run inside which this one runs on the same model."""
         self._figures = Trackers()
-        self._weights: str | None = None
         self._folder: str | None = None
         """The run's output folder, by its real path, where it is written to."""
         self._is_restored = False
@@ -123,7 +122,7 @@ class SnipCallback(TrainerCallback):
         """Starts the controller of a run, and continues from its checkpoint."""
         model = unwrap(outer)
         self._state, self._is_restored, self._figures = state, False, Trackers()
-        output_dir = args.output_dir if state.is_world_process_zero else None
+        output_dir = output_folder(args, state) if state.is_world_process_zero else None
         self._folder = None if output_dir is None else os.path.realpath(output_dir)
         if output_dir is not None and _writes_to(self._folder, self._outer_run):
             logger.warning(
@@ -148,7 +147,8 @@ class SnipCallback(TrainerCallback):
         self._mark = RunMark(self._end_restored)
         self._mark.held = self  # also once the Trainer is told to forget this callback
         self._mark.put_on(model)
-        self._passes = TrainingPasses(outer, self.controller, self._mark, LOSS_OF_TRAINER)
+        label_names = () if trainer is None else trainer.label_names
+        self._passes = TrainingPasses(outer, self.controller, self._mark, LOSS_OF_TRAINER, label_names)
         _spare_communication(model, self.config, args)
         self._connect(trainer)
         self._figures.open(trainer, self, None if output_dir is None else self._folder)
@@ -160,13 +160,14 @@ class SnipCallback(TrainerCallback):
             load_state(self.controller, saved, state)
         if self._reference is not None:
             self._reference.follow()
-        self._files.begin(state, is_resumed=saved is not None)
 
     def _connect(self, trainer: Trainer | None) -> None:
         """Sees to the Trainer's own loss, and to its reference model."""
         assert self.controller is not None and self._passes is not None
         self._reference = find_reference(trainer, self._reference_option, self.config, self.controller)
         self._losses = watch_losses(trainer, self.controller)
+        if trainer is not None:
+            self._files.follow(trainer, self.controller, self.on_step_end)
         if trainer is not None and self.controller.needs_probe and computes_loss(trainer):
             self._seam = LossSeam(trainer, self._passes, self._reference)
 
@@ -196,25 +197,18 @@ class SnipCallback(TrainerCallback):
         controller.before_optimizer_step(state.global_step + 1)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._is_restored:
+        # A checkpoint that another callback asked for has ended the step.
+        if self._is_restored or self._running().step == state.global_step:
             return
         self._running().after_step(state.global_step)
         if self._reference is not None:
             self._reference.follow()
         self._figures.flush(args, state, control)
-        # Callbacks may exchange weights around saving, before or after this one; the checkpoint gets those of now, or
-        # those that are found when it is there.
-        self._weights = self._running().weights_fingerprint() if control.should_save else None
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._save_state(args, state)
 
     def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero:
-            if self._is_training():  # A push of a checkpoint begins before on_save.
-                self._save_state(args, state)
             output_dir = Path(str(args.output_dir))
             prepare_push(output_dir, unwrap(kwargs["model"]), self._for_card(self._running(), output_dir))
 
@@ -250,7 +244,8 @@ class SnipCallback(TrainerCallback):
         controller, outer_run, reference = self._running(), self._outer_run, self._reference
         kept = snip_linears(controller.model).values() if self._keeps_formats else ()
         in_force = {layer: layer.formats for layer in kept}
-        self._release()
+        self._files.keep_last()
+        self._stop()
         if outer_run is not None:  # which goes on in the layers and formats of its own
             outer_run._go_on()
         elif self._keeps_formats:
@@ -311,13 +306,13 @@ class SnipCallback(TrainerCallback):
         if self.controller is not None and not self._is_restored:
             self._figures.add(state, kwargs.get("logs"), self.controller.plan, self.controller.coverage)
 
-    def _save_state(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Writes the state into the checkpoint of this step, if there is one."""
-        if self.controller is not None and state.is_world_process_zero and not self._is_restored:
-            self._files.write(args, state, self.controller, self._weights)
-
     def _release(self) -> None:
-        """Stops the controller of a run that has ended, if there is one."""
+        """Leaves a run that has ended, if there is one: its controller and its Trainer."""
+        self._stop()
+        self._files.close()
+
+    def _stop(self) -> None:
+        """Stops the controller; checkpoints that are asked for later still get its last state."""
         self._figures.close()
         for seam in (self._seam, self._losses):
             if seam is not None:
@@ -333,8 +328,7 @@ class SnipCallback(TrainerCallback):
         self._release()
         if self._is_restored:
             assert self._state is not None
-            # A checkpoint from here on is one of training without SNIP.
-            self._files.end(self._state)
+            self._files.unmark(self._state)
             logger.warning("snip-hf: the model was restored in mid-run; training goes on without SNIP.")
 
     def _running(self) -> SnipController:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerState
 
-from ..estimation.batch import labelled_tokens
+from ..estimation.batch import label_name_of, labelled_tokens
 from ..estimation.objective import Objective, token_ids
 from ..python_state import binding_kept
 from ..training.counted_passes import TrainingPasses
@@ -28,29 +29,70 @@ from .reference import Reference
 
 LOSS_OF_TRAINER = (
     "compute it in an override of the Trainer's compute_loss, or by compute_loss_func, and have training_step call "
-    "compute_loss"
+    "compute_loss (if it does, from an input of another name, say TrainingArguments(label_names=[NAME]))"
 )
 """What a Trainer's user can do where the model does not return the loss (`estimation.batch.Batch.of`)."""
 _NAME = "compute_loss"
 _COUNT = "num_items_in_batch"
 
 
-def find_trainer(state: TrainerState) -> Trainer | None:
-    """Returns the Trainer whose training loop has this state, further up this thread's stack.
+@dataclass(frozen=True)
+class Call:
+    """A call of `Trainer.train` that is under way."""
+
+    trainer: Trainer
+    resumes_from: str | None
+    """The checkpoint's folder; None for a run that begins anew."""
+    trial: Any
+    """The trial of a hyperparameter search; None outside of one."""
+
+
+def find_call(state: TrainerState) -> Call | None:
+    """Returns the call whose training loop has this state, further up this thread's stack.
 
     Trainers do not give themselves to their callbacks.
     """
     for frame, _ in traceback.walk_stack(None):
-        trainer = frame.f_locals.get("self") if frame.f_code.co_name == "train" else None
+        found = frame.f_locals if frame.f_code.co_name == "train" else {}
+        trainer = found.get("self")
         if isinstance(trainer, Trainer) and trainer.state is state:
-            return trainer
+            return Call(trainer, found.get("resume_from_checkpoint"), found.get("trial"))
     return None
+
+
+def find_trainer(state: TrainerState) -> Trainer | None:
+    """Returns the Trainer of `find_call`."""
+    call = find_call(state)
+    return None if call is None else call.trainer
 
 
 def computes_loss(trainer: Trainer) -> bool:
     """Returns True if a Trainer trains on another loss than the one that the model returns."""
     is_own = type(trainer).compute_loss is not Trainer.compute_loss or _NAME in vars(trainer)
     return is_own or trainer.label_smoother is not None or trainer.compute_loss_func is not None
+
+
+class Wrapped:
+    """A function around a method of a Trainer, until `close`.
+
+    Args:
+        trainer: has the method.
+        name: of the method.
+        around: is called with the Trainer's own method and what that is called with.
+    """
+
+    def __init__(self, trainer: Trainer, name: str, around: Callable[..., Any]) -> None:
+        self._attributes, self._name = vars(trainer), name
+        self._before = self._attributes.get(name)
+        self.inner: Callable[..., Any] = getattr(trainer, name)
+        self._put = self._attributes[name] = partial(around, self.inner)
+
+    def close(self) -> None:
+        """Gives the Trainer its own method back."""
+        if self._attributes.get(self._name) is self._put:
+            del self._attributes[self._name]
+            if self._before is not None:
+                self._attributes[self._name] = self._before
 
 
 class LossSeam:
@@ -66,31 +108,25 @@ class LossSeam:
         self._trainer = trainer
         self._passes = passes
         self._reference = reference
-        self._inner: Callable[..., Any] = trainer.compute_loss
-        self._before = vars(trainer).get(_NAME)
         self._count: Any = None
         """Of the step's items, as training gave it; None: the loss does not take one."""
         kind = getattr(type(trainer), _NAME)
         # A loss of Trainer's own and TRL's of tokens are means over tokens, whatever sequences they are in.
         can_be_cut = _NAME not in vars(trainer) and (kind is Trainer.compute_loss or _is_of_trl(kind, "SFTTrainer"))
         self._objective = Objective(self._compute, terms_of(trainer), can_be_cut)
-        self._put = partial(_seen, self)
-        vars(trainer)[_NAME] = self._put
+        self._wrapped = Wrapped(trainer, _NAME, self._call)
 
     def close(self) -> None:
         """Gives the Trainer its own function back."""
-        if vars(self._trainer).get(_NAME) is self._put:
-            del vars(self._trainer)[_NAME]
-            if self._before is not None:
-                vars(self._trainer)[_NAME] = self._before
+        self._wrapped.close()
 
-    def call(self, model: nn.Module, inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, inner: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes the loss of training."""
         self._count = kwargs.get(_COUNT)
         one = self._passes.begin_loss(inputs, self._objective) if isinstance(inputs, Mapping) else None
         loss = None
         try:
-            found = self._inner(model, inputs, *args, **kwargs)
+            found = inner(model, inputs, *args, **kwargs)
             loss = found[0] if isinstance(found, tuple) else found  # with return_outputs=True
             return found
         finally:
@@ -98,21 +134,19 @@ class LossSeam:
 
     def _compute(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Computes the mean loss of a micro-batch, or of a part of one, for the probe."""
-        trainer, labels, factor = self._trainer, inputs.get("labels"), 1
+        trainer, factor = self._trainer, 1
+        name = label_name_of(inputs, trainer.label_names)
+        labels = inputs.get(name)
         count = {} if self._count is None else {_COUNT: self._count}
         if count and labels is not None:
             # As in the Trainer's evaluation. The loss is multiplied by the number of processes where all of them count.
             ranks = trainer.args.world_size if trainer.args.average_tokens_across_devices else 1
-            count[_COUNT] = torch.tensor(labelled_tokens(inputs) * ranks, device=labels.device)
+            count[_COUNT] = torch.tensor(labelled_tokens(inputs, name) * ranks, device=labels.device)
         elif count or _is_scaled_for_step(trainer):
             factor = trainer.current_gradient_accumulation_steps
         with _undisturbed(trainer), nullcontext() if self._reference is None else self._reference.unquantized():
-            loss: Tensor = self._inner(model, inputs, **count)
+            loss: Tensor = self._wrapped.inner(model, inputs, **count)
         return loss * factor
-
-
-def _seen(seam: LossSeam, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    return seam.call(model, inputs, args, kwargs)
 
 
 def _is_scaled_for_step(trainer: Trainer) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,7 +44,8 @@ class TrainingPass:
     """Tokens that the model has seen, where that was counted."""
     counted: bool = False
     advice: str = LOSS_OF_LOOP
-    """As `Batch.of` takes it."""
+    """As `Batch.of` takes it, and so what follows."""
+    label_names: Sequence[str] = ()
     autocast: torch.dtype | None = field(default_factory=_autocast)
     """Of the autocast that was on when it began; None: none was."""
 
@@ -56,7 +57,11 @@ class TrainingPass:
         """Raises ValueError if the probe cannot run the micro-batch."""
         if self.objective is not None and in_pipeline:
             raise ValueError("Pipeline.run computes the loss of a pipeline, and not compute_loss. Leave it out.")
-        Batch.of(self.batch, self.objective, advice=self.advice)
+        self.to_probe()
+
+    def to_probe(self) -> Batch:
+        """Returns the micro-batch as the probe runs it; raises ValueError if it cannot be probed."""
+        return Batch.of(self.batch, self.objective, self.seen, self.advice, self.label_names)
 
 
 class StepWatch:
@@ -87,7 +92,7 @@ class StepWatch:
     def take(self, first: TrainingPass) -> None:
         """Takes the step's first micro-batch. One that cannot be probed raises when `batch` is asked for."""
         try:
-            complete = Batch.of(first.batch, first.objective, first.seen, first.advice)
+            complete = first.to_probe()
             if first.random_state is not None:
                 complete = replace(complete, random_state=first.random_state)
             self._batch = complete.part(self._probe_tokens)

@@ -81,8 +81,8 @@ class SavedState:
     last_probe: int | None
     ranking: dict[str, float]
     """Of the probe that the plan was made from; empty without such a probe, or if nothing is checked."""
-    weights: tuple[str, ...] = ()
-    """Fingerprints of the weights that it was saved with, one of which must be theirs; none: not known."""
+    weights: str | None = None
+    """Fingerprint of the weights that it was saved with; None: not known."""
     kernels: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name of a backend -> what its passes depend on (`Backend.state_dict`)."""
     postponed: int | None = None
@@ -113,7 +113,7 @@ class SavedState:
                 pending=None if pending is None else PendingRefresh.of(pending),
                 last_probe=None if last_probe is None else int(last_probe),
                 ranking=_read_ranking(state["ranking"]),
-                weights=_read_fingerprints(state.get("weights")),
+                weights=None if state.get("weights") is None else str(state["weights"]),
                 counted=_read_counted(state),
                 kernels={str(name): dict(entry) for name, entry in dict(state.get("kernels", {})).items()},
                 postponed=None if postponed is None else int(postponed),
@@ -184,7 +184,7 @@ class SavedState:
                 "same checkpoint folder."
             )
         fitted = replace(self, plan=fitting(self.plan, flops))
-        if weights is not None and self.weights and weights not in self.weights:
+        if None not in (weights, self.weights) and weights != self.weights:
             raise ValueError(
                 "The SNIP state was saved with other weights than those that were loaded: the two are of different "
                 "runs, or one of them was exchanged. Name the folder of the weights in SnipCallback(resume=FOLDER), or "
@@ -222,12 +222,6 @@ def agreed_state(
     assert saved is not None
     check_plans(saved.plan, everyone)
     return saved
-
-
-def _read_fingerprints(saved: Any) -> tuple[str, ...]:
-    if not isinstance(saved, list | None) or not all(isinstance(one, str) for one in saved or ()):
-        raise ValueError("weights is no list of digests")
-    return tuple(saved or ())
 
 
 def _read_counted(state: Mapping[str, Any]) -> CountedState | None:

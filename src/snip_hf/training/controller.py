@@ -327,7 +327,17 @@ class SnipController:
         self._layers.share_inputs(self._in_force.setting, _replica)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""
+        """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh.
+
+        Raises:
+            ValueError: an optimizer step is under way, so that the state would be neither of this step nor of the next.
+        """
+        if self._calls.is_begun:
+            raise ValueError(
+                f"The state was asked for in the middle of optimizer step {self.step + 1}: its gradients are taken and "
+                "it has not ended. Save before before_optimizer_step or after after_step (under a Trainer in "
+                "on_step_begin, on_step_end or on_save)."
+            )
         return self._resuming.state(self.config, self.step, self._guard)
 
     def load_state_dict(self, state: Mapping[str, Any], at_step: int | None = None, weights: str | None = None) -> None:
@@ -336,8 +346,8 @@ class SnipController:
         The target may be another one than the state's: estimates stay, and the next step refreshes.
 
         Args:
-            state: what `state_dict` returned, also through JSON; with the entry "weights", a list of
-                `weights_fingerprint` of those that it may have been saved with.
+            state: what `state_dict` returned, also through JSON; with the entry "weights", the
+                `weights_fingerprint` of those that it was saved with.
             at_step: the optimizer steps that the weights have done; the state must be of the same. None: not checked.
             weights: the `weights_fingerprint` of the model; the state must be of the same. None: not checked.
 

@@ -11,7 +11,7 @@ then make one micro-batch, which counts when a gradient reaches the loss.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,9 +34,17 @@ class TrainingPasses:
         controller: of the model inside.
         mark: gets the hooks.
         advice: what the loop's user can do where the model does not return the loss, as `Batch.of` takes it.
+        label_names: inputs that may have the labels if `labels` is none.
     """
 
-    def __init__(self, outer: nn.Module, controller: SnipController, mark: RunMark, advice: str = LOSS_OF_LOOP) -> None:
+    def __init__(
+        self,
+        outer: nn.Module,
+        controller: SnipController,
+        mark: RunMark,
+        advice: str = LOSS_OF_LOOP,
+        label_names: Sequence[str] = (),
+    ) -> None:
         self.is_open = False
         """Whether the loop is between the beginning of a step and its optimizer step; passes elsewhere never count."""
         self.is_suspended = False
@@ -45,7 +53,7 @@ class TrainingPasses:
         """Whether training follows the gradient of the loss that the model returns, or of one that `begin_loss` told
         of; known when a step ends."""
         self._controller = controller
-        self._advice = advice
+        self._advice, self._label_names = advice, label_names
         self._names = _positional_names(controller.model)
         self._offered: TrainingPass | None = None
         self._in_loss: TrainingPass | None = None
@@ -75,6 +83,7 @@ class TrainingPasses:
         if not self.is_open or self.is_suspended or not torch.is_grad_enabled():
             return None
         self._in_loss = self._controller.offer(inputs, objective)
+        self._in_loss.label_names = self._label_names
         return self._in_loss
 
     def end_loss(self, one: TrainingPass | None, loss: Any) -> None:
@@ -91,7 +100,7 @@ class TrainingPasses:
             self._controller.keep_weights()
         elif self._in_loss is None:
             self._offered = self._controller.offer(self._by_name(args) | kwargs)
-            self._offered.advice = self._advice
+            self._offered.advice, self._offered.label_names = self._advice, self._label_names
         else:
             self._controller.keep_weights(everything=False)
             self._in_loss.seen += _tokens(dict(zip(self._names, args, strict=False)) | kwargs)

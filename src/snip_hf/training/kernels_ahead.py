@@ -117,7 +117,7 @@ class KernelsAhead:
     def foreseen(self, first: TrainingPass) -> Foreseen:
         """Returns the first step and probe as this micro-batch lets them be foreseen."""
         probe, config = self._probe, self._config
-        whole = Batch.of(first.batch, first.objective, first.seen, first.advice)
+        whole = first.to_probe()
         batch = whole.part(probe.batch_tokens)
         is_trained = probe.source.trains()
         layers = [_layer(layer, is_trained(layer.weight)) for layer in probe.layers.present.values()]

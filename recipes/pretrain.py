@@ -32,7 +32,6 @@ from snip_hf.config import DoesNotFit
 from snip_hf.extras import needed_by
 from snip_hf.policies.registry import aims_at_share
 from snip_hf.schedule_checks import shares_text
-from snip_hf.training.guard import TrainingDiverged
 
 with needed_by("recipes/pretrain.py"):
     import datasets
@@ -44,7 +43,6 @@ with needed_by("recipes/pretrain.py"):
 
     from snip_hf.reporting.run_report import run_report
 
-WAYS_BACK = 3  # from the checkpoint at which the guard has training go on
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -123,23 +121,11 @@ def prepare_data(
         return tokenizer, *pack(*documents, tokenizer, recipe.data)
 
 
-def train(trainer: Trainer, checkpoint: str | bool | None) -> None:
-    """Trains, and goes back as often as `WAYS_BACK` where the guard stops it (`guard: roll-back`)."""
-    for left in reversed(range(1 + WAYS_BACK)):
-        try:
-            trainer.train(resume_from_checkpoint=checkpoint)
-            return
-        except TrainingDiverged as error:
-            if left == 0 or error.checkpoint is None:
-                raise
-            checkpoint = error.checkpoint
-
-
 def train_and_save(trainer: Trainer) -> dict[str, float]:
     """Trains, writes model, tokenizer and trainer_state.json, and returns the seconds it took, wall clock and CPU."""
     wall, cpu = time.perf_counter(), time.process_time()
     # Empty (None, False) starts anew; true finds the last checkpoint in the output folder.
-    train(trainer, trainer.args.resume_from_checkpoint or None)
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint or None)
     seconds = {"train": time.perf_counter() - wall, "train_cpu": time.process_time() - cpu}
     if trainer.is_fsdp_enabled:  # Checkpoints may be shards; what is left at the end is for from_pretrained.
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")

@@ -53,8 +53,6 @@ OTHER: dict[str, Any] = {
     "guard_spike": 8,
     "guard_window": 64,
     "guard_patience": 20,
-    "guard_failures": 2,
-    "guard_noise": 1.75,
     "probes": 2,
     "probe_tokens": None,
     "probe_batch_tokens": None,
@@ -208,21 +206,25 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         )
         for value in (-0.1, 1, 1.5, float("nan"), float("inf"))
     ),
-    ({"guard": "on"}, "guard='on' is not known; expected one of off, watch, raise, roll-back."),
+    ({"guard": "on"}, "guard='on' is not known; expected one of off, raise."),
+    (
+        {"guard": "watch"},
+        "guard='watch' is no choice any more. Take guard='raise', which also raises formats, or log loss and gradient "
+        "norm yourself.",
+    ),
+    (
+        {"guard": "roll-back"},
+        "guard='roll-back' is no choice any more. Take guard='raise'; a callback can go back to a checkpoint "
+        "(docs/reliability.md, Rolling back).",
+    ),
     *(
         ({name: value}, f"{name}={value!r} is not a finite number above 0.")
-        for name in ("guard_spike", "guard_noise")
+        for name in ("guard_spike",)
         for value in (0, -1.0, float("nan"), float("inf"))
     ),
     ({"guard_window": 7}, "guard_window=7 is too small; expected at least 8."),
     ({"guard_window": 100_001}, "guard_window=100001 is too large; expected at most 100000."),
     ({"guard_patience": 0}, "guard_patience=0 is too small; expected at least 1."),
-    ({"guard_failures": 0}, "guard_failures=0 is too small; expected at least 1."),
-    (
-        {"guard_noise": 1.75, "guard": "watch"},
-        "guard_noise=1.75 raises the formats of layers, but guard='watch'; expected guard='raise' or 'roll-back', or "
-        "guard_noise=None.",
-    ),
     ({"granularity": "block"}, "granularity='block' is not known; expected one of layer, gemm."),
     (
         {"policy": "snap"},
@@ -421,8 +423,6 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("guard_spike", "6", "guard_spike='6' has type str; expected float."),
     ("guard_window", 128.0, "guard_window=128.0 has type float; expected int."),
     ("guard_patience", None, "guard_patience=None has type NoneType; expected int."),
-    ("guard_failures", None, "guard_failures=None has type NoneType; expected int."),
-    ("guard_noise", "sqrt(3)", "guard_noise='sqrt(3)' has type str; expected float | None."),
     (
         "rates",
         {"fp4": 4},
@@ -509,8 +509,6 @@ def test_every_field_survives_to_dict_json_and_from_dict(name: str) -> None:
     needed = {"budget": "measured"} if name.startswith("timing_") else {}
     if name == "target_linear_speedup":
         needed = {"rates": "ideal"}
-    if name == "guard_noise":
-        needed = {"guard": "raise"}
     config = SnipConfig(**{"apply_delay": 1, **needed, name: OTHER[name]})
     assert config != SnipConfig(**needed)
     assert config != SnipConfig()
@@ -777,8 +775,6 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "guard_spike": 6.0,
         "guard_window": 128,
         "guard_patience": 50,
-        "guard_failures": 3,
-        "guard_noise": None,
         "probe_memory_mib": None,
         "loss_estimator": "saliency",
         "objective": "additive",
@@ -798,3 +794,30 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "backend": "auto",
         "seed": 0,
     }
+
+
+def test_a_removed_field_says_what_to_use() -> None:
+    with pytest.raises(
+        TypeError, match=r"^SnipConfig has no field 'guard_noise' any more; layers are raised by guard="
+    ):
+        SnipConfig(guard_noise=2.0)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"^SnipConfig has no field 'guard_failures' any more; a callback can go back"):
+        SnipConfig.from_dict({"guard_failures": 3})
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (None, {}),
+        ({"guard": False}, {"guard": "off"}),
+        ({"solver_gap": "1e-3"}, {"solver_gap": 1e-3}),
+        *(({"refresh_every": text}, {"refresh_every": None}) for text in (None, "none", "None", "null", "~")),
+    ],
+)
+def test_what_yaml_reads_otherwise_is_taken_as_meant(values: Any, expected: dict[str, Any]) -> None:
+    assert SnipConfig.from_dict(values) == SnipConfig(**expected)
+
+
+def test_a_preset_without_a_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^Unknown preset None; expected one of"):
+        SnipConfig.preset(None)  # type: ignore[arg-type]

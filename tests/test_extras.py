@@ -46,7 +46,7 @@ def test_the_table_of_extras_is_that_of_the_installation() -> None:
     for name, extra in EXTRAS.items():
         assert set(extra.packages.values()) <= installed[name], name
         assert installed[name] <= installed["all"] <= installed["dev"], name
-    assert set(installed) - set(EXTRAS) == {"", "all", "dev", "deepspeed", "docs"}
+    assert set(installed) - set(EXTRAS) == {"", "all", "dev", "deepspeed", "docs", "gpu"}
 
 
 def test_the_core_has_what_training_needs_and_no_more() -> None:

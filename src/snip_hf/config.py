@@ -17,10 +17,11 @@ from .budget_checks import (
     refuse_speedup,
 )
 from .field_arguments import takes_arguments
-from .field_names import FieldNames, current_names
+from .field_names import REMOVED, FieldNames, current_names
 from .field_ranges import check_least, check_ranges
 from .field_values import (
     FOUND,
+    as_meant,
     as_names,
     as_plain,
     as_ties,
@@ -49,7 +50,7 @@ Budget = Literal["flops", "measured"]
 Objective = Literal["additive", "horizon", "paper"]
 LossEstimator = Literal["saliency", "token-fisher", "taylor", "norm"]
 Solver = Literal["auto", "cbc", "highs", "greedy"]
-Guard = Literal["off", "watch", "raise", "roll-back"]
+Guard = Literal["off", "raise"]
 _CHOICES = {
     "granularity": Granularity,
     "decides": Decides,
@@ -66,6 +67,11 @@ _ADVICE = {
     "rates": " It is a name: register a table of your own with `snip_hf.costs.rates.register_rates`.",
     "skip_modules": " For example skip_modules=('*.q_proj',), with the comma, or ['*.q_proj'].",
     "include_modules": " For example include_modules=('model.vision_tower.*',), with the comma, or a list.",
+}
+# Values that are no more -> what to use.
+_REMOVED_GUARDS = {
+    "watch": " Take guard='raise', which also raises formats, or log loss and gradient norm yourself.",
+    "roll-back": " Take guard='raise'; a callback can go back to a checkpoint (docs/reliability.md, Rolling back).",
 }
 # What each sets and why: docs/config.md.
 _PRESETS: dict[str, dict[str, Any]] = {
@@ -160,21 +166,16 @@ class SnipConfig(FieldNames):
     # Guard: what happens when training goes wrong (docs/reliability.md)
 
     guard: Guard = "off"
-    """What an alarm does: "off", "watch", "raise", or "roll-back" (ours).
-    "watch" records it. "raise" also gives the layers one format more precise, and asks for a refresh. "roll-back" also
-    stops training after `guard_failures` alarms in a row, to go on from the last good checkpoint."""
+    """What an alarm does: "off" (nothing is watched), or "raise" (ours).
+    "raise" gives the layers concerned one format more precise for `guard_patience` steps, and then a refresh."""
     guard_spike: float = 6.0
     """Standard deviations above the mean of its last healthy steps at which a loss or a gradient norm is a spike.
     The default, and that of `guard_window`, are those of OLMo-core's optimizers that skip steps."""
     guard_window: int = 128
     """Healthy steps that a spike is told from; from half of them on spikes are looked for."""
     guard_patience: int = 50
-    """Steps for which raised formats hold: then the plan is refreshed, and spikes are looked for again."""
-    guard_failures: int = 3
-    """Alarms in a row, less than twice `guard_patience` steps apart, after which "roll-back" stops training."""
-    guard_noise: float | None = None
-    """Least ratio of a gradient's norm to its quantization noise; layers below it are raised. E.g. 3**0.5.
-    None: it is not measured. Below about sqrt(3), quantized training becomes less effective (arXiv:2505.19115)."""
+    """Steps for which raised formats hold: then the plan is refreshed, and spikes are looked for again.
+    Spikes that last as many steps are the new level, which later ones are compared with."""
 
     # Probe: what a refresh measures
 
@@ -255,6 +256,8 @@ class SnipConfig(FieldNames):
                 guess = did_you_mean(getattr(self, name), known)
                 if name == "policy" and self.policy in _PRESETS:
                     guess = f" {self.policy!r} is a preset: SnipConfig.preset({self.policy!r})."
+                if name == "guard" and self.guard in _REMOVED_GUARDS:
+                    raise ValueError(f"guard={self.guard!r} is no choice any more.{_REMOVED_GUARDS[self.guard]}")
                 listing = POLICIES.listing if name == "policy" else None
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known{choices(known, guess, listing)}")
         self._check_granularity()
@@ -357,24 +360,30 @@ class SnipConfig(FieldNames):
         Raises:
             ValueError: an unknown name, or as the constructor.
         """
-        if name not in _PRESETS:
-            raise ValueError(f"Unknown preset {name!r}{choices(_PRESETS, did_you_mean(name, _PRESETS))}")
+        if not isinstance(name, str) or name not in _PRESETS:
+            raise ValueError(f"Unknown preset {name!r}{choices(_PRESETS, did_you_mean(str(name), _PRESETS))}")
         return cls(**(_PRESETS[name] | changes))
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> SnipConfig:
+    def from_dict(cls, values: Mapping[str, Any] | None) -> SnipConfig:
         """Builds a config from plain YAML or JSON data (lists stand for tuples); takes old names of fields too.
+
+        YAML reads `off` as false, `1e-3` and `none` as text, and an empty document as None: they are taken as meant.
 
         Raises:
             ValueError: a key that is not a field, or a field under both its names.
         """
-        values = current_names(values)
+        if not isinstance(values, Mapping | None):
+            raise TypeError(f"SnipConfig.from_dict got a {type(values).__name__}; expected fields and their values.")
+        values = current_names(values or {})
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = [key for key in values if key not in known]
+        if unknown and unknown[0] in REMOVED:
+            raise ValueError(f"SnipConfig has no field {unknown[0]!r} any more; {REMOVED[unknown[0]]}.")
         if unknown:
             guess = did_you_mean(unknown[0], known)
             raise ValueError(f"Unknown SnipConfig field {unknown[0]!r}{choices(known, guess, 'docs/config.md')}")
-        return cls(**values)
+        return cls(**{name: as_meant(value, cls.field_types[name]) for name, value in values.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data that `from_dict` and `json` take."""

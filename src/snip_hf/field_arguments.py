@@ -33,7 +33,7 @@ class _Reader:
 
     def __call__(self, text: str) -> Any:
         text = text.strip()
-        if self.takes_none and text.lower() == "none":
+        if self.takes_none and text.lower() in ("none", "null", "~"):
             return None
         try:
             return self.read(text)

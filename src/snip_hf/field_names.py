@@ -18,6 +18,11 @@ RENAMED = {
     "weight_weight": "weight_divergence_factor",
     "plan": "fixed_plan",
 }
+# Names that no field has any more -> what to use.
+REMOVED = {
+    "guard_noise": "layers are raised by guard='raise' alone",
+    "guard_failures": "a callback can go back to a checkpoint (docs/reliability.md, Rolling back)",
+}
 
 
 def current_names(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,6 +50,8 @@ class FieldNames:
     def __new__(cls, *args: object, **values: object) -> Any:
         fields = cls.__dataclass_fields__
         for name in values:
+            if name in REMOVED:
+                raise TypeError(f"{cls.__name__} has no field {name!r} any more; {REMOVED[name]}.")
             if name in RENAMED:
                 raise TypeError(f"{cls.__name__} has no field {name!r}; it is named {RENAMED[name]!r} now.")
             if name not in fields:

@@ -25,7 +25,6 @@ _AT_LEAST: dict[str, tuple[int, str]] = {
     "expert_groups": (1, "at least 1"),
     "guard_window": (8, "at least 8"),
     "guard_patience": (1, "at least 1"),
-    "guard_failures": (1, "at least 1"),
     "seed": (0, "at least 0"),
 }
 _AT_MOST = {
@@ -82,12 +81,5 @@ def check_ranges(config: Any) -> None:
         )
     for name in ("solver_time_limit", "rank_timeout"):
         check_seconds(name, getattr(config, name), LONGEST_WAIT)
-    for name in ("guard_spike", "guard_noise"):
-        value = getattr(config, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name}={value!r} is not a finite number above 0.")
-    if config.guard_noise is not None and config.guard in ("off", "watch"):
-        raise ValueError(
-            f"guard_noise={config.guard_noise!r} raises the formats of layers, but guard={config.guard!r}; expected "
-            "guard='raise' or 'roll-back', or guard_noise=None."
-        )
+    if not (math.isfinite(config.guard_spike) and config.guard_spike > 0):
+        raise ValueError(f"guard_spike={config.guard_spike!r} is not a finite number above 0.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from typing import Any
@@ -26,6 +27,20 @@ def check_type(name: str, value: object, annotation: str, advice: str = "") -> N
     )
     if not fits:
         raise TypeError(f"{name}={value!r} has type {type(value).__name__}; expected {annotation}.{advice}")
+
+
+def as_meant(value: Any, annotation: str) -> Any:
+    """Returns what a value of YAML means in a field: None, "off" or a number that YAML does not read as such."""
+    if value is False and annotation == "Guard":
+        return "off"
+    if not isinstance(value, str):
+        return value
+    if "None" in annotation and value.strip().lower() in ("none", "null", "~"):
+        return None
+    if "float" in annotation:
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value
 
 
 def check_bits(name: str, value: object) -> None:

@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from snip_hf import PrecisionPlan, SnipConfig, convert_model
 from snip_hf.policies.registry import rule_assignment
 from snip_hf.policies.setting import Setting
-from snip_hf.training.guard import TrainingDiverged
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -639,30 +638,3 @@ def test_benchmarks_without_data_and_hub_are_skipped_with_the_way_out(
     assert "Benchmarks skipped" in shown
     assert "--override eval.data_dir=DIR" in shown
     assert f"python eval/run.py {tmp_path} --tasks arc_easy,arc_challenge,mmlu --data-dir DIR" in shown
-
-
-class Diverging:
-    """A Trainer that the guard stops so often; notes from where it is told to go on."""
-
-    def __init__(self, times: int, checkpoint: str | None) -> None:
-        self.times, self.checkpoint = times, checkpoint
-        self.begun: list[str | bool | None] = []
-
-    def train(self, resume_from_checkpoint: str | bool | None) -> None:
-        self.begun.append(resume_from_checkpoint)
-        if len(self.begun) <= self.times:
-            raise TrainingDiverged("a spike", 9, [4], self.checkpoint)
-
-
-def test_a_run_that_the_guard_stops_goes_on_from_the_checkpoint_that_it_names() -> None:
-    trainer: Any = Diverging(2, "out/checkpoint-4")
-    pretrain.train(trainer, None)
-    assert trainer.begun == [None, "out/checkpoint-4", "out/checkpoint-4"]
-
-
-@pytest.mark.parametrize(("checkpoint", "runs"), [("out/checkpoint-4", 4), (None, 1)])
-def test_it_ends_where_that_does_not_help_or_there_is_none(checkpoint: str | None, runs: int) -> None:
-    trainer: Any = Diverging(9, checkpoint)
-    with pytest.raises(TrainingDiverged):
-        pretrain.train(trainer, True)
-    assert len(trainer.begun) == runs

@@ -19,12 +19,10 @@ from transformers import Trainer, TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig, restore_model
 from snip_hf.layers.state import snip_linears
-from snip_hf.training.guard import TrainingDiverged
 
 EMULATED = {"backend": "emulated"}  # FP32, which no other backend computes in
 OPTIONS: dict[str, Any] = {**SCHEDULE, **EMULATED, "guard_window": 8, "guard_patience": 3, "guard_spike": 20.0}
 RAISING = SnipConfig(guard="raise", **OPTIONS)
-ROLLING = SnipConfig(guard="roll-back", guard_failures=2, policy="uniform-fp4", **OPTIONS)
 
 
 class Provoke(TrainerCallback):
@@ -45,23 +43,16 @@ class Provoke(TrainerCallback):
 
 
 def trained(folder: Path, config: SnipConfig, added: dict[int, float], **changes: Any) -> dict[str, Any]:
-    """Trains under DDP, once more if the guard asks for it."""
+    """Trains under DDP."""
     model = model_with_dropout()
     provoke = Provoke(model, added)
     args = arguments(
         folder, learning_rate=1e-3, max_steps=8, gradient_accumulation_steps=2, use_cpu=not on_gpu(), **changes
     )
     trainer = Trainer(model, args, train_dataset=data(), callbacks=[SnipCallback(config), provoke])
-    stopped = None
-    try:
-        trainer.train()
-    except TrainingDiverged as error:
-        stopped = [error.step, error.good_steps, Path(str(error.checkpoint)).name]
-        first, provoke.formats, provoke.added = provoke.formats, {}, {}
-        trainer.train(resume_from_checkpoint=error.checkpoint)
-        provoke.formats = first | provoke.formats
+    trainer.train()
     weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-    return {"formats": provoke.formats, "stopped": stopped, "weights": weights}
+    return {"formats": provoke.formats, "weights": weights}
 
 
 def norms(folder: Path, wrapper: str) -> list[float]:
@@ -92,9 +83,6 @@ def main() -> None:
     join(sys.argv)
     found = {
         "raised": trained(folder / "raised", RAISING, {6: 1e4}),
-        "rolled back": trained(
-            folder / "rolled", ROLLING, dict.fromkeys((5, 6), float("nan")), save_strategy="steps", save_steps=2
-        ),
         "plain": plain_again(folder),
         "norms": {wrapper: norms(folder, wrapper) for wrapper in ("ddp", "fsdp2")},
     }

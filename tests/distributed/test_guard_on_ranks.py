@@ -44,19 +44,6 @@ def test_formats_are_raised_on_both_ranks_after_the_step_that_one_of_them_saw(
     assert (alarm.step, alarm.figure, alarm.action) == (6, "loss", "raised")
 
 
-def test_both_ranks_stop_at_the_same_step_and_go_on_from_the_same_checkpoint(
-    two: list[dict[str, Any]], folder: Path
-) -> None:
-    one, other = (found["rolled back"] for found in two)
-    assert one["stopped"] == other["stopped"] == [6, [4, 2], "checkpoint-4"]
-    assert one["formats"] == other["formats"]
-    # In FP4 up to the checkpoint, then one format more precise.
-    assert [one["formats"][step] for step in (4, 5, 8)] == [["fp4"], ["fp8"], ["fp8"]]
-    assert differing(one["weights"], other["weights"]) == []
-    (alarm,) = alarms(folder / "rolled")
-    assert (alarm.step, alarm.figure, alarm.action) == (5, "roll back", "raised")
-
-
 def test_the_norm_is_the_same_on_both_ranks_whether_gradients_are_sharded_or_not(two: list[dict[str, Any]]) -> None:
     for wrapper in ("ddp", "fsdp2"):
         assert len(two[0]["norms"][wrapper]) == 3

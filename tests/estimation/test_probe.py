@@ -187,10 +187,12 @@ def test_the_two_sides_are_the_weights_plus_and_minus_the_same_step_in_one_copy(
     monkeypatch.setattr(probe_module, "run_pass", watched)
     _, directions = probed(model, inputs, monkeypatch, probes=2, relative_step=relative_step)
     start = {name: weight.double() for name, weight in weights_of(model).items()}
-    norm = torch.cat([weight.flatten() for weight in start.values()]).norm()
     assert len(sides) == 4
     for direction, plus, minus in zip(directions, sides[::2], sides[1::2], strict=True):
-        epsilon = relative_step * norm / torch.cat([d.double().flatten() for d in direction.values()]).norm()
+        # No weight moves further, relative to its own norm.
+        epsilon = relative_step * min(
+            start[f"{name}.weight"].norm() / d.double().norm() for name, d in direction.items()
+        )
         for name in LAYERS:
             weight, step = start[f"{name}.weight"], epsilon * direction[name].double()
             up, down = plus[f"{name}.weight"], minus[f"{name}.weight"]
@@ -225,8 +227,14 @@ def test_the_derivatives_are_those_of_jvp_in_float64(probes: int, monkeypatch: p
         assert relative_error(probe.layers[LAYERS[0]].grad_output_dot[index], g_dot[LAYERS[0]]) < FIRST_ORDER
 
 
-def test_the_derivatives_of_a_llama_are_finite_differences_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scaled", [None, "self_attn.o_proj", "mlp.up_proj"])
+def test_the_derivatives_of_a_llama_are_finite_differences_in_float64(
+    scaled: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, inputs = tiny_llama(hidden=32), text(2, 16)
+    if scaled is not None:  # far above the scale of all other weights
+        with torch.no_grad():
+            model.model.layers[0].get_submodule(scaled).weight.mul_(1e4)
     probe, (direction,) = probed(model, inputs, monkeypatch)
     exact = in_float64(model)
     names = list(direction)
@@ -238,7 +246,8 @@ def test_the_derivatives_of_a_llama_are_finite_differences_in_float64(monkeypatc
         weights = {name: start[name] + sign * step * moved for name, moved in moving(direction).items()}
         ends.append(exact_tensors(exact, inputs, weights, names)[1:])
     for name, sample in probe.layers.items():
-        for got, part in ((sample.x_dot[0], 0), (sample.grad_output_dot[0], 1)):
+        for got, value, part in ((sample.x_dot[0], sample.x, 0), (sample.grad_output_dot[0], sample.grad_output, 1)):
+            assert relative_error(value, (ends[0][part][name] + ends[1][part][name]) / 2) < 1e-4, name
             wanted = (ends[0][part][name] - ends[1][part][name]) / (2 * step)
             if wanted.norm() == 0:
                 assert got.norm() == 0
@@ -314,6 +323,14 @@ def test_the_scale_of_the_sensitivity_does_not_change_the_relative_step() -> Non
             relative_error(1e6 * other.layers[name].grad_output_dot[0], one.layers[name].grad_output_dot[0])
             < FIRST_ORDER
         )
+
+
+def test_a_weight_of_almost_zero_does_not_stop_the_others() -> None:
+    model, inputs = tiny_lm(), tokens()
+    with torch.no_grad():
+        model.layers[1].down.weight.mul_(1e-12)
+    found, usual = (probed(one, inputs)[0].layers["layers.1.up"].x_dot[0] for one in (model, tiny_lm()))
+    assert relative_error(found, usual) < 0.01
 
 
 def test_a_sensitivity_of_zeros_gives_derivatives_of_zero() -> None:
@@ -924,7 +941,7 @@ def test_a_stage_without_layers_meets_the_others_before_its_pass_as_they_do() ->
 
     moved = MovedWeights({}, {}, (0, 0, 0), 1e-3, Processes(pipeline=Stage()))
     assert met == []
-    assert moved.by_parameter() == {} and met == [[0, 0, 0, 0]]
+    assert moved.by_parameter() == {} and met == [[0, 0, 0, 0, []]]
     moved.turn()
     assert moved.epsilon == 1.0 and len(met) == 1
 

@@ -34,15 +34,6 @@ THREE = ("fp4", "fp8", "bf16")
             {"fixed_plan": "plan.json", "granularity": "gemm", "decides": "forward"},
             ["decides='forward' has no effect with fixed_plan='plan.json': no policy is asked, and the plan"],
         ),
-        (
-            {"fixed_plan": "plan.json", "guard": "raise", "guard_noise": 1.75},
-            ["guard_noise=1.75 has no effect with fixed_plan='plan.json': noise is measured at refreshes"],
-        ),
-        (
-            {"policy": "random", "guard": "raise", "guard_noise": 1.75},
-            ["guard_noise=1.75 has no effect with policy='random': noise is measured at refreshes"],
-        ),
-        ({"guard": "raise", "guard_noise": 1.75}, []),
     ],
 )
 def test_formats_and_targets_without_effect_are_named(values: dict[str, Any], beginnings: list[str]) -> None:

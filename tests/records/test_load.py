@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from written_runs import random_assignments, write_run
 
-from snip_hf.records.interventions import LOSS, ROLL_BACK, Alarm, Retarget
+from snip_hf.records.interventions import LOSS, Alarm, Retarget
 from snip_hf.records.load import load_run
 
 
-@pytest.mark.parametrize(("figure", "begins"), [(LOSS, 5), (ROLL_BACK, 4)])
+@pytest.mark.parametrize(("figure", "begins"), [(LOSS, 5)])
 def test_raised_formats_are_in_force_after_an_alarm_and_from_the_first_step_after_a_way_back(
     figure: str, begins: int, tmp_path: Path
 ) -> None:

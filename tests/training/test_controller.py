@@ -950,6 +950,39 @@ def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path) -> None:
     ]
 
 
+def test_after_a_solver_that_crashes_auto_takes_the_next_one_for_good_and_warns_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[str] = []
+
+    def without_cbc(program: dict[str, Any]) -> SolverProcess:
+        asked.append(program["solver"])
+        illegal = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGILL)"]
+        return SolverProcess.start(program, illegal) if program["solver"] == "auto" else start_solver(program)
+
+    config = SnipConfig(**SCHEDULE | {"solver": "auto"})
+    loop = Loop(config, tmp_path, solving=Solving(start=without_cbc)).run(9)
+    assert loop.controller is not None
+    assert asked == ["auto", "highs", "highs"] and loop.controller.plan.provenance.solver == "highs"
+    said = [message for message in caplog.messages if "from now on" in message]
+    assert said == [
+        "snip-hf: from now on solver='auto' takes 'highs', since: The solver process crashed (signal SIGILL): nothing "
+        "on stderr"
+    ]
+
+
+def test_a_resumed_run_may_have_another_solver(tmp_path: Path) -> None:
+    first = Loop(SnipConfig(**SCHEDULE | {"solver": "cbc"}), tmp_path / "first").run(3)
+    assert first.controller is not None
+    state = json.loads(json.dumps(first.controller.state_dict()))
+    second = Loop(SnipConfig(**SCHEDULE | {"solver": "greedy"}), tmp_path / "second")
+    assert second.controller is not None and state["pending"] is not None
+    second.controller.load_state_dict(state)
+    second.step = 3
+    second.run(4)
+    assert second.controller.plan.provenance.solver == "greedy"
+
+
 def test_a_solver_that_cannot_be_started_keeps_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module.sys, "executable", "/nowhere/python")
     Loop(folder=tmp_path).run(5)

@@ -9,7 +9,6 @@ from statistics import fmean, pstdev
 import pytest
 
 from snip_hf import SnipConfig
-from snip_hf.training.guard import after_roll_back
 from snip_hf.training.spikes import Health, read_guard
 
 CONFIG = SnipConfig(guard="raise", guard_window=8, guard_patience=5)
@@ -57,8 +56,20 @@ def test_raised_formats_have_their_time_in_which_only_what_is_not_finite_is_an_a
     health = fed(HEALTHY)
     assert health.look(5, {"loss": 9.0}) is not None
     health.note_alarm(5)
-    assert [health.look(step, {"loss": 9.0}) is None for step in range(6, 12)] == [True] * 5 + [False]
+    # A value among them that is healthy, so that they do not last.
+    found = [health.look(step, {"loss": 2.0 if step == 8 else 9.0}) is None for step in range(6, 12)]
+    assert found == [True] * 5 + [False]
     assert health.look(8, {"loss": math.nan}) is not None
+
+
+def test_spikes_that_last_as_long_as_the_patience_are_the_level() -> None:
+    health = fed(HEALTHY)
+    assert health.look(5, {"loss": 9.0}) is not None
+    health.note_alarm(5)
+    assert all(health.look(step, {"loss": 9.0}) is None for step in range(6, 20))
+    assert health.limit("loss") == pytest.approx(9.0 * 1.6)
+    # A later rise is an alarm of its own; what is not finite stays one.
+    assert health.look(20, {"loss": 20.0}) is not None and health.look(21, {"loss": math.nan}) is not None
 
 
 def test_alarms_far_apart_are_no_failure() -> None:
@@ -81,23 +92,15 @@ def test_figures_that_nobody_knows_are_left_out() -> None:
 
 def test_the_health_goes_through_a_state() -> None:
     health = fed(HEALTHY)
-    health.note_alarm(4)
+    health.look(5, {"loss": 9.0})
+    assert health.risen == {"loss": [9.0]}
+    health.note_alarm(5)
     again = Health(CONFIG)
     again.load(read_guard(json.loads(json.dumps(health.to_dict()))))
     assert again == health
     fresh = Health(CONFIG)
     fresh.load(read_guard({}))
     assert fresh == Health(CONFIG)
-
-
-def test_a_way_back_to_a_state_without_a_guard_can_be_read() -> None:
-    # Of a run that was resumed with a guard, and went wrong before it saved another state.
-    guard = after_roll_back({"step": 4}, 7)["guard"]
-    found = read_guard(json.loads(json.dumps(guard)))
-    assert (found["roll_backs"], found["failed_at"]) == (1, 7)
-    health = Health(CONFIG)
-    health.load(found)
-    assert health == Health(CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -107,10 +110,9 @@ def test_a_way_back_to_a_state_without_a_guard_can_be_read() -> None:
         {"alarmed": "x"},
         {"recent": {"loss": ["x"]}},
         {"recent": 3},
-        {"roll_backs": 1},
-        {"failed_at": 1.5},
+        {"risen": {"loss": [math.nan]}},
     ],
 )
 def test_a_state_that_no_guard_wrote_is_refused(change: dict[str, object]) -> None:
     with pytest.raises((AttributeError, TypeError, ValueError)):
-        read_guard({"recent": {}, "failures": 0, "alarmed": None} | change)
+        read_guard({"recent": {}, "risen": {}, "failures": 0, "alarmed": None} | change)

@@ -33,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{arguments.problem} is not a usable problem: {error}") from error
     if not isinstance(problem, dict):
         raise ValueError(f"{arguments.problem} holds a {type(problem).__name__}, expected a JSON object with groups.")
+    if arguments.output is not None:
+        _check_output(arguments.output, arguments.problem)
     from ..planning.solver.process import SolverProcess
     from ..planning.solver.solution import SolverError
 
@@ -48,3 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
         write_json_atomic(arguments.output, solution)
         print(f"{result.status}, objective {result.objective:.6g}, by {result.solver}: {shown_path(arguments.output)}")
     return 0
+
+
+def _check_output(output: Path, problem: Path) -> None:
+    """Refuses, before solving, to overwrite the problem or to write into a folder that does not exist."""
+    if output.exists() and output.samefile(problem):
+        raise ValueError(f"--output {output} is the problem file itself; expected another file.")
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"{output.parent}, the folder of --output, does not exist; create it first.")

@@ -28,7 +28,7 @@ from ..numerics.random_streams import stream_key
 from ..optimizers.response import AnalyticResponse, responses, trained_by
 from ..parallel.meeting import meeting
 from ..parallel.ranks import Attempt, Processes, describe
-from ..parallel.sharding import is_sharded, squares, whole
+from ..parallel.sharding import is_sharded, whole
 from ..progress import progress
 from .batch import Batch
 from .counted import find_counted
@@ -181,31 +181,19 @@ class _Estimate:
                 with self._attempt:  # the others go on gathering what is sharded, and so does this rank
                     figures += self._figures(layer, samples[layer.name])
                 tell()
-        rows, squares_of_noise = list[Divergence](), dict[tuple[str, str], float]()
+        rows = list[Divergence]()
         with self._attempt:
-            rows, squares_of_noise = _rows(figures, linear_flops(self._model), unit, clip_factor)
+            rows = _rows(figures, linear_flops(self._model), unit, clip_factor)
             if self._settings.noise is not None:  # whose response does not tell what comes back at every step
                 rows = [replace(row, weight_bias=None) for row in rows]
         processes.everyone.agree(self._attempt.error)
-        noise = {} if self._config.guard_noise is None else self._ratios(squares_of_noise, clip_factor)
-        return DivergenceTable(loss, _of_all(rows, self._layers, processes), noise, self._ties(probe))
+        return DivergenceTable(loss, _of_all(rows, self._layers, processes), self._ties(probe))
 
     def _ties(self, probe: Probe) -> Ties:
         """Returns `DivergenceTable.ties`, from what all ranks saw. Collective."""
         found = self._processes.everyone.gather([probe.shared, list(self._layers)])
         groups, layers = ([part for parts in column for part in parts] for column in zip(*found, strict=True))
         return ties_of(groups, layers)
-
-    def _ratios(self, noise: Mapping[tuple[str, str], float], clip_factor: float) -> dict[str, dict[str, float]]:
-        """Returns `DivergenceTable.noise`, from squared norms of (layer, format). Collective."""
-        gradients = {name: one for name, one in self._optimizer_step.gradients.items() if name in self._layers}
-        norms = dict(zip(gradients, map(math.sqrt, squares(gradients.values())), strict=True))
-        own: dict[str, dict[str, float]] = {}
-        for (name, fmt), square in noise.items():
-            size = clip_factor * _root(square)
-            if name in norms and size > 0:
-                own.setdefault(name, {})[fmt] = norms[name] / size
-        return {name: row for found in self._processes.everyone.gather(own) for name, row in found.items()}
 
     def _say_others_wait(self) -> None:
         """Says at once what failed on this rank, if others may wait for it longer than they wait to agree."""
@@ -288,9 +276,8 @@ class _Estimate:
             directions = [random_directions(layer.name, of_model, draw) for draw in self._settings.draws]
         elif self._criterion.noise is not None:
             directions = []
-        measures_noise = config.guard_noise is not None and layer.name in step.responses
         counts, formats = (step.micro_batches, self._sizes), config.quantized_formats
-        task = Task(self._criterion, config.loss_estimator, formats, *counts, measures_noise, self._replays)
+        task = Task(self._criterion, config.loss_estimator, formats, *counts, self._replays)
         key = config.seed, self._settings.step, 0, zlib.crc32(layer.name.encode(errors="surrogatepass"))
         of_rows, of_columns = (stream_key(*key, operand) for operand in _OPERANDS)
         return layer.figures(sample, task, (of_rows, of_columns), directions)
@@ -298,16 +285,10 @@ class _Estimate:
 
 def _rows(
     figures: Sequence[Figures], flops: Mapping[str, Mapping[str, float]], unit: float, clip_factor: float
-) -> tuple[list[Divergence], dict[tuple[str, str], float]]:
-    """Waits for all sums, once, and returns what they mean, with loss divergences in this unit.
-
-    Beside the rows: (layer, format) -> squared noise of the weight's gradient, where it was asked for.
-    """
+) -> list[Divergence]:
+    """Waits for all sums, once, and returns what they mean, with loss divergences in this unit."""
     rows: list[Divergence] = []
-    squares_of_noise = {}
-    for name, fmt, of_rows, rise, errors, criterion, noise in read_figures(figures):
-        if noise is not None:
-            squares_of_noise[name, fmt] = noise
+    for name, fmt, of_rows, rise, errors, criterion in read_figures(figures):
         for gemm in (*flops[name], LAYER):
             rows.append(
                 Divergence(
@@ -323,7 +304,7 @@ def _rows(
                     criterion=criterion[gemm],
                 )
             )
-    return rows, squares_of_noise
+    return rows
 
 
 def _agreed_loss(own: float | None, attempt: Attempt, labelled: Sequence[int], processes: Processes) -> float:

@@ -44,7 +44,6 @@ class Foreseen:
     probes: int
     probe_tokens: int | None
     loss_estimator: str
-    measures_noise: bool
     backend: str
     micro_batch: int
     """Tokens that a process trains on at once."""
@@ -136,7 +135,7 @@ def _sums(foreseen: Foreseen, layer: Mapping[str, Any]) -> None:
     if layer["is_trained"]:
         push = UpdateChange(torch.clone, torch.clone) if foreseen.response == "other" else (moved,)
     batch = BatchSizes.complete(sample.tokens, sample.tokens)
-    task = Task(LayerCriterion, foreseen.loss_estimator, foreseen.formats, 1, batch, foreseen.measures_noise)
+    task = Task(LayerCriterion, foreseen.loss_estimator, foreseen.formats, 1, batch)
     WholeLayer("", (weight,), None, push).figures(sample, task, (0, 1), None)
 
 

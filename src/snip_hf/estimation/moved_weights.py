@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ from ..layers.state import one_per_weight
 from ..numerics.random_streams import stream_key
 from ..parallel.ranks import Processes
 from ..parallel.sharding import pending_squares, sharded_as, whole
+
+# The step never gets below this part of what suits the median weight. A weight that is almost 0 would else make all
+# others move by less than FP32 resolves (docs/log.md has the errors).
+_LEAST_STEP = 0.1
 
 Draw = tuple[int, int, int]
 """Seed, step and index of a probe: what decides its random direction."""
@@ -35,8 +40,9 @@ class MovedWeights:
         pullbacks: layer, or name of another parameter -> what makes a direction of z ~ N(0, 1), both laid out as the
             weight.
         draw: what decides z.
-        relative_step: |eps * d| / |W| over the weights that move; with `others`, the root mean square of an element of
-            eps * d / that of the swapped weights, since a parameter of an adapter may still be 0.
+        relative_step: the largest |eps * d| / |W|, of all weights that move together and of each one that is not much
+            smaller than the others (`_LEAST_STEP`); with `others`, the root mean square of an element of eps * d / that
+            of the swapped weights, since a parameter of an adapter may still be 0.
         processes: those that probe together.
         remade: layers whose weights are not held, as far as that is possible.
         others: what `pullbacks` names besides layers; None: nothing.
@@ -62,7 +68,7 @@ class MovedWeights:
         users = users_of_weights(layers)
         self._remade = [name for name in pullbacks if name in remade and can_be_remade(name, layers, users)]
 
-        holds = self._first_of_each_weight()
+        holds = self._holds = self._first_of_each_weight()
 
         def directions() -> Iterator[Tensor]:
             for name in pullbacks:
@@ -82,12 +88,28 @@ class MovedWeights:
     @cached_property
     def epsilon(self) -> float:
         """What the direction is multiplied by."""
-        own = [sum(squares.tolist()) for squares in self._squares]
-        totals = self._processes.pipeline.gather([*own, *self._counts])
-        size, moves, moved_count, measured_count = (sum(column) for column in zip(*totals, strict=True))
+        weights, directions = (squares.tolist() for squares in self._squares)
+        own = [sum(weights), sum(directions), *self._counts]
+        ratios = [] if self._has_others else self._ratios(weights, directions)
+        *totals, gathered = zip(*self._processes.pipeline.gather([*own, ratios]), strict=True)
+        size, moves, moved_count, measured_count = (float(sum(column)) for column in totals)
+        if moves == 0:
+            return 1.0
         if self._has_others:
             size *= moved_count / measured_count
-        return float(self._relative_step * (size / moves) ** 0.5) if moves > 0 else 1.0
+        step, every = (size / moves) ** 0.5, [ratio for one in gathered for ratio in one]
+        if every:
+            step = min(step, max(min(every), _LEAST_STEP * median(every)))
+        return float(self._relative_step * step)
+
+    def _ratios(self, weights: Sequence[float], directions: Sequence[float]) -> list[float]:
+        """Returns |W| / |d| of each weight that is not 0 and moves, from the squares of all."""
+        moves: defaultdict[str, float] = defaultdict(float)
+        for name, squares in zip(self._pullbacks, directions, strict=True):
+            moves[self._holds[name]] += squares
+        firsts = [name for name, first in self._holds.items() if first == name]
+        sizes = dict(zip(firsts, weights, strict=True))
+        return [(sizes[name] / squares) ** 0.5 for name, squares in moves.items() if squares > 0 and sizes[name] > 0]
 
     @cached_property
     def _held(self) -> dict[str, Tensor]:

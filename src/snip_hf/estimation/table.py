@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .pending import LAYER
@@ -48,9 +47,6 @@ class DivergenceTable:
 
     loss: float
     rows: tuple[Divergence, ...]
-    noise: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Layer -> format -> norm of the weight's gradient by that of what quantizing its GEMM adds to it; empty where it
-    was not asked for (`SnipConfig.guard_noise`), and without layers of several matrices."""
     ties: Ties = ()
     """Last names of siblings that received the same tensor in every block; () of a measurement."""
 

@@ -18,7 +18,6 @@ from ..kernels.rounding import fake_quantize
 from ..numerics.formats import FORMATS
 from .criterion import LayerCriterion, Rows
 from .extrapolation import BatchSizes, Squares
-from .gradient_noise import pending_gradient_noise
 from .layer_sums import OPERANDS, LayerSums, finishing
 from .matrix_sums import MatrixSums
 from .optimizer_step import UpdateChange
@@ -39,8 +38,6 @@ class Figures(NamedTuple):
     loss: Pending[float]
     errors: Pending[dict[str, tuple[float, float]]]
     criterion: Pending[Rows]
-    noise: Pending[float | None]
-    """Squared, of the weight's gradient (`gradient_noise`); None: not asked for, or of experts."""
 
 
 def read_figures(figures: Sequence[Figures]) -> Iterator[tuple[Any, ...]]:
@@ -59,7 +56,6 @@ class Task(NamedTuple):
     formats: Sequence[str]
     micro_batches: int
     batch: BatchSizes
-    measures_noise: bool = False
     replays: Replays | None = None
     """None: the sums of each layer are launched one by one."""
 
@@ -102,7 +98,6 @@ class WholeLayer(NamedTuple):
                 sums.pending_loss_divergence(name, task.loss_estimator, self.gradients),
                 sums.pending_errors(name),
                 _added([one.pending_rows(name) for one in of_matrices], sums.x),
-                _nothing(sums.x),
             )
             for name in task.formats
         ]
@@ -128,14 +123,13 @@ class WholeLayer(NamedTuple):
                 criterion.pending_loss_divergence(name, task.loss_estimator, gradient),
                 sums.pending_errors(name),
                 criterion.pending_rows(name),
-                pending_gradient_noise(sums, name, keys[1]) if task.measures_noise else _nothing(sums.x),
             )
             for name in task.formats
         ]
 
     def _can_be_replayed(self, task: Task) -> bool:
         """Returns True if all sums are functions of tensors, and small."""
-        is_plain = task.criterion is LayerCriterion and not task.measures_noise
+        is_plain = task.criterion is LayerCriterion
         form = task.loss_estimator
         is_sum = form in ("token-fisher", "saliency") or (form == "taylor" and not self.gradients)
         is_linear = self.pushforward is None or isinstance(self.pushforward, tuple)
@@ -186,7 +180,6 @@ class WholeLayer(NamedTuple):
                 finish.loss_divergence(task.loss_estimator, next(found)),
                 finish.errors(next(found)),
                 Pending(nothing, _no_rows),
-                _nothing(nothing),
             )
             for name in task.formats
         ]
@@ -198,10 +191,6 @@ def _taken(left: Iterator[Tensor], count: int) -> list[Tensor]:
 
 def _no_rows(figures: list[float]) -> Rows:
     return dict.fromkeys(ROWS)
-
-
-def _nothing(like: Tensor) -> Pending[float | None]:
-    return Pending(like.new_zeros(0), lambda figures: None)
 
 
 def _without_derivatives(sample: LayerSample) -> LayerSample:

@@ -33,7 +33,7 @@ from .model_card import Training
 from .reference import AS_POLICY, Reference, check_reference, find_reference, give_back
 from .state_files import StateFiles, load_state, output_folder
 from .trackers import Trackers
-from .trainer_guard import end_step, watch_losses
+from .trainer_guard import watch_losses
 from .trainer_loss import LossSeam, Wrapped, computes_loss, find_trainer, labels_of
 
 logger = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class SnipCallback(TrainerCallback):
         # A checkpoint that another callback asked for has ended the step.
         if self._is_restored or self._running().step == state.global_step:
             return
-        end_step(self._running(), args, state)
+        self._running().after_step(state.global_step)
         if self._reference is not None:
             self._reference.follow()
         self._figures.flush(args, state, control)

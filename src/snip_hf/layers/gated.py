@@ -117,6 +117,7 @@ def _is_of_class(module: nn.Module) -> bool:
     """Returns True for a module of a registered class that has the forward which the class was defined with."""
     cls = type(module)
     is_own = "forward" not in vars(module) and cls.forward.__module__ == cls.__module__
+    is_own = is_own and not hasattr(cls.forward, "__wrapped__")
     return is_own and f"{cls.__module__}.{cls.__qualname__}" in GATED_MLPS
 
 

@@ -20,6 +20,11 @@ def _price_of(config: SnipConfig, table: DivergenceTable) -> Cost:
     return lambda row: row.price or 0.0
 
 
+def solver_of(config: SnipConfig) -> str:
+    """Returns the solver that the policy names, or else the config."""
+    return str(POLICIES[config.policy].solver or config.solver)
+
+
 def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> dict[str, Any]:
     """Returns the integer program (`solver.ilp`) of a policy that needs a probe.
 
@@ -57,7 +62,7 @@ def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> d
         "groups": groups,
         "constraints": constraints,
         "ties": tied_groups(setting),
-        "solver": policy.solver or config.solver,
+        "solver": solver_of(config),
         "time_limit": config.solver_time_limit,
         "relative_gap": config.solver_gap,
     }

@@ -6,24 +6,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ..numerics.formats import FORMATS, UNQUANTIZED
-from ..numerics.gemms import GEMMS
 from .plan import PrecisionPlan
 
 
-def raised_plan(
-    plan: PrecisionPlan, layers: Collection[str], formats: Sequence[str], gemms: Collection[str] = GEMMS
-) -> PrecisionPlan:
+def raised_plan(plan: PrecisionPlan, layers: Collection[str], formats: Sequence[str]) -> PrecisionPlan:
     """Returns the plan in which GEMMs of `layers` have the next format of more bits; the last one is unquantized.
 
     Args:
         plan: in force.
         layers: to raise; what is unquantized stays so.
         formats: of the run. Of several with as many bits, the first one is taken.
-        gemms: which ones.
     """
     ladder = sorted(dict.fromkeys([*formats, UNQUANTIZED.name]), key=lambda name: FORMATS[name].bits)
     assignment = {
-        layer: {gemm: _next(name, ladder) if layer in layers and gemm in gemms else name for gemm, name in row.items()}
+        layer: {gemm: _next(name, ladder) if layer in layers else name for gemm, name in row.items()}
         for layer, row in plan.assignment.items()
     }
     return replace(plan, assignment=assignment)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..budget_checks import ALL, DEFAULT_FP4_FRACTION
 from ..config import SnipConfig
 from ..numerics.formats import FORMATS, UNQUANTIZED
-from .registry import needs_probe, policy_of
+from .registry import policy_of
 
 
 def notices(config: SnipConfig, recompiles_for_bf16: bool) -> list[str]:
@@ -17,8 +17,8 @@ def notices(config: SnipConfig, recompiles_for_bf16: bool) -> list[str]:
     """
     policy = policy_of(config)
     if policy is None:
-        return _notices_of_file(config) + _notices_of_guard(config)
-    said = _notices_of_guard(config)
+        return _notices_of_file(config)
+    said: list[str] = []
     if not policy.aims_at_share and config.target_fp4_fraction not in (None, DEFAULT_FP4_FRACTION):
         said.append(
             f"target_fp4_fraction={config.target_fp4_fraction!r} has no effect with policy={config.policy!r}, which "
@@ -53,16 +53,6 @@ def _notices_of_file(config: SnipConfig) -> list[str]:
     return [
         f"decides={config.decides!r} has no effect with fixed_plan={config.fixed_plan!r}: no policy is asked, and the "
         "plan in the file is held as it is, in all GEMMs. Shares are those of the file's plan."
-    ]
-
-
-def _notices_of_guard(config: SnipConfig) -> list[str]:
-    if config.guard_noise is None or needs_probe(config):
-        return []
-    name = "policy" if config.fixed_plan is None else "fixed_plan"
-    return [
-        f"guard_noise={config.guard_noise!r} has no effect with {name}={getattr(config, name)!r}: noise is measured at "
-        "refreshes, and there are none."
     ]
 
 

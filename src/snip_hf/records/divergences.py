@@ -73,8 +73,9 @@ def _row(value: object, where: str) -> dict[str, Any]:
         record[key] = number_of(entry_of(row, key, where), f"{where}.{key}")
         if record[key] is None:
             raise ValueError(f"{where}.{key} is None, expected a number.")
-    for key in ("flops", "weight_bias", "absolute_error", "relative_error"):
+    for key in ("flops", "absolute_error", "relative_error"):
         record[key] = number_of(row.get(key), f"{where}.{key}") or 0.0
+    record["weight_bias"] = number_of(row.get("weight_bias"), f"{where}.weight_bias")
     record["criterion"] = number_of(row.get("criterion"), f"{where}.criterion")
     price = number_of(row.get("price"), f"{where}.price")  # which earlier versions do not have
     return record if price is None else record | {"price": price}

@@ -12,38 +12,35 @@ from typing import Any, ClassVar
 from ..text import printable
 from .values import changes_of, check_event, entry_of, list_of, mapping_of, number_of, short, step_of, text_of
 
-LOSS, GRADIENT_NORM, GRADIENT_NOISE, ROLL_BACK = "loss", "gradient norm", "gradient noise", "roll back"
-_FIGURES = (LOSS, GRADIENT_NORM, GRADIENT_NOISE, ROLL_BACK)
-NOTED, RAISED, STOPPED = "noted", "raised", "stopped"
-_ACTIONS = (NOTED, RAISED, STOPPED)
+LOSS, GRADIENT_NORM = "loss", "gradient norm"
+_FIGURES = (LOSS, GRADIENT_NORM)
+NOTED, RAISED = "noted", "raised"
+_ACTIONS = (NOTED, RAISED)
 # Fields of a config that a resumed run may have otherwise, with an event.
 TARGETS = ("target_fp4_fraction", "target_linear_speedup", "rates")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alarm:
-    """The guard has seen a spike, a number that is not finite, or gradients lost in noise (`SnipConfig.guard`)."""
+    """The guard has seen a spike or a number that is not finite (`SnipConfig.guard`)."""
 
     event: ClassVar[str] = "guard"
 
     step: int
-    """Optimizer step of the figure; formats that were raised act from the next one on. Of "roll back" it is the first
-    step that is taken again, in raised formats."""
+    """Optimizer step of the figure; formats that were raised act from the next one on."""
     figure: str
-    """"loss", "gradient norm", "gradient noise", or "roll back": formats raised after training went back."""
+    """"loss" or "gradient norm"."""
     value: float | None
-    """None: it was not finite, or there is none."""
+    """None: it was not finite."""
     limit: float | None
-    """What the value had to stay below, or above where it is a ratio to noise; None: to be finite."""
+    """What the value had to stay below; None: to be finite."""
     action: str
-    """"noted", "raised" (formats), or "stopped" (training, to be started again from an earlier checkpoint)."""
+    """"raised", or "noted" where nothing was left to raise."""
     reason: str
     failures: int
     """Alarms in a row, this one included."""
     left_out: bool = False
     """Whether the optimizer step was left out."""
-    good_step: int | None = None
-    """Where training stopped: the step of the checkpoint to go back to; None: there is none."""
     changes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """As in `Refresh`."""
     fp4_fraction: float | None = None
@@ -51,7 +48,7 @@ class Alarm:
     forward_fp4_fraction: float | None = None
 
     def to_record(self) -> dict[str, Any]:
-        numbers = ("value", "limit", "good_step", "fp4_fraction", "forward_fp4_fraction")
+        numbers = ("value", "limit", "fp4_fraction", "forward_fp4_fraction")
         return {
             "event": self.event,
             "step": self.step,
@@ -72,7 +69,6 @@ class Alarm:
             ValueError: it is none of an alarm; names the field.
         """
         check_event(record, cls.event)
-        good = record.get("good_step")
         numbers = ("value", "limit", "fp4_fraction", "forward_fp4_fraction")
         found: dict[str, Any] = {name: number_of(record.get(name), name) for name in numbers}
         return cls(
@@ -82,7 +78,6 @@ class Alarm:
             reason=text_of(entry_of(record, "reason"), "reason") or "",
             failures=step_of(entry_of(record, "failures"), "failures"),
             left_out=bool(entry_of(record, "left_out")),
-            good_step=None if good is None else step_of(good, "good_step"),
             changes=changes_of(entry_of(record, "changes"), cells or {}),
             **found,
         )

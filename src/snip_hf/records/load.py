@@ -29,7 +29,7 @@ from .coverage import Counted
 from .divergences import read_divergence
 from .events import DriftCheck, Event, Refresh, Start
 from .history import read_history
-from .interventions import ROLL_BACK, Alarm, Retarget
+from .interventions import Alarm, Retarget
 from .losses import read_log
 from .run_folder import FOLDER
 from .values import short
@@ -189,8 +189,7 @@ def _in_order(refreshes: Sequence[Refresh], alarms: Sequence[Alarm]) -> list[Ref
 def _begins(event: Refresh | Alarm) -> int:
     """Returns the step after which a change is in force."""
     if isinstance(event, Alarm):
-        # The step of a way back is the first one that is taken again, in raised formats.
-        return event.step - (event.figure == ROLL_BACK)
+        return event.step
     return event.step if event.applied_step is None else event.applied_step
 
 

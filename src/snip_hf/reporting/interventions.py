@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..records.interventions import RAISED, STOPPED, Alarm, Retarget
+from ..records.interventions import RAISED, Alarm, Retarget
 from ..records.values import short
 from ..schedule_checks import read_shares, shares_text
 
@@ -27,11 +27,6 @@ def _followed(alarm: Alarm) -> str:
     left_out = ", and left the step out" if alarm.left_out else ""
     if alarm.action == RAISED:
         return f"; raised the formats of {len(alarm.changes)} GEMMs{left_out}"
-    if alarm.action == STOPPED:
-        back = (
-            "with no checkpoint to go back to" if alarm.good_step is None else f"to go back to step {alarm.good_step}"
-        )
-        return f"; stopped, {back}{left_out}"
     return left_out
 
 

@@ -28,7 +28,7 @@ SCHEMA_VERSION = 2
 # Fields that decide which layers there are, and nothing else.
 _CHOICE = {"skip_modules", "include_modules", "expert_groups"}
 # Fields that say what happens when training goes wrong, as one may find out when it has.
-GUARD = ("guard", "guard_spike", "guard_window", "guard_patience", "guard_failures", "guard_noise")
+GUARD = ("guard", "guard_spike", "guard_window", "guard_patience")
 
 
 @dataclass
@@ -42,8 +42,6 @@ class PendingRefresh:
     """What its event will say, so far."""
     ranking: dict[str, float]
     """What later checks compare with once the plan is applied."""
-    noise: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """`DivergenceTable.noise`."""
     process: SolverProcess | None = None
 
     @classmethod
@@ -53,12 +51,10 @@ class PendingRefresh:
         if not begun.seconds:
             raise ValueError("record has no entry 'seconds'")
         problem = dict(with_plain_names(saved["problem"]))
-        noise = {str(layer): _read_ranking(row) for layer, row in dict(saved.get("noise", {})).items()}
-        return cls(begun.step, int(saved["due"]), problem, begun, _read_ranking(saved["ranking"]), noise)
+        return cls(begun.step, int(saved["due"]), problem, begun, _read_ranking(saved["ranking"]))
 
     def to_dict(self) -> dict[str, Any]:
         parts = {"problem": self.problem, "record": self.begun.to_record(), "ranking": self.ranking}
-        parts |= {"noise": {layer: dict(row) for layer, row in self.noise.items()}} if self.noise else {}
         return {"step": self.step, "due": self.due, **parts}
 
     def stop(self) -> None:
@@ -98,7 +94,7 @@ class SavedState:
     ties: Ties = ()
     """Those in force."""
     guard: dict[str, Any] = field(default_factory=dict)
-    """Of the guard (`spikes.Health`, `guard.after_roll_back`); empty without one."""
+    """Of the guard (`spikes.Health`); empty without one."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedState:
@@ -172,7 +168,7 @@ class SavedState:
             KeyError: the plan is for another model.
         """
         mine = config.to_dict()
-        different = [name for name in differences(config, self.config) if name not in (*TARGETS, *GUARD)]
+        different = [name for name in differences(config, self.config) if name not in (*TARGETS, *GUARD, "solver")]
         # What earlier versions left alone, such as experts, has to be named in order to go on without it.
         is_same_choice = _CHOICE.issuperset(different) and self.plan.assignment.keys() == flops.keys()
         if different and not is_same_choice:

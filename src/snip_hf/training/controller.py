@@ -281,7 +281,6 @@ class SnipController:
         """To be called when optimizer step `step` (from 1) is done; applies a plan that is due.
 
         Raises:
-            TrainingDiverged: the guard asks to go back to an earlier state (`guard="roll-back"`).
             TypeError, ValueError: as `before_optimizer_step`.
         """
         if not self._calls.count("after_step", step, self.step):

@@ -129,7 +129,6 @@ class KernelsAhead:
             config.probes,
             config.probe_tokens,
             config.loss_estimator,
-            config.guard_noise is not None,
             self._backend,
             whole.tokens,
             probe.source.response(),

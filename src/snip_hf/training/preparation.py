@@ -93,6 +93,9 @@ def find_setting(model: nn.Module, config: SnipConfig, pipeline: Ranks) -> Setti
     setting = Setting(config, flops, find_stages(list(flops), config))
     check_ties(setting)
     if config.timing_file is not None:
+        folder = os.path.dirname(os.path.abspath(config.timing_file))
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"timing_file={config.timing_file!r}: {folder} does not exist; create it first.")
         read_times(os.path.abspath(config.timing_file))  # What is wrong with it comes out now and not at a refresh.
     return setting
 

@@ -16,15 +16,19 @@ from ..estimation.memory import measured_peak
 from ..estimation.shared_inputs import Ties
 from ..planning.drift import ranking
 from ..planning.price_memory import Prices, with_memory
-from ..planning.program import problem
+from ..planning.program import problem, solver_of
 from ..planning.solver.process import SolverProcess
-from ..planning.solver.solution import SolverResult
+from ..planning.solver.solution import SolverError, SolverResult
 from ..policies.registry import weighs_updates
 from ..records.event_writer import EventWriter
 from .captured_step import StepWatch
 from .checkpoint import PendingRefresh
 from .plans import PlanInForce, describe_plan, solved_plan
 from .step_probe import StepProbe
+
+# With solver="auto": a solver -> the next one, if its process fails in one of these ways.
+_NEXT = {"auto": "highs", "highs": "greedy"}
+_FAILURES = ("crashed", "garbage", "rejected", "missing")
 
 
 def start_solver(program: dict[str, Any]) -> SolverProcess:
@@ -71,8 +75,6 @@ class Refresher:
         """The refresh whose plan is not applied yet."""
         self.prices: Prices = {}
         """What is remembered of earlier refreshes (`SnipConfig.estimate_memory`)."""
-        self.after_plan: Callable[[PendingRefresh, int], None] | None = None
-        """Called when a plan is in force, with its refresh and the step after which it is."""
         self._in_force = in_force
         self._probe = probe
         self._events = events
@@ -80,6 +82,8 @@ class Refresher:
         self._log = log
         self._finds_ties = finds_ties
         self._config = in_force.setting.config
+        self._solver = solver_of(self._config)
+        """The one that programs are given to; another one than the config's after a failure."""
 
     @property
     def is_idle(self) -> bool:
@@ -119,6 +123,7 @@ class Refresher:
     def resume(self, pending: PendingRefresh, step: int) -> None:
         """Solves the program of a refresh from a checkpoint of this step once more."""
         with self._in_force.keeping(step, lambda: pending.begun):
+            pending.problem = pending.problem | {"solver": self._solver}
             pending.process = self._start_solver(pending.problem)
             self.pending = pending
 
@@ -169,7 +174,7 @@ class Refresher:
             self.tie(table.ties)
             setting = self._in_force.setting
         priced, prices = with_memory(setting, table, self.prices)
-        program = problem(setting.at_step(step), priced, self._in_force.plan.assignment)
+        program = problem(setting.at_step(step), priced, self._in_force.plan.assignment) | {"solver": self._solver}
         memory = {"predicted": predicted, "measured": peak[0]}
         seconds = {"probe": self._solving.clock() - began, "solver": None, "waited": None}
         self._events.folder.write_divergences(step, priced)
@@ -181,7 +186,7 @@ class Refresher:
         process = self._start_solver(program)
         self.prices = prices
         self._probe.source.expect_gradients()
-        self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, ranked, table.noise, process)
+        self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, ranked, process)
 
     def _say_no_update(self, step: int) -> None:
         if self._why_untrained():  # as the log has it since the start
@@ -204,12 +209,25 @@ class Refresher:
         self._probe.processes.everyone.by_first(lambda: started.append(self._solving.start(program)))
         return started[0] if started else None
 
+    def _solution(self, pending: PendingRefresh) -> SolverResult:
+        """Returns the solver's answer, that of the next one if it fails; on the first rank."""
+        while True:
+            assert pending.process is not None
+            try:
+                return pending.process.result(self._config.solver_time_limit + self._solving.grace)
+            except SolverError as error:
+                can_go_on = solver_of(self._config) == "auto" and error.reason in _FAILURES
+                if not can_go_on or self._solver not in _NEXT:
+                    raise
+                self._solver = _NEXT[self._solver]
+                self._log.warning("snip-hf: from now on solver='auto' takes %r, since: %s", self._solver, error)
+                pending.process = self._solving.start(pending.problem | {"solver": self._solver})
+
     def _apply(self, pending: PendingRefresh, step: int) -> None:
         began = self._solving.clock()
 
         def solution() -> dict[str, Any]:
-            assert pending.process is not None
-            return asdict(pending.process.result(self._config.solver_time_limit + self._solving.grace))
+            return asdict(self._solution(pending))
 
         result = SolverResult(**self._probe.processes.everyone.by_first(solution))
         self._probe.check_applied()
@@ -229,5 +247,3 @@ class Refresher:
             applied.layers_changed,
             *(pending.begun.seconds[part] for part in ("probe", "solver", "waited")),
         )
-        if self.after_plan is not None:
-            self.after_plan(pending, step)

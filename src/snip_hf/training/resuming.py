@@ -33,7 +33,7 @@ class Resuming:
         counted = None if run.coverage.is_due else CountedState(run.coverage.found)
         more: dict[str, Any] = {"kernels": run.layers.state_dict(), "counted": counted}
         more |= {"postponed": schedule.postponed, "prices": run.refresher.prices}
-        more["guard"] = {} if guard is None else guard.state(step)
+        more["guard"] = {} if guard is None else guard.state()
         in_force, pending = run.in_force, run.refresher.pending
         more["ties"] = names_of(in_force.setting.config)
         return SavedState(
@@ -60,7 +60,7 @@ class Resuming:
         if targets:
             self._take_target(targets, saved, config)
         if guard is not None:
-            guard.restore(saved.guard, saved.step)
+            guard.restore(saved.guard)
 
     def _take_target(self, targets: Mapping[str, tuple[Any, Any]], saved: SavedState, config: SnipConfig) -> None:
         """Goes on under another target: what was measured stays, and the next step refreshes if one before it did."""

@@ -1,9 +1,10 @@
 """What a spike is: a figure far above its last healthy values. And when several are a failure of training.
 
 The rule and its defaults are those of OLMo-core's optimizers that skip steps (allenai/OLMo-core, `SkipStepOptimizer`:
-128 steps, 6 standard deviations; https://github.com/allenai/OLMo-core), with two changes of ours: a value that is a
+128 steps, 6 standard deviations; https://github.com/allenai/OLMo-core), with three changes of ours: a value that is a
 spike, or not finite, does not count towards what later ones are compared with, and the deviation is at least a tenth of
-the mean, since a run that is nearly constant would make anything a spike.
+the mean, since a run that is nearly constant would make anything a spike. And a rise that lasts is no failure: after
+`guard_patience` spikes of a figure without a healthy value among them, later ones are compared with those.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Health:
     config: SnipConfig
     recent: dict[str, deque[float]] = field(default_factory=dict)
     """Figure -> its last healthy values."""
+    risen: dict[str, list[float]] = field(default_factory=dict)
+    """Figure -> its spikes since its last healthy value, which become the level if they last."""
     failures: int = 0
     """Alarms in a row."""
     alarmed: int | None = None
@@ -70,7 +73,9 @@ class Health:
             limit = self.limit(name)
             if limit is not None and value > limit:
                 found = found or Finding(name, value, limit)
+                self._note_rise(name, value)
             else:
+                self.risen.pop(name, None)
                 self._of(name).append(value)
         return None if self.holds(step) else found
 
@@ -81,6 +86,15 @@ class Health:
             return None
         mean = fmean(values)
         return mean + self.config.guard_spike * max(pstdev(values, mean), _LEAST_DEVIATION * abs(mean))
+
+    def _note_rise(self, name: str, value: float) -> None:
+        """Takes spikes for the level once there are `guard_patience` of them in a row."""
+        risen = self.risen.setdefault(name, [])
+        risen.append(value)
+        if len(risen) >= self.config.guard_patience:
+            values = self._of(name)
+            values.clear()
+            values.extend(self.risen.pop(name))
 
     def holds(self, step: int) -> bool:
         """Returns True while formats that an alarm raised have their time: spikes are then no alarms of their own."""
@@ -97,6 +111,7 @@ class Health:
     def to_dict(self) -> dict[str, Any]:
         return {
             "recent": {name: list(values) for name, values in self.recent.items()},
+            "risen": {name: list(values) for name, values in self.risen.items()},
             "failures": self.failures,
             "alarmed": self.alarmed,
         }
@@ -104,7 +119,7 @@ class Health:
     def load(self, saved: Mapping[str, Any]) -> None:
         """Takes over what `to_dict` gave, as `read_guard` returns it; nothing of an empty state."""
         self.failures, self.alarmed = saved.get("failures", 0), saved.get("alarmed")
-        self.recent = {}
+        self.recent, self.risen = {}, {name: list(values) for name, values in saved.get("risen", {}).items()}
         for name, values in saved.get("recent", {}).items():
             self._of(name).extend(values)
 
@@ -121,14 +136,13 @@ def read_guard(saved: Any) -> dict[str, Any]:
     found = dict(saved)
     if not found:
         return {}
-    for name in ("failures", "alarmed", "roll_backs", "failed_at"):
+    for name in ("failures", "alarmed"):
         value = found.get(name)
         if value is not None and (type(value) is not int or value < 0):
             raise ValueError(f"guard.{name} is {value!r}")
-    found["failures"], found["roll_backs"] = found.get("failures") or 0, found.get("roll_backs") or 0
-    if found["roll_backs"] and found.get("failed_at") is None:
-        raise ValueError("guard has no entry 'failed_at'")
-    # `after_roll_back` adds to the state of a run without a guard too, which has no figures.
-    recent = found.get("recent", {})
-    found["recent"] = {str(name): [float(value) for value in values] for name, values in recent.items()}
+    for part in ("recent", "risen"):
+        values = {str(name): [float(value) for value in row] for name, row in found[part].items()}
+        if not all(math.isfinite(value) for row in values.values() for value in row):
+            raise ValueError(f"guard.{part} has a value that is not finite")
+        found[part] = values
     return found

@@ -325,10 +325,12 @@ def check_solver(config: SnipConfig, log: logging.Logger) -> None:
         try:
             version = try_out(name, tuple(sys.path))
         except SolverError as error:
-            if error.reason != "missing":
+            if error.reason != "missing" and wanted != "auto":
                 log.warning("snip-hf: trying out the solver %r failed, and refreshes may fail so too: %s", name, error)
                 return
             missing.append(str(error))
+            if error.reason != "missing":
+                log.warning("snip-hf: solver='auto' does not take %r: %s", name, error)
         else:
             reason = f": {missing[0]}" if missing else ""
             log.info("snip-hf: solver=%r takes %r (%s)%s", wanted, name, version, reason)

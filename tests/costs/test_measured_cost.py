@@ -488,6 +488,9 @@ def test_a_state_from_before_there_was_a_choice_of_cost_is_read_as_by_flops(time
 
 def test_runs_share_a_file_of_times(timer: list[GemmShape], tmp_path: Path) -> None:
     path = tmp_path / "times" / "gemm.json"
+    with pytest.raises(FileNotFoundError, match="does not exist; create it first"):
+        Loop(timing_file=str(path))
+    path.parent.mkdir()
     first = Loop(timing_file=str(path)).run(2)
     count = len(timer)
     second = Loop(timing_file=str(path)).run(2)

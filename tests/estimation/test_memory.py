@@ -11,7 +11,7 @@ import pytest
 import torch
 from expert_models import tiny_gpt_oss, tiny_qwen3_moe
 from slow_cases import slow, slow_but
-from small import text, tiny_llama, tiny_lm, tokens
+from small import convert_in_formats, text, tiny_llama, tiny_lm, tokens
 from tiny_runs import FAST, SCHEDULE, history, noted_divergences
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -235,7 +235,7 @@ def test_on_a_cpu_nothing_is_measured() -> None:
 @pytest.mark.gpu
 def test_on_cuda_the_peak_is_measured_and_the_prediction_is_a_bound_beyond_the_activations() -> None:
     model = tiny_llama(hidden=1024, layers=8).cuda()
-    convert_model(model, SnipConfig())
+    convert_in_formats(model)
     batch = Batch.of({key: value.cuda() for key, value in text(8, 256).items()})
     gc.collect()  # what the tests before left would be freed within a peak
     for probes, kept in ((1, 256), (1, None), (2, 1024)):

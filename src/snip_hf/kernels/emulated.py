@@ -107,10 +107,12 @@ class _ThreeGemms(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, key: Tensor | None) -> Tensor:
-        # A copy, since the next forward pass may write the state before this one's backward pass reads it; on the host,
-        # where the operators read it, so that they wait for the device once and not once per GEMM.
-        state = state.to("cpu", copy=True)
-        ctx.save_for_backward(x, weight, state, key)
+        # A copy, since the next forward pass may write the state before this one's backward pass reads it. Outside a
+        # graph it is on the host, where the operators read it: so they wait for the device once and not once per GEMM.
+        is_traced = torch.compiler.is_compiling()
+        kept = state.clone() if is_traced else state.to("cpu", copy=True)
+        state = state if is_traced else kept
+        ctx.save_for_backward(x, weight, kept, key)
         y: Tensor = forward_gemm(x, weight, bias, state, key)
         return y
 

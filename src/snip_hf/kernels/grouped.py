@@ -264,9 +264,12 @@ class ThreeGroupedGemms(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, state: Tensor, transposed: bool
     ) -> Tensor:
-        # As in `emulated.py`: copies on the host, read in one go.
-        state, ends = _on_host(state, ends)
-        ctx.save_for_backward(x, weight, ends, state)
+        # As in `emulated.py`.
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(x, weight, ends, state.clone())
+        else:
+            state, ends = _on_host(state, ends)
+            ctx.save_for_backward(x, weight, ends, state)
         ctx.transposed = transposed
         y: Tensor = grouped_forward_gemm(x, weight, bias, ends, state)
         return y

@@ -22,16 +22,16 @@ def is_differentiated_again() -> bool:
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def refuse_double_backward(backend: str) -> None:
-    """Refuses a backward pass with a graph of its own on a backend that does not keep its operands for one.
+def refuse_double_backward() -> None:
+    """Refuses a backward pass with a graph of its own on kernels that do not keep their operands for one.
 
     Raises:
         NotImplementedError: always in such a pass.
     """
     if is_differentiated_again():
         raise NotImplementedError(
-            f"Got a backward pass with create_graph=True; the backend {backend!r} computes first derivatives only. "
-            "Take SnipConfig(backend='emulated') for gradient penalties."
+            "Got a backward pass with create_graph=True; the kernels on tensor cores compute first derivatives only. "
+            "Name the emulated backend in SnipConfig.backend for gradient penalties."
         )
 
 

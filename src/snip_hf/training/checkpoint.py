@@ -91,8 +91,8 @@ class SavedState:
     """None: nothing was counted yet."""
     prices: Prices = field(default_factory=dict)
     """What is remembered of the refreshes so far (`SnipConfig.estimate_memory`)."""
-    ties: Ties = ()
-    """Those in force."""
+    ties: Ties | None = None
+    """Those in force; None: not known."""
     guard: dict[str, Any] = field(default_factory=dict)
     """Of the guard (`spikes.Health`); empty without one."""
 
@@ -118,7 +118,7 @@ class SavedState:
                 kernels={str(name): dict(entry) for name, entry in dict(state.get("kernels", {})).items()},
                 postponed=None if postponed is None else int(postponed),
                 prices=read_prices(with_plain_names(state.get("prices", {}))),
-                ties=tuple(as_names("ties", tie) for tie in state["ties"]),
+                ties=tuple(as_names("ties", tie) for tie in state["ties"]) if "ties" in state else None,
                 guard=read_guard(state.get("guard", {})),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -140,7 +140,7 @@ class SavedState:
             "pending": None if self.pending is None else self.pending.to_dict(),
             "last_probe": self.last_probe,
             "ranking": self.ranking,
-            "ties": [list(tie) for tie in self.ties],
+            "ties": [list(tie) for tie in self.ties or ()],
             **kernels,
             **postponed,
             **counted,

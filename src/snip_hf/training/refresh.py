@@ -17,7 +17,7 @@ from ..estimation.shared_inputs import Ties
 from ..planning.drift import ranking
 from ..planning.price_memory import Prices, with_memory
 from ..planning.program import problem, solver_of
-from ..planning.solver.process import SolverProcess
+from ..planning.solver.process import NEXT_SOLVER, SolverProcess
 from ..planning.solver.solution import SolverError, SolverResult
 from ..policies.registry import weighs_updates
 from ..records.event_writer import EventWriter
@@ -26,8 +26,7 @@ from .checkpoint import PendingRefresh
 from .plans import PlanInForce, describe_plan, solved_plan
 from .step_probe import StepProbe
 
-# With solver="auto": a solver -> the next one, if its process fails in one of these ways.
-_NEXT = {"auto": "highs", "highs": "greedy"}
+# Ways in which a solver's process fails, so that the next solver is asked with solver="auto".
 _FAILURES = ("crashed", "garbage", "rejected", "missing")
 
 
@@ -217,9 +216,9 @@ class Refresher:
                 return pending.process.result(self._config.solver_time_limit + self._solving.grace)
             except SolverError as error:
                 can_go_on = solver_of(self._config) == "auto" and error.reason in _FAILURES
-                if not can_go_on or self._solver not in _NEXT:
+                if not can_go_on or self._solver not in NEXT_SOLVER:
                     raise
-                self._solver = _NEXT[self._solver]
+                self._solver = NEXT_SOLVER[self._solver]
                 self._log.warning("snip-hf: from now on solver='auto' takes %r, since: %s", self._solver, error)
                 pending.process = self._solving.start(pending.problem | {"solver": self._solver})
 

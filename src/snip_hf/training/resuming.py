@@ -48,7 +48,8 @@ class Resuming:
         if saved.counted is not None:
             run.coverage.restore(saved.counted.coverage)
         run.refresher.restart(saved.prices)
-        run.refresher.tie(saved.ties)
+        if saved.ties is not None:
+            run.refresher.tie(saved.ties)
         self.schedule.last_probe, self.schedule.postponed = saved.last_probe, saved.postponed
         run.layers.set_step(saved.step + 1, 0)
         targets = saved.other_targets(config)

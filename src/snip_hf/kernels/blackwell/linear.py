@@ -95,7 +95,7 @@ class BlockScaledGemms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_double_backward("blackwell")
+        refuse_double_backward()
         x, weight, state, codes, kept = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         g = grad_output.reshape(-1, grad_output.shape[-1])

@@ -74,7 +74,7 @@ class TensorCoreGemms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_double_backward("hopper")
+        refuse_double_backward()
         x, weight, x_columns, x_scales, state, *kept = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         _, high_input, high_weight = ctx.high

@@ -85,7 +85,7 @@ class GatedGemms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_double_backward("tensor-scaled")
+        refuse_double_backward()
         gate, up, table, *rest = ctx.saved_tensors
         weights, states, records = rest[:LAYERS], rest[LAYERS : 2 * LAYERS], rest[2 * LAYERS : 3 * LAYERS]
         columns, kept = rest[3 * LAYERS :][: 2 * ctx.inputs], rest[3 * LAYERS + 2 * ctx.inputs :]

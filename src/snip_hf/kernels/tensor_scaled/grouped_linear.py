@@ -101,7 +101,7 @@ class GroupedTensorScaledGemms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_double_backward("tensor-scaled")
+        refuse_double_backward()
         x, weight, state, record, table, *kept = ctx.saved_tensors
         places, x_columns, by_input = Places(*kept[:5]), kept[5:7], kept[7:]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]

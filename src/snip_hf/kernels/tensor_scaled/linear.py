@@ -139,7 +139,7 @@ class TensorScaledGemms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_double_backward("tensor-scaled")
+        refuse_double_backward()
         x, weight, state, record, table, *kept = ctx.saved_tensors
         x_columns, by_input = kept[:2], kept[2:]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]

@@ -35,6 +35,8 @@ from .solution import MAX_ERROR_TEXT, SolverError, SolverResult, check_solution,
 START_UP_ALLOWANCE = 30.0
 # What is read of the process's error output: its last lines are the ones that say why.
 _MAX_ERROR_BYTES = 64 * 2**10
+# The solver that "auto" goes on with once a process of its first choice, or of the next one, has failed.
+NEXT_SOLVER = {"auto": "highs", "highs": "greedy"}
 # Seconds that a killed process is waited for: one that hangs in the kernel does not end.
 _REAPING = 5.0
 # Exit code of a Python that could not write out what it had printed.

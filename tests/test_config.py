@@ -165,9 +165,9 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"target_fp4_fraction": ((1, 0), (8, 0.5)), "formats": ("fp8", "bf16")},
-        "target_fp4_fraction=0.5 cannot be met in the formats ('fp8', 'bf16'): 0 is the largest attainable; expected a "
-        "format of at most 4 bits among them. Without one, set target_linear_speedup with rates, or "
-        "target_fp4_fraction=0.",
+        "target_fp4_fraction=0.5 cannot be met in the formats ('fp8', 'bf16'): 0 is the largest attainable; expected "
+        "among them a format that rounds both operands to at most 4 bits, e.g. 'fp4'. Without one, set "
+        "target_linear_speedup with rates, or target_fp4_fraction=0.",
     ),
     (
         {"target_fp4_fraction": ((1, 0.9), (8, 0.5)), "target_linear_speedup": 2.0, "rates": "ideal"},
@@ -279,20 +279,20 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     (
         {"formats": ("fp4-pqt", "nvfp4", "fp8"), "policy": "random"},
         "target_fp4_fraction=0.75 (the default) cannot be met in the formats ('fp4-pqt', 'fp8'): 0 is the largest "
-        "attainable; expected a format of at most 4 bits among them. Without one, set target_linear_speedup with "
-        "rates, or target_fp4_fraction=0.",
+        "attainable; expected among them a format that rounds both operands to at most 4 bits, e.g. 'fp4'. Without "
+        "one, set target_linear_speedup with rates, or target_fp4_fraction=0.",
     ),
     (
         {"formats": ("fp8", "bf16"), "target_fp4_fraction": 0.1},
         "target_fp4_fraction=0.1 cannot be met in the formats ('fp8', 'bf16'): 0 is the largest attainable; expected "
-        "a format of at most 4 bits among them. Without one, set target_linear_speedup with rates, or "
-        "target_fp4_fraction=0.",
+        "among them a format that rounds both operands to at most 4 bits, e.g. 'fp4'. Without one, set "
+        "target_linear_speedup with rates, or target_fp4_fraction=0.",
     ),
     (
         {"formats": ("fp8", "bf16")},
         "target_fp4_fraction=0.75 (the default) cannot be met in the formats ('fp8', 'bf16'): 0 is the largest "
-        "attainable; expected a format of at most 4 bits among them. Without one, set target_linear_speedup with "
-        "rates, or target_fp4_fraction=0.",
+        "attainable; expected among them a format that rounds both operands to at most 4 bits, e.g. 'fp4'. Without "
+        "one, set target_linear_speedup with rates, or target_fp4_fraction=0.",
     ),
     (
         {"formats": ("fp4", "int9")},

@@ -49,6 +49,8 @@ def test_without_arguments_the_config_is_the_default() -> None:
         ("skip_modules", "", ()),
         ("include_modules", "score", ("score",)),
         ("refresh_every", "none", None),
+        ("refresh_every", "null", None),
+        ("refresh_every", "~", None),
         ("refresh_every", "1000", 1000),
         ("probe_tokens", "None", None),
         ("probe_memory_mib", "512", 512),

@@ -17,6 +17,10 @@ def load_model(name: str, device: str) -> tuple[PreTrainedModel, PreTrainedToken
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise EvaluationError(
+            f"--device {device} needs a CUDA device, and torch finds none. Take --device cpu or auto."
+        )
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)

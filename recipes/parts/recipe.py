@@ -232,13 +232,23 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     chain = (*above, path)
     if path.resolve() in [recipe.resolve() for recipe in above]:
         raise ValueError(f"base: the recipe is its own base ({' -> '.join(map(str, chain))}). Take one `base:` out.")
-    values = _mapping(str(path), yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader))
+    values = _mapping(str(path), _parsed(str(path), path.read_text(encoding="utf-8")))
     base = values.pop("base", None)
     if base is None:
         return values
     if not isinstance(base, str):
         raise TypeError(f"base: got {base!r} in {path}; expected the path of another recipe, relative to this one.")
     return _merged(_read(path.parent / base, chain), values)
+
+
+def _parsed(where: str, text: str) -> Any:
+    """Returns what a text in YAML says; `where` it is from, for the error."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        tabs = " Indent with spaces, not tabs." if "\t" in text else ""
+        raise ValueError(f"{where}{line}: this is no YAML ({error.problem}).{tabs}") from error
 
 
 def _parse_override(text: str) -> dict[str, Any]:
@@ -248,7 +258,7 @@ def _parse_override(text: str) -> dict[str, Any]:
         raise ValueError(
             f"--override {text!r} is not understood; expected dotted.key=value, e.g. training.max_steps=10."
         )
-    parsed = yaml.load(value, Loader=_Loader)
+    parsed = _parsed(f"--override {key}", value)
     for part in reversed(key.split(".")):
         parsed = {part: parsed}
     return parsed

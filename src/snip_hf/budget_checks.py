@@ -70,10 +70,11 @@ def check_fraction(fraction: float, of: str, formats: Sequence[str]) -> None:
         ValueError: none of them counts towards the share.
     """
     if fraction and not any(FORMATS[name].counts_as_fp4 for name in formats):
+        example = next(name for name, format in FORMATS.items() if format.counts_as_fp4)
         raise ValueError(
             f"target_fp4_fraction={fraction!r}{of} cannot be met in the formats {tuple(formats)!r}: 0 is the largest "
-            "attainable; expected a format of at most 4 bits among them. Without one, set target_linear_speedup with "
-            "rates, or target_fp4_fraction=0."
+            f"attainable; expected among them a format that rounds both operands to at most 4 bits, e.g. {example!r}. "
+            "Without one, set target_linear_speedup with rates, or target_fp4_fraction=0."
         )
 
 

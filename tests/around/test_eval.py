@@ -189,6 +189,12 @@ def _local(data: Path, names: list[str], tmp_path: Path, num_fewshot: int | None
     return dict(manager.load(names)["tasks"])
 
 
+def test_a_device_that_is_not_there_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EvaluationError, match="--device cuda:1 needs a CUDA device, and torch finds none"):
+        load_model("nowhere", "cuda:1")
+
+
 @pytest.mark.parametrize("name", HUB_AND_LOCAL)
 def test_local_rows_give_the_prompt_target_and_choices_of_the_hub_rows(
     name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -356,6 +356,24 @@ def test_the_quickstart_refreshes_three_times_and_applies_each() -> None:
     assert len([step for step in probes if step + recipe.snip.apply_delay <= recipe.training["max_steps"]]) >= 3
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "training:\n\tmax_steps: 3\n",
+            ", line 2: this is no YAML (found character '\\t' that cannot start any token). ",
+        ),
+        ("training: [1\n", ", line 2: this is no YAML (expected ',' or ']', but got '<stream end>')."),
+    ],
+)
+def test_a_recipe_that_is_no_yaml_is_refused_with_its_line(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"{path}{said}")) as caught:
+        load_recipe(path)
+    assert ("Indent with spaces, not tabs." in str(caught.value)) == ("\t" in text)
+
+
 def test_overrides_are_dotted_keys_with_yaml_values() -> None:
     recipe = load_recipe(
         QUICKSTART,

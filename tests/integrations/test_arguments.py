@@ -60,3 +60,10 @@ def test_trl_s_parser_takes_it_with_a_file_of_defaults(tmp_path: Path) -> None:
     _, config = parser.parse_args_and_config(arguments)
     expected = {"target_fp4_fraction": ((1, 0.9), (80, 0.5)), "stages": (("a", "b"), ("c",)), "granularity": "gemm"}
     assert config == SnipConfig(**expected, seed=4)
+
+
+def test_a_yaml_file_may_say_off_none_and_numbers_with_exponents(tmp_path: Path) -> None:
+    path = tmp_path / "values.yaml"
+    path.write_text("output_dir: here\nuse_cpu: true\nguard: off\nsolver_gap: 1e-3\nrefresh_every: none\n")
+    _, config = HfArgumentParser((TrainingArguments, SnipArguments)).parse_yaml_file(str(path))
+    assert (config.guard, config.solver_gap, config.refresh_every) == ("off", 1e-3, None)

@@ -74,6 +74,15 @@ def test_a_batch_that_is_no_mapping_is_refused(batch: Any) -> None:
         Loop().controller.capture(batch)
 
 
+def test_a_closed_controller_says_so(tmp_path: Path) -> None:
+    loop = Loop(CONFIG).run(1)
+    assert loop.controller is not None
+    loop.controller.close()
+    for call, argument in (("capture", loop.batch(2)), ("before_optimizer_step", 2), ("after_step", 2)):
+        with pytest.raises(ValueError, match=rf"^{call} was called after close\(\)\. Build a new SnipController"):
+            getattr(loop.controller, call)(argument)
+
+
 def test_a_loop_without_after_step_is_refused_at_its_second_step() -> None:
     loop = Loop()
     calls(loop, 1, "cbs")

@@ -46,6 +46,11 @@ def without_loss_scale(
         return clip_factor
     before, after = known[0] / (clip_factor or 1.0), known[0]
     with attempt:
+        if not math.isfinite(before):
+            raise ValueError(
+                f"The norm of the gradients is {clip_factor} times what it was after the backward pass; expected a "
+                "finite factor. What clips or scales the gradients made them so."
+            )
         if after > _MOST or before < 1 / _MOST:
             raise ValueError(
                 f"The gradients are about {after if after > _MOST else before:.2g} times those of the model's loss "

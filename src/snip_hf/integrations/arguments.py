@@ -26,4 +26,4 @@ class SnipArguments(SnipConfig):
     """Seed of stochastic rounding, of the probe's directions and of the `random` policy: `SnipConfig.seed`."""
 
     def __new__(cls, *, snip_seed: int = 0, **values: Any) -> Any:
-        return SnipConfig(seed=snip_seed, **values)
+        return SnipConfig.from_dict(dict(seed=snip_seed, **values))  # as YAML may have them

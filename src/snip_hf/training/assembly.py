@@ -93,8 +93,7 @@ def assemble(
     kernels = select_backend(config.backend, next(bare.parameters()).device, formats_in_use(config))
     for text in notices(config, kernels.recompiles_for_bf16):
         log.warning("snip-hf: %s", text)
-    if needs_probe(config):
-        processes.everyone.by_first(lambda: check_solver(config, log))
+    solver = processes.everyone.by_first(lambda: check_solver(config, log)) if needs_probe(config) else config.solver
     layers = SwappedLayers(bare, config, processes, kernels, getattr(accelerator, "mixed_precision", None), log)
     keep_out_of_graphs(bare, log)
     say_if_off(optimizer, accelerator, next(bare.parameters()).device, log)
@@ -103,7 +102,7 @@ def assemble(
     setting = find_setting(bare, config, processes.pipeline)
     in_force = _first_in_force(bare, kernels.name, setting, processes, events, log)
     probe = StepProbe(bare, probed, setting.flops, layers, source, processes)
-    refresher = Refresher(in_force, probe, events, solving, log, finds_ties=config.ties == FOUND)
+    refresher = Refresher(in_force, probe, events, solving, log, solver, finds_ties=config.ties == FOUND)
     detector = DriftDetector(in_force, probe, events, solving.clock, log)
     coverage = CoverageCheck(bare, in_force, processes, events, log, accelerator)
     messages = RunMessages(config, kernels.name, log)

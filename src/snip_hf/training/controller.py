@@ -183,6 +183,7 @@ class SnipController:
             TypeError: the batch is no mapping.
             ValueError: the very first batch cannot be probed, without labels for example, and the policy needs that.
         """
+        self._calls.check_open("capture")
         if not isinstance(batch, Mapping):
             raise TypeError(
                 f"capture got a batch of type {type(batch).__name__}; expected a mapping, such as the dict of keyword "
@@ -302,6 +303,7 @@ class SnipController:
         They are still swapped: `controller.plan.apply(model)` gives them the formats of the last plan, and
         `restore_model` swaps them back.
         """
+        self._calls.is_closed = True
         self._layers.say_findings(self._log)
         self._layers.release()
         self._ahead.close()

@@ -60,6 +60,7 @@ class StepCalls:
         self._said: set[str] = set()
         self.is_begun = False
         """Whether `before_optimizer_step` was called for a step that has not ended."""
+        self.is_closed = False
 
     def count(self, call: str, step: Any, done: int) -> bool:
         """Returns True if a call with the number `step`, after `done` optimizer steps, is of an optimizer step.
@@ -67,6 +68,7 @@ class StepCalls:
         Raises:
             TypeError, ValueError: that is no number or not the next one, or the step before has not ended.
         """
+        self.check_open(call)
         if not isinstance(step, SupportsIndex):
             raise TypeError(f"{call} got the step {step!r} ({type(step).__name__}); expected an int, e.g. {done + 1}.")
         if self._accelerator is not None and not self._accelerator.sync_gradients:
@@ -84,6 +86,11 @@ class StepCalls:
                 "set controller.step = N first)."
             )
         return True
+
+    def check_open(self, call: str) -> None:
+        """Raises ValueError if the controller has been closed."""
+        if self.is_closed:
+            raise ValueError(f"{call} was called after close(). Build a new SnipController to train on.")
 
     def begin(self, is_late: bool) -> None:
         """Notes `before_optimizer_step`; `is_late` if the optimizer has taken its step by then."""

@@ -58,6 +58,7 @@ class Refresher:
         events: are told of refreshes that were applied; their folder gets the divergences.
         solving: how programs are solved.
         log: is told what becomes of refreshes.
+        solver: the one to ask.
         finds_ties: whether each probe decides which layers are tied: those that receive the same tensor.
     """
 
@@ -68,7 +69,8 @@ class Refresher:
         events: EventWriter,
         solving: Solving,
         log: logging.Logger,
-        finds_ties: bool = False,
+        solver: str,
+        finds_ties: bool,
     ) -> None:
         self.pending: PendingRefresh | None = None
         """The refresh whose plan is not applied yet."""
@@ -81,8 +83,8 @@ class Refresher:
         self._log = log
         self._finds_ties = finds_ties
         self._config = in_force.setting.config
-        self._solver = solver_of(self._config)
-        """The one that programs are given to; another one than the config's after a failure."""
+        self._solver = solver
+        """The one that programs are given to; another one after a failure."""
 
     @property
     def is_idle(self) -> bool:

@@ -310,8 +310,10 @@ def own_command() -> list[str]:
     return [sys.executable, "-I", os.path.abspath(ilp.__file__), "--parent", str(os.getpid()), *paths]
 
 
-def check_solver(config: SnipConfig, log: logging.Logger) -> None:
+def check_solver(config: SnipConfig, log: logging.Logger) -> str:
     """Tries out, before training, whether the solver process can use the solver that the config asks for.
+
+    Returns the solver to ask: with "auto" another one where the trial of the first choice failed.
 
     The log says which one will be used, with "auto" also why not the first choice, and warns if only the greedy one
     can be.
@@ -319,9 +321,9 @@ def check_solver(config: SnipConfig, log: logging.Logger) -> None:
     Raises:
         ValueError: the solver is not installed where the process can use it; the message says what to do.
     """
-    wanted = POLICIES[config.policy].solver or config.solver
+    asked = wanted = POLICIES[config.policy].solver or config.solver
     if wanted == "greedy":
-        return
+        return wanted
     missing: list[str] = []
     for name in ("cbc", "highs") if wanted == "auto" else (wanted,):
         try:
@@ -329,17 +331,19 @@ def check_solver(config: SnipConfig, log: logging.Logger) -> None:
         except SolverError as error:
             if error.reason != "missing" and wanted != "auto":
                 log.warning("snip-hf: trying out the solver %r failed, and refreshes may fail so too: %s", name, error)
-                return
+                return wanted
             missing.append(str(error))
             if error.reason != "missing":
-                log.warning("snip-hf: solver='auto' does not take %r: %s", name, error)
+                asked = NEXT_SOLVER[asked]
+                log.warning("snip-hf: from now on solver='auto' takes %r, since: %s", asked, error)
         else:
             reason = f": {missing[0]}" if missing else ""
             log.info("snip-hf: solver=%r takes %r (%s)%s", wanted, name, version, reason)
-            return
+            return asked
     if wanted != "auto":
         raise ValueError(missing[0])
     log.warning("snip-hf: solver='auto' takes 'greedy', since no other can be used: %s", " ".join(missing))
+    return asked
 
 
 @functools.cache

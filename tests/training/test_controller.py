@@ -971,6 +971,24 @@ def test_after_a_solver_that_crashes_auto_takes_the_next_one_for_good_and_warns_
     ]
 
 
+def test_after_a_solver_that_hangs_the_next_refresh_asks_the_next_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[str] = []
+
+    def hanging_cbc(program: dict[str, Any]) -> SolverProcess:
+        asked.append(program["solver"])
+        hangs = [sys.executable, "-c", SLEEP]
+        return SolverProcess.start(program, hangs) if program["solver"] == "auto" else start_solver(program)
+
+    config = SnipConfig(**SCHEDULE | {"solver": "auto", "solver_time_limit": 3.0})
+    loop = Loop(config, tmp_path, solving=Solving(start=hanging_cbc, grace=0.0)).run(9)
+    assert loop.controller is not None
+    assert asked == ["auto", "highs"] and loop.controller.plan.provenance.solver == "highs"
+    assert [line["status"] for line in history(tmp_path) if line["event"] == "refresh"] == ["kept", "applied"]
+    assert sum("from now on solver='auto' takes 'highs'" in message for message in caplog.messages) == 1
+
+
 def test_a_resumed_run_may_have_another_solver(tmp_path: Path) -> None:
     first = Loop(SnipConfig(**SCHEDULE | {"solver": "cbc"}), tmp_path / "first").run(3)
     assert first.controller is not None
@@ -1167,7 +1185,7 @@ def test_a_loop_that_ends_before_its_first_refresh_is_told_so_once_when_it_close
     loop.controller.close()
     loop.controller.close()
     assert caplog.messages == [
-        "snip-hf: training ended at step 2, before the first refresh (first_refresh=3): everything stayed in fp8."
+        "snip-hf: training ended at step 2, before the first refresh (first_refresh=3): no plan was made."
     ]
 
 

@@ -26,8 +26,8 @@ from .checkpoint import PendingRefresh
 from .plans import PlanInForce, describe_plan, solved_plan
 from .step_probe import StepProbe
 
-# Ways in which a solver's process fails, so that the next solver is asked with solver="auto".
-_FAILURES = ("crashed", "garbage", "rejected", "missing")
+# Failures that are the problem's and no solver's: with solver="auto", any other one leads to the next solver.
+_OF_PROBLEM = ("infeasible", "bad problem")
 
 
 def start_solver(program: dict[str, Any]) -> SolverProcess:
@@ -217,11 +217,13 @@ class Refresher:
             try:
                 return pending.process.result(self._config.solver_time_limit + self._solving.grace)
             except SolverError as error:
-                can_go_on = solver_of(self._config) == "auto" and error.reason in _FAILURES
+                can_go_on = solver_of(self._config) == "auto" and error.reason not in _OF_PROBLEM
                 if not can_go_on or self._solver not in NEXT_SOLVER:
                     raise
                 self._solver = NEXT_SOLVER[self._solver]
                 self._log.warning("snip-hf: from now on solver='auto' takes %r, since: %s", self._solver, error)
+                if error.reason == "timeout":  # other ranks would not wait as long again
+                    raise
                 pending.process = self._solving.start(pending.problem | {"solver": self._solver})
 
     def _apply(self, pending: PendingRefresh, step: int) -> None:

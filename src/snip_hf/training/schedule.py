@@ -121,11 +121,9 @@ class Schedule:
         if is_short and not self._said_too_short:
             self._said_too_short = True
             self._log.warning(
-                "snip-hf: training ended at step %d, before the first refresh (first_refresh=%d): everything stayed "
-                "in %s.",
+                "snip-hf: training ended at step %d, before the first refresh (first_refresh=%d): no plan was made.",
                 step,
                 self._config.first_refresh,
-                self._config.start_format,
             )
 
     def _is_scheduled(self, step: int, is_planned: bool) -> bool:

@@ -313,37 +313,40 @@ def own_command() -> list[str]:
 def check_solver(config: SnipConfig, log: logging.Logger) -> str:
     """Tries out, before training, whether the solver process can use the solver that the config asks for.
 
-    Returns the solver to ask: with "auto" another one where the trial of the first choice failed.
-
-    The log says which one will be used, with "auto" also why not the first choice, and warns if only the greedy one
-    can be.
+    Returns the solver to ask. With "auto" that is another one where the trial of the first choice failed; the log says
+    which one and why, and warns if the first one crashed or only the greedy one can be used.
 
     Raises:
         ValueError: the solver is not installed where the process can use it; the message says what to do.
     """
-    asked = wanted = POLICIES[config.policy].solver or config.solver
+    wanted = POLICIES[config.policy].solver or config.solver
     if wanted == "greedy":
         return wanted
-    missing: list[str] = []
+    failures: list[SolverError] = []
     for name in ("cbc", "highs") if wanted == "auto" else (wanted,):
         try:
             version = try_out(name, tuple(sys.path))
         except SolverError as error:
-            if error.reason != "missing" and wanted != "auto":
+            if wanted != "auto" and error.reason == "missing":
+                raise ValueError(str(error)) from error
+            if wanted != "auto":
                 log.warning("snip-hf: trying out the solver %r failed, and refreshes may fail so too: %s", name, error)
                 return wanted
-            missing.append(str(error))
-            if error.reason != "missing":
-                asked = NEXT_SOLVER[asked]
-                log.warning("snip-hf: from now on solver='auto' takes %r, since: %s", asked, error)
+            failures.append(error)
         else:
-            reason = f": {missing[0]}" if missing else ""
-            log.info("snip-hf: solver=%r takes %r (%s)%s", wanted, name, version, reason)
-            return asked
-    if wanted != "auto":
-        raise ValueError(missing[0])
-    log.warning("snip-hf: solver='auto' takes 'greedy', since no other can be used: %s", " ".join(missing))
-    return asked
+            reason = f": {failures[0]}" if failures else ""
+            has_crashed = any(error.reason != "missing" for error in failures)
+            log.log(
+                logging.WARNING if has_crashed else logging.INFO,
+                "snip-hf: solver=%r takes %r (%s)%s",
+                wanted,
+                name,
+                version,
+                reason,
+            )
+            return name if has_crashed else wanted
+    log.warning("snip-hf: solver='auto' takes 'greedy', since no other can be used: %s", " ".join(map(str, failures)))
+    return "greedy"
 
 
 @functools.cache

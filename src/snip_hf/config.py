@@ -166,7 +166,7 @@ class SnipConfig(FieldNames):
     # Guard: what happens when training goes wrong (docs/reliability.md)
 
     guard: Guard = "off"
-    """What an alarm does: "off" (nothing is watched), or "raise" (ours).
+    """What an alarm does: "off" (nothing is watched), or "raise": formats are raised, and training goes on (ours).
     "raise" gives the layers concerned one format more precise for `guard_patience` steps, and then a refresh."""
     guard_spike: float = 6.0
     """Standard deviations above the mean of its last healthy steps at which a loss or a gradient norm is a spike.

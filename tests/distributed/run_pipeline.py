@@ -24,8 +24,8 @@ from snip_hf.training.refresh import Solving
 
 def train(
     training: Training, config: SnipConfig, folder: Path | None, steps: int, solving: Solving | None = None
-) -> tuple[SnipController, list[Any]]:
-    """Returns the controller and the losses, None where they are not known."""
+) -> tuple[SnipController, list[Any], dict[str, dict[str, str]]]:
+    """Returns the controller, the losses (None where they are not known) and layer -> formats at the end."""
     parameters = [parameter for part in training.parts for parameter in part.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     controller = SnipController(
@@ -41,8 +41,9 @@ def train(
         optimizer.zero_grad()
         controller.after_step(step)
         losses.append(None if loss is None else float(loss))
+    in_force = {name: layer.formats for part in training.parts for name, layer in snip_linears(part).items()}
     controller.close()
-    return controller, losses
+    return controller, losses, in_force
 
 
 def chunk_gradients(training: Training, fmt: str) -> list[Tensor]:
@@ -76,23 +77,22 @@ def main() -> None:
         "weights": {name: tensor.clone() for part in training.parts for name, tensor in part.state_dict().items()},
         "model_config": training.parts[0].config.to_dict(),
     }
-    controller, found["losses"] = train(training, SnipConfig(**CONFIG), folder / "plan", STEPS)
+    controller, found["losses"], found["in_force"] = train(training, SnipConfig(**CONFIG), folder / "plan", STEPS)
     found["plan"] = {name: dict(row) for name, row in controller.plan.assignment.items()}
     found["shares"] = controller.plan.stage_fp4_fractions
     found["stages"] = controller.plan.stages
-    found["in_force"] = {name: layer.formats for part in training.parts for name, layer in snip_linears(part).items()}
     if dist.get_rank() == 0:
         _, losses, tables = read_run(folder / "plan" / "snip")
         found["probe_loss"], found["table"] = losses[1], tables[1]
     found["chunks"] = {fmt: chunk_gradients(training, fmt) for fmt in ("fp8", "fp4")}
-    controller, _ = train(training, SnipConfig(**CONFIG, policy="snip-paper"), folder / "noise", 2)
+    controller, *_ = train(training, SnipConfig(**CONFIG, policy="snip-paper"), folder / "noise", 2)
     found["noise plan"] = {name: dict(row) for name, row in controller.plan.assignment.items()}
     if dist.get_rank() == 0:
         found["noise table"] = read_run(folder / "noise" / "snip")[2][1]
     # Names of one block, which one process has alone.
     skipping = SnipConfig(**CONFIG, skip_modules=("model.layers.7.*",), rank_timeout=5, solver_time_limit=5)
     try:
-        controller, _ = train(training, skipping, None, 2, Solving(rank_grace=5.0))
+        controller, *_ = train(training, skipping, None, 2, Solving(rank_grace=5.0))
         found["skipping"] = list(controller.plan.assignment)
     except Exception as error:
         found["skipping"] = f"{type(error).__name__}: {error}"

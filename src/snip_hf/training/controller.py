@@ -304,8 +304,10 @@ class SnipController:
         `restore_model` swaps them back.
         """
         self._calls.is_closed = True
-        self._layers.say_findings(self._log)
-        self._layers.release()
+        try:
+            self._layers.say_findings(self._log)
+        finally:  # a fault of the device shows where it is read
+            self._layers.release()
         self._ahead.close()
         self._chunks.close()
         self._source.close()

@@ -145,7 +145,7 @@ class Guard:
         else:
             what = (
                 "everything that could be raised is unquantized already. If this goes on, stop and resume from a "
-                "checkpoint of before the first alarm (docs/reliability.md, The guard)"
+                "checkpoint of before the first alarm (docs/reliability.md, Rolling back)"
             )
         left_out = "; the step was left out" if alarm.left_out else ""
         self._log.warning("snip-hf: guard, step %d: %s; %s%s.", alarm.step, alarm.reason, what, left_out)

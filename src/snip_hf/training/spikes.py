@@ -82,7 +82,7 @@ class Health:
     def limit(self, name: str) -> float | None:
         """Returns the value above which a figure is a spike; None: too little is known yet."""
         values = self._of(name)
-        if len(values) < self.config.guard_window // 2:
+        if len(values) < min(self.config.guard_window // 2, self.config.guard_patience):
             return None
         mean = fmean(values)
         return mean + self.config.guard_spike * max(pstdev(values, mean), _LEAST_DEVIATION * abs(mean))

@@ -119,6 +119,6 @@ class StepFigures(BackwardEnd):
 
 def _norms(parameters: Sequence[Tensor]) -> Tensor:
     """Returns the norms of what this rank holds of gradients; 0 for one that was taken away."""
-    parts = [own_part(one.detach())[:0] if one.grad is None else own_part(one.grad) for one in parameters]
+    parts = [one.new_zeros(1) if one.grad is None else own_part(one.grad) for one in parameters]
     norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
     return torch.stack([norm.to(norms[0].device) for norm in norms])

@@ -207,6 +207,36 @@ def test_a_trial_that_fails_otherwise_is_told_and_training_goes_on(
     assert [line["status"] for line in run.refreshes] == ["kept"]
 
 
+@pytest.mark.parametrize(
+    ("cbc", "highs", "asked", "warnings"),
+    [
+        (None, None, "auto", 0),
+        ("crashed", None, "highs", 1),
+        ("missing", None, "auto", 0),
+        ("missing", "crashed", "greedy", 1),
+        ("crashed", "missing", "greedy", 1),
+        ("crashed", "crashed", "greedy", 1),
+        ("missing", "missing", "greedy", 1),
+    ],
+)
+def test_auto_asks_the_first_solver_whose_trial_succeeds_and_warns_once(
+    cbc: str | None,
+    highs: str | None,
+    asked: str,
+    warnings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def try_out(name: str, paths: tuple[str, ...]) -> str:
+        if reason := {"cbc": cbc, "highs": highs}[name]:
+            raise SolverError(reason, f"{name} {reason}")
+        return "1.0"
+
+    monkeypatch.setattr(solver, "try_out", try_out)
+    assert solver.check_solver(SnipConfig(solver="auto"), logging.getLogger("snip_hf")) == asked
+    assert len(notes(caplog)) == warnings
+
+
 def test_a_solver_that_works_is_tried_out_once_and_named_in_the_log(
     with_command: Callable[[list[str]], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -166,13 +166,14 @@ class SnipConfig(FieldNames):
     # Guard: what happens when training goes wrong (docs/reliability.md)
 
     guard: Guard = "off"
-    """What an alarm does: "off" (nothing is watched), or "raise": formats are raised, and training goes on (ours).
+    """The answer to an alarm: "off" (nothing is watched), or "raise": formats are raised, and training goes on (ours).
     "raise" gives the layers concerned one format more precise for `guard_patience` steps, and then a refresh."""
     guard_spike: float = 6.0
     """Standard deviations above the mean of its last healthy steps at which a loss or a gradient norm is a spike.
     The default, and that of `guard_window`, are those of OLMo-core's optimizers that skip steps."""
     guard_window: int = 128
-    """Healthy steps that a spike is told from; from half of them on spikes are looked for."""
+    """Healthy steps that a spike is told from.
+    Spikes are looked for from half of them on, or from `guard_patience` on if that is less."""
     guard_patience: int = 50
     """Steps for which raised formats hold: then the plan is refreshed, and spikes are looked for again.
     Spikes that last as many steps are the new level, which later ones are compared with."""

@@ -17,6 +17,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from .field_values import is_none
 from .json_io import parse_json
 
 _Config = TypeVar("_Config", bound=type)
@@ -33,7 +34,7 @@ class _Reader:
 
     def __call__(self, text: str) -> Any:
         text = text.strip()
-        if self.takes_none and text.lower() in ("none", "null", "~"):
+        if self.takes_none and is_none(text):
             return None
         try:
             return self.read(text)

@@ -29,13 +29,18 @@ def check_type(name: str, value: object, annotation: str, advice: str = "") -> N
         raise TypeError(f"{name}={value!r} has type {type(value).__name__}; expected {annotation}.{advice}")
 
 
+def is_none(text: str) -> bool:
+    """Returns True if a text stands for None."""
+    return text.strip().lower() in ("none", "null", "~")
+
+
 def as_meant(value: Any, annotation: str) -> Any:
     """Returns what a value of YAML means in a field: None, "off" or a number that YAML does not read as such."""
     if value is False and annotation == "Guard":
         return "off"
     if not isinstance(value, str):
         return value
-    if "None" in annotation and value.strip().lower() in ("none", "null", "~"):
+    if "None" in annotation and is_none(value):
         return None
     if "float" in annotation:
         with contextlib.suppress(ValueError):

@@ -950,43 +950,47 @@ def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path) -> None:
     ]
 
 
-def test_after_a_solver_that_crashes_auto_takes_the_next_one_for_good_and_warns_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("program", "refreshes", "asked_for", "reason"),
+    [
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGILL)",
+            ["applied", "applied"],
+            ["auto", "highs", "highs"],
+            "The solver process crashed (signal SIGILL): nothing on stderr",
+        ),
+        # Other ranks would not wait as long again.
+        (
+            SLEEP,
+            ["kept", "applied"],
+            ["auto", "highs"],
+            "The solver ran past the 3 s it was waited for and was killed.",
+        ),
+    ],
+    ids=["crashes", "hangs"],
+)
+def test_after_a_solver_that_fails_auto_takes_the_next_one_for_good_and_warns_once(
+    program: str,
+    refreshes: list[str],
+    asked_for: list[str],
+    reason: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     asked: list[str] = []
 
-    def without_cbc(program: dict[str, Any]) -> SolverProcess:
-        asked.append(program["solver"])
-        illegal = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGILL)"]
-        return SolverProcess.start(program, illegal) if program["solver"] == "auto" else start_solver(program)
-
-    config = SnipConfig(**SCHEDULE | {"solver": "auto"})
-    loop = Loop(config, tmp_path, solving=Solving(start=without_cbc)).run(9)
-    assert loop.controller is not None
-    assert asked == ["auto", "highs", "highs"] and loop.controller.plan.provenance.solver == "highs"
-    said = [message for message in caplog.messages if "from now on" in message]
-    assert said == [
-        "snip-hf: from now on solver='auto' takes 'highs', since: The solver process crashed (signal SIGILL): nothing "
-        "on stderr"
-    ]
-
-
-def test_after_a_solver_that_hangs_the_next_refresh_asks_the_next_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked: list[str] = []
-
-    def hanging_cbc(program: dict[str, Any]) -> SolverProcess:
-        asked.append(program["solver"])
-        hangs = [sys.executable, "-c", SLEEP]
-        return SolverProcess.start(program, hangs) if program["solver"] == "auto" else start_solver(program)
+    def without_cbc(problem: dict[str, Any]) -> SolverProcess:
+        asked.append(problem["solver"])
+        fails = [sys.executable, "-c", program]
+        return SolverProcess.start(problem, fails) if problem["solver"] == "auto" else start_solver(problem)
 
     config = SnipConfig(**SCHEDULE | {"solver": "auto", "solver_time_limit": 3.0})
-    loop = Loop(config, tmp_path, solving=Solving(start=hanging_cbc, grace=0.0)).run(9)
+    loop = Loop(config, tmp_path, solving=Solving(start=without_cbc, grace=0.0)).run(9)
     assert loop.controller is not None
-    assert asked == ["auto", "highs"] and loop.controller.plan.provenance.solver == "highs"
-    assert [line["status"] for line in history(tmp_path) if line["event"] == "refresh"] == ["kept", "applied"]
-    assert sum("from now on solver='auto' takes 'highs'" in message for message in caplog.messages) == 1
+    assert asked == asked_for and loop.controller.plan.provenance.solver == "highs"
+    assert [line["status"] for line in history(tmp_path) if line["event"] == "refresh"] == refreshes
+    said = [message for message in caplog.messages if "from now on" in message]
+    assert said == [f"snip-hf: from now on solver='auto' takes 'highs', since: {reason}"]
 
 
 def test_a_resumed_run_may_have_another_solver(tmp_path: Path) -> None:

@@ -32,12 +32,12 @@ _NO_LABEL = -100
 
 
 class Labels(NamedTuple):
-    """What a training loop says of its labels."""
+    """The labels of a training loop."""
 
     names: Sequence[str] = ()
     """Inputs that may have them if `labels` is none."""
     advice: str = "say how it is computed (compute_loss=...)"
-    """What to do where the model does not return the loss."""
+    """Tells users of a model that does not return the loss what to do."""
 
 
 LABELS_OF_LOOP = Labels()

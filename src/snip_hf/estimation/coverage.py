@@ -102,7 +102,7 @@ def _as_clause(reason: str) -> str:
 
 
 class CountedPass:
-    """What one forward pass showed, or those of several ranks together.
+    """Counts of one forward pass, or of those of several ranks together.
 
     Its counts are FLOPs of ("covered",), ("left", name, kind, reason) and ("aside", what), and tokens of ("tokens",
     layer), that a swapped layer saw in all its matrices together, and of ("returned", layer), for which its grad_input

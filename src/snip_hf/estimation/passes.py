@@ -191,7 +191,7 @@ def _everything_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _leave_out_own_hooks(model: nn.Module, has_been_through_hooks: bool) -> None:
-    """Takes out SNIP's hooks, and the model's pre-hooks before them if the inputs have been through those."""
+    """Removes SNIP's hooks, and the model's pre-hooks before them if the inputs have been through those."""
     for module in model.modules():
         for kind in _OF_MODULES:
             hooks = getattr(module, kind)
@@ -203,7 +203,7 @@ def _leave_out_own_hooks(model: nn.Module, has_been_through_hooks: bool) -> None
 
 
 def _name_hooks(model: nn.Module) -> None:
-    """Says once per model which modules have hooks that its probes run."""
+    """Logs once per model the modules whose hooks its probes run."""
     if model in _named:
         return
     _named.add(model)

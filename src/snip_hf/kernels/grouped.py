@@ -175,17 +175,17 @@ def _empty_weight(grad_output: Tensor, x: Tensor, ends: Tensor, transposed: bool
 
 
 def _on_host(state: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns copies of both in the host's memory."""
+    """Returns copies of both in the host's memory, read in one go."""
     own_state, own_ends = torch.cat([state.flatten(), ends]).to("cpu", copy=True).split([state.numel(), len(ends)])
     return own_state.view(state.shape), own_ends
 
 
 def _groups(state: Tensor, ends: Tensor) -> list[_Group]:
     """Returns the groups that `state` (G, 6) has rows for; reads both tensors in one go."""
-    states, ends = torch.cat([state.flatten(), ends]).cpu().split([state.numel(), len(ends)])
+    states, ends = _on_host(state, ends)
     size, starts = len(ends) // len(state), [0, *ends.tolist()]
     found = []
-    for index, own_state in enumerate(states.view(state.shape)):
+    for index, own_state in enumerate(states):
         matrices = slice(index * size, (index + 1) * size)
         rows = slice(starts[matrices.start], starts[matrices.stop])
         found.append(_Group(matrices, rows, ends[matrices] - rows.start, own_state))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,8 @@ from ..python_state import Shared, binding_kept
 LION_SMOOTHING = 0.5
 # bitsandbytes' managers of all its optimizers.
 _COMMON = ("GlobalOptimManager", "GlobalPageManager")
+# Types of values that refer to no parameter.
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -290,18 +292,17 @@ def own_step(optimizer: torch.optim.Optimizer, at: Situation, gradient: Tensor) 
     parameter.grad = gradient.clone()
     # Whatever refers to the real optimizer refers to the copy.
     memo: dict[int, Any] = {id(optimizer): twin}
-    memo.update(_stand_ins(optimizer))
+    # Hooks are not run, and a scheduler's wrapper around `step` would step the real one.
+    own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups", "step")}
+    own |= {key: OrderedDict() for key in own if key.startswith("_optimizer_")}
+    options = {key: value for key, value in at.group.items() if key != "params"}
+    memo.update(_stand_ins(optimizer, [own, options, at.state]))
     memo[id(at.parameter)] = parameter
     # What all optimizers of a package have in common holds weights and states of all of them.
-    memo.update((id(value), value) for value in vars(optimizer).values() if type(value).__name__ in _COMMON)
-    # Hooks are not run, and a scheduler's wrapper around `step` would step the real one.
-    for name, value in vars(optimizer).items():
-        if name.startswith("_optimizer_"):
-            setattr(twin, name, OrderedDict())
-        elif name not in ("state", "param_groups", "step"):
-            setattr(twin, name, copy.deepcopy(value, memo))
-    options = {key: copy.deepcopy(value, memo) for key, value in at.group.items() if key != "params"}
-    twin.param_groups = [{**options, "params": [parameter]}]
+    memo.update((id(value), value) for value in own.values() if type(value).__name__ in _COMMON)
+    for name, value in own.items():
+        setattr(twin, name, copy.deepcopy(value, memo))
+    twin.param_groups = [{**copy.deepcopy(options, memo), "params": [parameter]}]
     twin.state = defaultdict(dict)
     if at.state:
         twin.state[parameter] = {key: _copied(value, at.parameter, gradient, memo) for key, value in at.state.items()}
@@ -315,23 +316,31 @@ def own_step(optimizer: torch.optim.Optimizer, at: Situation, gradient: Tensor) 
     return at.parameter.to(gradient.dtype) - parameter.detach(), state
 
 
-def _stand_ins(optimizer: torch.optim.Optimizer) -> dict[int, nn.Parameter]:
+def _stand_ins(optimizer: torch.optim.Optimizer, copied: Sequence[Any]) -> dict[int, nn.Parameter]:
     """Returns the id of each parameter and buffer that an optimizer or a model that it holds has -> one without memory.
 
     So a copy of an optimizer that holds its model takes no memory for it, and can neither read nor write weights.
+
+    Args:
+        optimizer: has the parameters.
+        copied: what is copied of it. If nothing in that can refer to a parameter, nothing is returned.
     """
+    parts = [part for value in copied for part in _parts_in(value)]
+    if all(isinstance(part, _PLAIN) or type(part) is Tensor for part in parts):
+        return {}
     tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for model in _models_in(list(vars(optimizer).values())):
+    for model in (part for part in parts if isinstance(part, nn.Module)):
         tensors += [*model.parameters(), *model.buffers()]
     return {id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad) for one in tensors}
 
 
-def _models_in(value: Any) -> list[nn.Module]:
-    """Returns the modules that a value is or that plain containers in it hold."""
-    if isinstance(value, nn.Module):
-        return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
-    return [model for part in parts for model in _models_in(part)]
+def _parts_in(value: Any) -> Iterator[Any]:
+    """Yields what plain containers hold, or the value if it is none."""
+    if not isinstance(value, dict | list | tuple | set):
+        yield value
+        return
+    for part in value.values() if isinstance(value, dict) else value:
+        yield from _parts_in(part)
 
 
 @contextmanager

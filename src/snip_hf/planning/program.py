@@ -11,6 +11,7 @@ from ..policies.registry import Cost, Policy, cost_of
 from ..policies.setting import Assignment, Setting
 from ..policies.target import check_attainable, contributions, least_sum
 from ..policies.ties import tied_groups
+from .solver.process import solver_of
 
 
 def _price_of(config: SnipConfig, table: DivergenceTable) -> Cost:
@@ -18,11 +19,6 @@ def _price_of(config: SnipConfig, table: DivergenceTable) -> Cost:
     if any(row.price is None for row in table.rows):
         return cost_of(config, table)
     return lambda row: row.price or 0.0
-
-
-def solver_of(config: SnipConfig) -> str:
-    """Returns the solver that the policy names, or else the config."""
-    return str(POLICIES[config.policy].solver or config.solver)
 
 
 def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from ..estimation.memory import measured_peak
 from ..estimation.shared_inputs import Ties
 from ..planning.drift import ranking
 from ..planning.price_memory import Prices, with_memory
-from ..planning.program import problem, solver_of
-from ..planning.solver.process import NEXT_SOLVER, SolverProcess
+from ..planning.program import problem
+from ..planning.solver.process import NEXT_SOLVER, SolverProcess, solver_of
 from ..planning.solver.solution import SolverError, SolverResult
 from ..policies.registry import weighs_updates
 from ..records.event_writer import EventWriter

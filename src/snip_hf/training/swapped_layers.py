@@ -70,11 +70,16 @@ class SwappedLayers:
 
     def claim(self) -> None:
         """Refuses the layers to other runs until `lend` or `release`, or until nobody holds this run any more."""
-        self._mark.put_on((parts_of(self._model) or [self._model])[0])
+        self._mark.put_on(self._marked)
 
     def lend(self) -> None:
         """Leaves the layers to another run, until `retake`."""
-        self._mark.remove((parts_of(self._model) or [self._model])[0])
+        self._mark.remove(self._marked)
+
+    @property
+    def _marked(self) -> nn.Module:
+        """The module that has the run's mark: the model, or the first part that this process holds."""
+        return (parts_of(self._model) or [self._model])[0]
 
     def _take(self, mixed_precision: str | None, log: logging.Logger) -> None:
         swap(self._model, self._config, self._processes.pipeline)

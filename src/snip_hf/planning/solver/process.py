@@ -310,6 +310,11 @@ def own_command() -> list[str]:
     return [sys.executable, "-I", os.path.abspath(ilp.__file__), "--parent", str(os.getpid()), *paths]
 
 
+def solver_of(config: SnipConfig) -> str:
+    """Returns the solver that the policy names, or else the config."""
+    return str(POLICIES[config.policy].solver or config.solver)
+
+
 def check_solver(config: SnipConfig, log: logging.Logger) -> str:
     """Tries out, before training, whether the solver process can use the solver that the config asks for.
 
@@ -319,7 +324,7 @@ def check_solver(config: SnipConfig, log: logging.Logger) -> str:
     Raises:
         ValueError: the solver is not installed where the process can use it; the message says what to do.
     """
-    wanted = POLICIES[config.policy].solver or config.solver
+    wanted = solver_of(config)
     if wanted == "greedy":
         return wanted
     failures: list[SolverError] = []

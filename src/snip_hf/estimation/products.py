@@ -14,9 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.ahead import capability
 from ..kernels.bf16_parts import bf16_parts
-from ..kernels.rounding import has_kernels
+from ..kernels.rounding import capability, has_kernels
 
 # The first GPUs whose tensor cores multiply BF16.
 _AMPERE = (8, 0)

@@ -7,7 +7,7 @@ none of them by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -150,29 +150,6 @@ class Backend(ABC):
             grad_output: (T, O).
             state: of a layer; its format of this GEMM must stay the same between calls.
         """
-
-    def kernels_of_first_step(
-        self, layers: Sequence[Mapping[str, Any]], gates: Sequence[int], tokens: int
-    ) -> Iterator[tuple[str, Callable[[], object]]]:
-        """Gives name and call of what launches, on tensors without memory, kernels of a run's first step.
-
-        Args:
-            layers, tokens: as `kernels_of_plans` takes them.
-            gates: C of each width of gated MLPs that `gated_forward` runs.
-        """
-        return iter(())
-
-    def kernels_of_plans(
-        self, layers: Sequence[Mapping[str, Any]], tokens: int, formats: Sequence[str]
-    ) -> Iterator[tuple[str, Callable[[], object]]]:
-        """Gives name and call of what launches, on tensors without memory, kernels of steps under later plans alone.
-
-        Args:
-            layers: the (O, I) of the weight, "shape", its "dtype", and whether the optimizer updates it, "is_trained".
-            tokens: of a micro-batch.
-            formats: those that a plan chooses from.
-        """
-        return iter(())
 
     def attach(self, layer: Layer) -> None:
         """Prepares a layer that is about to run here."""

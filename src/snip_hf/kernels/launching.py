@@ -13,9 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .ahead import compile_or_note
-from .triton_keys import settle_key
-
 # Key -> the compiled kernel as it is launched on a grid, and its last arguments. At `_MOST` entries it is emptied:
 # sequences of ever new lengths would fill it.
 _COMPILED: dict[Hashable, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
@@ -89,10 +86,6 @@ def launch(
             f"Got an operand of shape {tuple(first.shape)} for {kernel.fn.__name__}, which takes {max(grid[1:]):,} "
             f"rows of blocks; expected at most {_MOST_PROGRAMS:,}. Use smaller micro-batches, and more of them."
         )
-    settle_key(kernel)
-    if first.is_meta:  # in a process that compiles for another one
-        compile_or_note(kernel, grid, tensors, (free, numbers, constants), options)
-        return
     compiled = kernel[grid](*tensors, *free, *numbers, *constants, **options)
     if compiled is None or any(tensor.data_ptr() & _ALIGNED for tensor in tensors):  # the interpreter compiles nothing
         return

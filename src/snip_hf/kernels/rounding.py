@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..numerics import rounding
 from ..numerics.formats import REFERENCE, NumberFormat
-from .ahead import capability
 
 if TYPE_CHECKING or find_spec("triton") is not None:
     from .rounding_kernel import round_by_kernel, takes
@@ -82,6 +81,13 @@ def _on_host(key: Tensor, format: NumberFormat, operand: str) -> int | None:
             "which a CUDA graph cannot read at its replays. Train without CUDA graphs."
         )
     return int(key) % 2**64
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Returns the compute capability of an NVIDIA GPU; (0, 0) for other devices."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
 
 
 @cache

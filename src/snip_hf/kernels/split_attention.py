@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .ahead import capability
-from .rounding import has_kernels
+from .rounding import capability, has_kernels
 
 _CHANNELS = (64, 128)
 _HOPPER = 9

@@ -1,7 +1,4 @@
 """The layers that run in place of a model's own, behind one interface. One file per kind of layer."""
 
-from .. import lean
-
 # The first kind that knows a module swaps it.
-if not lean.is_lean:
-    from . import conv1d, experts, linear, own_experts  # noqa: F401
+from . import conv1d, experts, linear, own_experts  # noqa: F401

@@ -237,14 +237,6 @@ def trained_by(optimizer: Any) -> Callable[[Tensor], bool]:
     return lambda parameter: parameter.requires_grad and id(parameter) in held
 
 
-def kind_of_response(optimizer: Any) -> str:
-    """Returns "adam" if `SLOPES` has the rule of an optimizer's first part, "elementwise" or "other" if not."""
-    rule = rule_name(type(parts_of(optimizer)[0]))
-    if rule in AUTOGRAD:
-        return "other"
-    return "adam" if rule in ELEMENTWISE and ELEMENTWISE[rule] in SLOPES else "elementwise"
-
-
 def _response(optimizer: torch.optim.Optimizer, at: Situation) -> Response:
     rule = rule_name(type(optimizer))
     if rule in ELEMENTWISE:

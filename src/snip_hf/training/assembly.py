@@ -30,7 +30,6 @@ from .checks import check_guard, check_model, check_parts
 from .coverage_check import CoverageCheck
 from .drift_check import DriftDetector
 from .gradient_source import GradientSource, find_source
-from .kernels_ahead import KernelsAhead
 from .liger import keep_out_of_graphs
 from .loss_scaling import say_if_off
 from .plans import PlanInForce, first_plan, formats_in_use
@@ -59,7 +58,6 @@ class RunParts:
     detector: DriftDetector
     coverage: CoverageCheck
     messages: RunMessages
-    ahead: KernelsAhead
 
 
 def assemble(
@@ -106,12 +104,9 @@ def assemble(
     detector = DriftDetector(in_force, probe, events, solving.clock, log)
     coverage = CoverageCheck(bare, in_force, processes, events, log, accelerator)
     messages = RunMessages(config, kernels.name, log)
-    # Where Accelerate does not say it, each process of a machine has a GPU of its own.
-    is_first_here = getattr(accelerator, "is_local_main_process", next(bare.parameters()).device.index == 0)
-    ahead = KernelsAhead(probe, bare, probed, kernels.name, is_first_here, log)
     events.add_tracker(messages.note)
     return RunParts(
-        config, bare, kernels.name, layers, source, probe, in_force, refresher, detector, coverage, messages, ahead
+        config, bare, kernels.name, layers, source, probe, in_force, refresher, detector, coverage, messages
     )
 
 

@@ -122,7 +122,7 @@ class SnipController:
         self._expectation = Expectation(run.backend, run.layers.present, self._log, self.config.backend)
         self._layers, self._source, self._probe = run.layers, run.source, run.probe
         self._in_force, self._refresher, self._detector = run.in_force, run.refresher, run.detector
-        self._coverage, self._messages, self._ahead = run.coverage, run.messages, run.ahead
+        self._coverage, self._messages = run.coverage, run.messages
         self._guard = guard_of(run, self._schedule, self.processes, self._events, self._log)
         self._resuming = Resuming(run, self._schedule, self._events, self._log)
         check_alike(self._layers.present, self.plan, max_steps, self.processes)
@@ -132,7 +132,6 @@ class SnipController:
         self._layers.share_inputs(self._in_force.setting, self._log)
         self._schedule.say_if_too_short()
         self._refresher.say_if_untrained()
-        self._ahead.prepare(self._schedule.will_refresh)
         self._layers.claim()
 
     @property
@@ -209,7 +208,6 @@ class SnipController:
         is_read = is_probed or (self.needs_probe and not self._has_labels) or not self._expectation.is_said
         is_read = is_read or (self._micro_batch == 0 and self._coverage.is_due)
         one = TrainingPass(batch if is_read else {}, RandomState.now() if is_probed else None, objective)
-        self._ahead.begin(one, self._schedule.will_refresh)
         return one
 
     def count(self, one: TrainingPass) -> None:
@@ -224,7 +222,6 @@ class SnipController:
         if self.needs_probe and not self._has_labels:
             one.check(in_pipeline=self.processes.run is not None)
             self._has_labels = True
-            self._ahead.begin(one, self._schedule.will_refresh)  # what the pass has shown it knows by now
         if not self._started:
             self.start()
         if not self._expectation.is_said:
@@ -308,7 +305,6 @@ class SnipController:
             self._layers.say_findings(self._log)
         finally:  # a fault of the device shows where it is read
             self._layers.release()
-        self._ahead.close()
         self._chunks.close()
         self._source.close()
         if self._guard is not None:

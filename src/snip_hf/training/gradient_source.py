@@ -12,7 +12,7 @@ from ..estimation.optimizer_step import OptimizerStep
 from ..layers.layer import SnipLayer
 from ..optimizers.deepspeed_zero import BeforeStep, ZeroOptimizer, find_zero
 from ..optimizers.parts import groups_of
-from ..optimizers.response import check_optimizer, kind_of_response, responses, trained_by
+from ..optimizers.response import check_optimizer, responses, trained_by
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import is_fully_sharded
 from ..text import WITHOUT_PROBE
@@ -85,10 +85,6 @@ class GradientSource:
     def trains(self) -> Callable[[Tensor], bool]:
         """Returns what tells whether the optimizer trains a parameter."""
         return lambda parameter: False
-
-    def response(self) -> str:
-        """Returns how the optimizer answers to gradients, as `Foreseen.response` has it."""
-        return kind_of_response(self._optimizer)
 
     def why_untrained(self, model: nn.Module) -> str | None:
         """Returns why no parameter of the model is ever updated; None if some are."""

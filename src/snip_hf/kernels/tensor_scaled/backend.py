@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, TypeGuard
 
@@ -16,7 +16,6 @@ from ..emulated import EMULATED
 from ..tensor_core import Cache, Quantized, TensorCoreBackend, weights_of
 from . import gated_linear, grouped_trial, records
 from .folding import BLOCK, fold_of, has_one_scale
-from .foreseen import first_calls, fold_calls
 from .gemm_calls import gemm_call
 from .grouped_linear import GroupedTensorScaledGemms, How, quantize_matrices, weight_gemms
 from .grouped_operators import fold_grouped_into
@@ -92,16 +91,6 @@ class TensorScaled(TensorCoreBackend):
         matrices = [layer.matrix for layer in layers]
         y: Tensor = gated_linear.GatedGemms.apply(x, up_x, *matrices, own[0].table, how, *tensors, *quantized)
         return y
-
-    def kernels_of_first_step(
-        self, layers: Sequence[Mapping[str, Any]], gates: Sequence[int], tokens: int
-    ) -> Iterator[tuple[str, Callable[[], object]]]:
-        return first_calls(layers, gates if self.fuses_gates else (), tokens)
-
-    def kernels_of_plans(
-        self, layers: Sequence[Mapping[str, Any]], tokens: int, formats: Sequence[str]
-    ) -> Iterator[tuple[str, Callable[[], object]]]:
-        return fold_calls(layers, tokens, formats)
 
     def refuses_groups(self, layer: GroupedLayer) -> str | None:
         if layer.out_features % BLOCK or layer.in_features % BLOCK:

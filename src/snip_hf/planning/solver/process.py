@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -96,7 +95,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         process.wait(_REAPING)
 
 
-def give_up(process: subprocess.Popen[bytes], files: Sequence[IO[bytes] | socket.socket], owner: int) -> None:
+def give_up(process: subprocess.Popen[bytes], files: Sequence[IO[bytes]], owner: int) -> None:
     """Ends a process with its group, if this process is its owner, and closes files."""
     if os.getpid() == owner:  # and not a copy of it that a fork made
         _end_group(process)
@@ -104,15 +103,12 @@ def give_up(process: subprocess.Popen[bytes], files: Sequence[IO[bytes] | socket
         file.close()
 
 
-def run_beside(
-    words: Sequence[str], given: dict[str, Any] | socket.socket, folder: str | None = "/"
-) -> tuple[subprocess.Popen[bytes], list[IO[bytes]]]:
+def run_beside(words: Sequence[str], given: dict[str, Any]) -> tuple[subprocess.Popen[bytes], list[IO[bytes]]]:
     """Starts a program in a session of its own.
 
     Args:
         words: the program and its arguments.
-        given: its input, as JSON data; or its end of a pair of sockets, which is closed here.
-        folder: its working directory; None: this process's own. CBC aborts where the working directory is gone.
+        given: its input, as JSON data.
 
     Returns: the process, and the files that get its output and its error output.
 
@@ -121,18 +117,15 @@ def run_beside(
     """
     with contextlib.ExitStack() as on_failure:
         stdout, stderr = (on_failure.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-        if isinstance(given, socket.socket):
-            stdin: Any = on_failure.enter_context(given)
-        else:
-            stdin = on_failure.enter_context(tempfile.TemporaryFile())
-            stdin.write(json.dumps(given).encode())
-            stdin.seek(0)
+        stdin = on_failure.enter_context(tempfile.TemporaryFile())
+        stdin.write(json.dumps(given).encode())
+        stdin.seek(0)
         process = subprocess.Popen(
             words,
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            cwd=folder,
+            cwd="/",  # CBC aborts if the working directory is gone
             start_new_session=True,
         )
         on_failure.pop_all()

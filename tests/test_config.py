@@ -39,7 +39,6 @@ OTHER: dict[str, Any] = {
     "ties": (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
     "skip_modules": ("*.down_proj", "model.layers.0.mlp.up_proj"),
     "include_modules": ("model.vision_tower.*", "score"),
-    "expert_groups": 4,
     "budget": "measured",
     "timing_file": "times.json",
     "timing_tokens": 4096,
@@ -361,7 +360,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         for name in (*INTEGERS, *FLOATS)
         for sign in (1, -1)
     ),
-    ({"expert_groups": 0}, "expert_groups=0 is too small; expected at least 1."),
     ({"probe_memory_mib": 0}, "probe_memory_mib=0 is too small; expected None or at least 1 (MiB)."),
     (
         {"probe_batch_tokens": 127},
@@ -442,7 +440,6 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("refresh_on_drift", True, "refresh_on_drift=True has type bool; expected float | None."),
     ("refresh_on_drift", "0.8", "refresh_on_drift='0.8' has type str; expected float | None."),
     ("drift_every", None, "drift_every=None has type NoneType; expected int."),
-    ("expert_groups", 2.0, "expert_groups=2.0 has type float; expected int."),
     ("probe_memory_mib", 0.5, "probe_memory_mib=0.5 has type float; expected int | None."),
     ("formats", "fp4", "formats='fp4' has type str; expected tuple[str, ...]."),
     ("formats", ("fp4", 8), "formats: got ('fp4', 8); expected a list of names."),
@@ -782,7 +779,6 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "weight_divergence_factor": 1.0,
         "skip_modules": [],
         "include_modules": [],
-        "expert_groups": 1,
         "ties": [],
         "stages": None,
         "switching_cost": 0.0,

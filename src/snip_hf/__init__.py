@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from .layers.convert import restore_model as restore_model
     from .layers.kinds import register_layer_kind as register_layer_kind
     from .layers.linear import SnipLinear as SnipLinear
-    from .layers.linear_classes import register_linear_class as register_linear_class
+    from .layers.linear import register_linear_class as register_linear_class
     from .numerics.formats import FORMATS as formats
     from .numerics.formats import register_format as register_format
     from .numerics.rounding import quantize as quantize
@@ -104,7 +104,7 @@ _HOMES = {
     "quantize": ("numerics.rounding", "quantize"),
     "register_format": ("numerics.formats", "register_format"),
     "register_layer_kind": ("layers.kinds", "register_layer_kind"),
-    "register_linear_class": ("layers.linear_classes", "register_linear_class"),
+    "register_linear_class": ("layers.linear", "register_linear_class"),
     "restore_model": ("layers.convert", "restore_model"),
     "run_report": ("reporting.run_report", "run_report"),
 }

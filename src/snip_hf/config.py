@@ -126,9 +126,6 @@ class SnipConfig(FieldNames):
     """Exact names or globs (`fnmatch`, whole name) of linears that stay as they are."""
     include_modules: tuple[str, ...] = ()
     """As `skip_modules`: linears outside the language model's decoder that are swapped too, e.g. a vision tower's."""
-    expert_groups: int = 1
-    """Groups of experts, as many in each, that have formats of their own in every projection (docs/experts.md).
-    1: all experts of a projection share its formats. The number of experts must be a multiple of it."""
     budget: Budget = "flops"
     """What `target_fp4_fraction` is a share of: "flops", or "measured", the time of the linears' GEMMs.
     It is measured on this machine, in the most precise quantized one of `formats`. By time, small and inefficient GEMMs

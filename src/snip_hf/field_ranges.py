@@ -22,7 +22,6 @@ _AT_LEAST: dict[str, tuple[int, str]] = {
     "probe_memory_mib": (1, "None or at least 1 (MiB)"),
     "timing_tokens": (1, "None or at least 1"),
     "stages": (1, "None, a number of at least 1, or lists of names"),
-    "expert_groups": (1, "at least 1"),
     "guard_window": (8, "at least 8"),
     "guard_patience": (1, "at least 1"),
     "seed": (0, "at least 0"),

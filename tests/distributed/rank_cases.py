@@ -48,12 +48,6 @@ SHARDED = {
     "ddp-conv1d": Training(_LATER | {"granularity": "gemm"}, "sgd", steps=6, is_conv1d=True),
     "fsdp2-experts": Training(_OF_EXPERTS, "sgd", wrapper="fsdp2", steps=6, is_mixture=True),
     "ddp-experts": Training(_OF_EXPERTS, "sgd", steps=6, is_mixture=True),
-    "fsdp2-expert-groups": Training(
-        _LATER | {"expert_groups": 2, "granularity": "gemm"}, "adamw", wrapper="fsdp2", steps=6, is_mixture=True
-    ),
-    "ddp-expert-groups": Training(
-        _LATER | {"expert_groups": 2, "granularity": "gemm"}, "adamw", steps=6, is_mixture=True
-    ),
     "fsdp2-sgd-gemm-accumulated-clipped": replace(SHARED["sgd-gemm-accumulated-clipped"], wrapper="fsdp2"),
 }
 if find_spec("peft"):

@@ -23,7 +23,6 @@ PAIRS = {
         "fsdp2-adamw": "ddp-adamw",
         "fsdp2-conv1d": "ddp-conv1d",
         "fsdp2-experts": "ddp-experts",
-        "fsdp2-expert-groups": "ddp-expert-groups",
         LORA: "ddp-lora",
         f"fsdp2-{SGD}": SGD,
     }.items()

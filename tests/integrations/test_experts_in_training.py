@@ -11,9 +11,8 @@ from tiny_runs import FAST, Run, data, differing, train, weights
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from snip_hf import PrecisionPlan, SnipConfig, restore_model
+from snip_hf import SnipConfig, restore_model
 from snip_hf.layers.state import snip_linears
-from snip_hf.records.load import load_run
 
 # Decided without a probe: the last layers in FP4.
 CONFIG = SnipConfig(policy="layer-position", target_fp4_fraction=0.5)
@@ -51,39 +50,6 @@ def test_with_a_probe_experts_get_formats_and_lost_weights_are_noticed_at_a_resu
         run(tmp_path, build("qwen3-moe"), checkpoint, PROBED)
     resumed = run(tmp_path, AutoModelForCausalLM.from_pretrained(checkpoint), checkpoint, PROBED)
     assert not differing(weights(whole.model), weights(resumed.model))
-
-
-GROUPED = SnipConfig(first_refresh=1, apply_delay=1, refresh_every=9, expert_groups=2, **FAST)
-
-
-def test_groups_of_experts_get_formats_of_their_own(tmp_path: Path) -> None:
-    whole = run(tmp_path, build("dbrx"), config=GROUPED)
-    (refresh,) = whole.refreshes
-    assert refresh["status"] == "applied" and refresh["fp4_fraction"] >= 0.75
-    plan = PrecisionPlan.load(tmp_path / "snip" / "plan.json")
-    groups = [name for name in plan.assignment if name.endswith("]")]
-    assert len(groups) == 2 * 3 * 2 and plan.assignment.keys() == snip_linears(whole.model).keys()
-    tokens = {name: plan.tokens[name] for name in groups}
-    assert all(tokens[name] + tokens[name.replace("[0:2]", "[2:4]")] == 2 for name in groups if name.endswith("[0:2]"))
-    work = {name: sum(row.values()) * plan.tokens[name] for name, row in plan.flops.items()}
-    low = sum(
-        plan.flops[name][gemm] * plan.tokens[name]
-        for name, row in plan.assignment.items()
-        for gemm, fmt in row.items()
-        if fmt == "fp4"
-    )
-    assert plan.fp4_fraction == pytest.approx(low / sum(work.values()))
-    assert load_run(tmp_path).plans[-1][1].assignment == plan.assignment
-
-
-@pytest.mark.slow
-def test_a_resumed_run_with_groups_of_experts_is_the_whole_one_to_the_bit(tmp_path: Path) -> None:
-    whole = run(tmp_path, build("dbrx"), config=GROUPED)
-    resumed = run(tmp_path, build("dbrx"), tmp_path / "checkpoint-2", GROUPED)
-    assert not differing(weights(whole.model), weights(resumed.model))
-    assert {step: whole.losses[step] for step in (3, 4)} == {step: resumed.losses[step] for step in (3, 4)}
-    with pytest.raises(ValueError, match="was trained with expert_groups=2, this run asks for expert_groups=1"):
-        run(tmp_path, build("dbrx"), tmp_path / "checkpoint-2", PROBED)
 
 
 def test_a_checkpoint_is_one_of_plain_transformers(tmp_path: Path) -> None:

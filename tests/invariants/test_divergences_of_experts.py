@@ -22,13 +22,11 @@ from snip_hf.estimation.ground_truth import measure_divergence
 from snip_hf.estimation.optimizer_step import OptimizerStep
 from snip_hf.estimation.pending import LAYER
 from snip_hf.estimation.table import Divergence, DivergenceTable
-from snip_hf.layers.state import without_group
 from snip_hf.optimizers.response import responses
 from snip_hf.parallel.ranks import Processes, Ranks
 
 Rows = dict[tuple[str, str, str], Divergence]
 PROJECTIONS = ("up", "down")
-GROUPED = {"probe_tokens": None, "expert_groups": 2}
 
 
 def config_of(**options: Any) -> SnipConfig:
@@ -94,17 +92,14 @@ def test_the_saliency_of_equal_experts_is_at_least_that_of_the_dense_layer(exper
     """More where each sees some of the tokens, since magnitudes of different experts do not cancel. Where all see all
     of them, or there is one, it is the dense layer's."""
     is_split = top_k < experts
-    dense, found, of_each = (
-        rows_with_trained_mixers(model, loss_estimator="saliency", expert_groups=groups)
-        for model, groups in ((routed_lm(0), 1), (routed_lm(experts, top_k), 1), (routed_lm(experts, top_k), experts))
+    dense, found = (
+        rows_with_trained_mixers(model, loss_estimator="saliency")
+        for model in (routed_lm(0), routed_lm(experts, top_k))
     )
     names = [at for at in found if at[0].endswith(PROJECTIONS) and at[1] in ("forward", LAYER)]
     assert len(names) == 2 * 2 * 2 * 2
     for at in names:
-        own = [row for (name, *rest), row in of_each.items() if (without_group(name), *rest) == at]
-        assert len(own) == experts
-        together, expected = sum(row.loss_divergence for row in own), dense[at].loss_divergence
-        assert found[at].loss_divergence == pytest.approx(together, rel=1e-5), at
+        together, expected = found[at].loss_divergence, dense[at].loss_divergence
         assert together >= expected * (1 - 1e-5), at
         assert together > 1.01 * expected if is_split else together == pytest.approx(expected, rel=1e-5), at
 
@@ -113,9 +108,8 @@ SHAPES: dict[str, Callable[[int], PreTrainedModel]] = {"Qwen3-MoE": tiny_qwen3_m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_weight_divergences_of_trained_experts_are_those_that_happen_at_fixed_choices(shape: str, groups: int) -> None:
+def test_weight_divergences_of_trained_experts_are_those_that_happen_at_fixed_choices(shape: str) -> None:
     """The typical layer to an eighth, the median over five random directions; over 3 models and 2 batches.
 
     On one processor it was a tenth in all, on another 0.103 in gpt-oss's attention: training goes other ways.
@@ -127,17 +121,14 @@ def test_weight_divergences_of_trained_experts_are_those_that_happen_at_fixed_ch
         for index in (60, 61):
             batch = text(4, 96, index)
             measured = measure_divergence(
-                model, batch, optimizer, config_of(expert_groups=groups), draws=4, gemms=(LAYER,), fixed_routing=True
+                model, batch, optimizer, config_of(), draws=4, gemms=(LAYER,), fixed_routing=True
             )
             truth = rows_of(measured)
             for draw in range(5):
-                config = config_of(seed=draw, expert_groups=groups)
+                config = config_of(seed=draw)
                 estimate = rows_of(estimate_divergence(model, batch, optimizer, config))
                 for (name, _, fmt), row in truth.items():
-                    part = without_group(name).rpartition(".")[2] if ".mlp." in name else "attention"
-                    if row.weight_divergence == 0:  # no token goes to the group's experts
-                        assert groups > 1 and estimate[name, LAYER, fmt].weight_divergence == 0
-                        continue
+                    part = name.rpartition(".")[2] if ".mlp." in name else "attention"
                     ratio = estimate[name, LAYER, fmt].weight_divergence / row.weight_divergence
                     errors.setdefault((part, fmt, draw), []).append(abs(ratio - 1))
     assert {part for part, _, _ in errors} == {"gate_up", "down", "attention"}
@@ -196,7 +187,7 @@ def table_on(ranks: Ranks, model: nn.Module, **options: Any) -> DivergenceTable:
         return divergences_at(own, Batch.of(part), OptimizerStep(gradients, answers), config, processes=processes)
 
 
-@pytest.mark.parametrize("options", [{"probe_tokens": None}, {"probe_tokens": 512}, GROUPED], ids=str)
+@pytest.mark.parametrize("options", [{"probe_tokens": None}, {"probe_tokens": 512}], ids=str)
 def test_two_ranks_find_what_one_process_finds(options: dict[str, Any]) -> None:
     model = routed_lm(4, 2, blocks=1)
     expected = table_on(Ranks(), model, **options)
@@ -231,36 +222,3 @@ def test_the_hessian_trace_of_experts_is_the_mean_over_directions_of_all_matrice
 
     # Each of two equal experts has half of the tokens and so, by its own parameters, its part of the trace.
     assert trace_of(2) == pytest.approx(trace_of(0), rel=0.25)
-
-
-def test_groups_of_experts_have_together_what_their_projection_has() -> None:
-    """Where a token goes to one expert, losses and updates that groups move are those that the projection moves. Of the
-    projection's own update each group changes its part."""
-    whole, parts = (rows_with_trained_mixers(routed_lm(4, 1), expert_groups=groups) for groups in (1, 2))
-    compared = 0
-    for (name, gemm, fmt), row in whole.items():
-        if name.endswith(PROJECTIONS) and gemm in ("forward", "grad_input"):
-            own = [parts[f"{name}[{ends}]", gemm, fmt] for ends in ("0:2", "2:4")]
-            assert sum(one.loss_divergence for one in own) == pytest.approx(row.loss_divergence, rel=1e-3)
-            assert sum(one.flops for one in own) == 2 * row.flops, "per token that a layer sees"
-            squares = sum(one.weight_divergence**2 for one in own)
-            assert squares**0.5 == pytest.approx(row.weight_divergence, rel=0.2), row
-            compared += 1
-    assert compared == 2 * 2 * 2 * 2
-
-
-@pytest.mark.parametrize("fmt", ["fp8", "fp8-tensor"])
-def test_a_group_without_tokens_costs_nothing_and_changes_nothing_for_the_others(fmt: str) -> None:
-    model, wider = with_idle_experts()
-    options: dict[str, Any] = {"formats": ("fp4", fmt)}
-    found = rows_with_trained_mixers(wider, expert_groups=2, **options)
-    expected = rows_with_trained_mixers(model, **options)
-    assert len([name for name, *_ in found if name.endswith("[2:4]")]) == 2 * 2 * 4 * 2
-    for (name, gemm, fmt), row in found.items():
-        if name.endswith("[2:4]"):
-            assert row.loss_divergence == row.weight_divergence == row.weight_bias == 0
-            continue
-        other = expected[name.removesuffix("[0:2]"), gemm, fmt]
-        assert row.loss_divergence == pytest.approx(other.loss_divergence, rel=1e-4)
-        # Another group's random numbers, and another direction of each weight.
-        assert row.weight_divergence == pytest.approx(other.weight_divergence, rel=0.2), row

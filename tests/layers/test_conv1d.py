@@ -28,7 +28,7 @@ from snip_hf import (
 from snip_hf.costs.flops import linear_flops
 from snip_hf.integrations.export import NotExpressible, export_plan
 from snip_hf.integrations.export_checkpoint import export_checkpoint
-from snip_hf.layers.conv1d import SnipConv1D
+from snip_hf.layers.linear import SnipConv1D
 from snip_hf.layers.selection import skip_reasons
 from snip_hf.layers.state import set_step, snip_linears
 from snip_hf.numerics.gemms import GEMMS

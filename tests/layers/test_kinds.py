@@ -68,7 +68,7 @@ def test_the_weight_of_a_linear_is_its_one_matrix() -> None:
 
 
 def test_linears_conv1d_and_experts_are_the_kinds_that_come_with_snip_hf() -> None:
-    assert list(LAYER_KINDS) == ["conv1d", "experts", "linear", "own-experts"]
+    assert list(LAYER_KINDS) == ["experts", "conv1d", "linear"]
     assert kind_of(nn.Linear(8, 8)) is LAYER_KINDS["linear"] and kind_of(nn.LayerNorm(8)) is None
     assert known_weights(nn.LayerNorm(8)) == known_weights(nn.Embedding(8, 8)) == ()
     linear = nn.Linear(8, 8)

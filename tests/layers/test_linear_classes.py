@@ -12,8 +12,7 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
 from snip_hf import SnipConfig, SnipLinear, convert_model, register_linear_class, restore_model
-from snip_hf.layers.conv1d import SnipConv1D
-from snip_hf.layers.linear_classes import LINEAR_CLASSES
+from snip_hf.layers.linear import LINEAR_CLASSES, SnipConv1D
 from snip_hf.layers.selection import skip_reasons
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from snip_hf.layers.token_moves import inverse, permuted, sorted_tokens, unsorted
+from snip_hf.layers.experts import inverse, permuted, sorted_tokens
 
 TOKENS, PER_TOKEN = 6, 3
 ORDER = torch.randperm(TOKENS * PER_TOKEN, generator=torch.Generator().manual_seed(0))
@@ -20,7 +20,7 @@ BACK = torch.argsort(ORDER)
     [
         (sorted_tokens, lambda x, order, back: x[order // PER_TOKEN], TOKENS),
         (permuted, lambda x, order, back: x[order], TOKENS * PER_TOKEN),
-        (unsorted, lambda x, order, back: x[back], TOKENS * PER_TOKEN),
+        (lambda x, order, back: permuted(x, back, order), lambda x, order, back: x[back], TOKENS * PER_TOKEN),
     ],
 )
 def test_rows_and_gradients_are_those_of_torchs_indexing(

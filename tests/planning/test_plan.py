@@ -166,23 +166,6 @@ def test_changes_between_plans_of_two_models_are_refused() -> None:
         assert str(caught.value) == "Layer 'b' is in only one of the two plans; compare plans of the same model."
 
 
-def test_a_plan_of_other_groups_of_experts_says_so() -> None:
-    part = "h.0.experts.w"
-    layers = {
-        1: [part],
-        2: [f"{part}[0:2]", f"{part}[2:4]"],
-        4: [f"{part}[{index}:{index + 1}]" for index in range(4)],
-    }
-    for made, asked in ((2, 4), (1, 2), (4, 1)):
-        flops = {layer: dict.fromkeys(GEMMS, 1.0) for layer in ["h.0.q", *layers[made]]}
-        plan = PrecisionPlan.uniform(flops, "fp8", [list(flops)], PlanProvenance(step=0, policy="snip"))
-        message = f"The plan was made with expert_groups={made}, this run has expert_groups={asked}: set "
-        with pytest.raises(KeyError, match=re.escape(message)):
-            plan.check_layers(["h.0.q", *layers[asked]])
-        with pytest.raises(KeyError, match=re.escape("Was it made for another model?")):
-            plan.check_layers(layers[asked])
-
-
 def test_a_plan_does_not_change_with_the_mappings_it_was_built_from_and_cannot_be_written() -> None:
     assignment = {layer: dict(formats) for layer, formats in small_plan().assignment.items()}
     config = {"ties": [["a", "b"]]}

@@ -146,17 +146,6 @@ def test_a_stored_state_with_the_former_default_of_the_loss_divergence_is_not_ta
             saved.fitted(SnipConfig.from_dict(left_out), saved.plan.flops, IDLE, None)
 
 
-def test_a_stored_state_without_experts_resumes_with_any_number_of_their_groups() -> None:
-    run = next(path for path in sorted(DATA.glob("*/layer")))
-    state = read_json(run / f"checkpoint-{IDLE}" / "snip_state.json")
-    model = stored_model()
-    config = dataclasses.replace(SnipConfig.from_dict(state["config"]), expert_groups=2)
-    controller = SnipController(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
-    controller.load_state_dict(state, at_step=IDLE)
-    assert formats(controller.model) == state["plan"]["assignment"]
-    controller.close()
-
-
 @pytest.mark.parametrize("run", STORED)
 def test_a_stored_state_in_the_middle_of_a_refresh_ends_it_as_the_stored_run_did(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,12 +8,8 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    DbrxConfig,
     DeepseekV3Config,
     GptOssConfig,
-    JetMoeConfig,
-    Llama4TextConfig,
-    LongcatFlashConfig,
     MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -57,34 +53,12 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
 }  # fmt: skip
 
-# Their experts modules do not run through transformers' interface.
-OWN_FORWARDS: dict[str, PretrainedConfig] = {
-    "llama4": Llama4TextConfig(  # every expert runs every token
-        **{**_COMMON, "num_experts_per_tok": 1}, num_local_experts=EXPERTS, intermediate_size=INNER,
-        intermediate_size_mlp=INNER, head_dim=16, interleave_moe_layer_step=1, use_qk_norm=False,
-    ),
-    "longcat-flash": LongcatFlashConfig(  # some experts do nothing
-        **{key: value for key, value in _COMMON.items() if key not in ("num_hidden_layers", "num_experts_per_tok")},
-        **_LATENT, v_head_dim=16, head_dim=8, num_layers=LAYERS, ffn_hidden_size=INNER, moe_topk=2,
-        expert_ffn_hidden_size=INNER, n_routed_experts=EXPERTS, zero_expert_num=2,
-    ),
-    "jetmoe": JetMoeConfig(  # the attention has experts too
-        **{key: value for key, value in _COMMON.items() if key != "num_attention_heads"}, kv_channels=16,
-        intermediate_size=INNER, num_local_experts=EXPERTS,
-    ),
-    "dbrx": DbrxConfig(  # parameters of two dimensions, in a child of the experts module
-        d_model=HIDDEN, n_heads=4, n_layers=LAYERS, max_seq_len=64, vocab_size=VOCABULARY,
-        attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-        ffn_config={"hidden_size": HIDDEN, "ffn_hidden_size": INNER, "moe_num_experts": EXPERTS, "moe_top_k": 2},
-    ),
-}  # fmt: skip
-
 
 def build(family: str, seed: int = 0, **options: Any) -> PreTrainedModel:
     """A model in training mode; torch's random state is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(copy.deepcopy((CONFIGS | OWN_FORWARDS)[family]), **options)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]), **options)
         # Routers and biases that are not zero.
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 or "bias" in name:

@@ -9,7 +9,7 @@ from snip_hf.config import POLICIES
 from snip_hf.costs.rates import RATES
 from snip_hf.kernels.backend import BACKENDS
 from snip_hf.layers.kinds import LAYER_KINDS
-from snip_hf.layers.linear_classes import LINEAR_CLASSES
+from snip_hf.layers.linear import LINEAR_CLASSES
 from snip_hf.numerics.formats import FORMATS
 
 

@@ -39,11 +39,11 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from ..reporting.tables import listed, print_cost, print_plan, say
+    from ..reporting.tables import listed, plan_table, print_cost, say
 
     plan = load_plan(arguments.plan)
     console = Console()
-    print_plan(plan, console)
+    console.print(plan_table(plan))
     _print_stages(plan, arguments, console)
     if plan.measured is not None:
         print_cost(plan, console)

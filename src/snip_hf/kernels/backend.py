@@ -56,10 +56,6 @@ class GroupedLayer(Protocol):
         """The parameter as the model stores it."""
 
     @property
-    def states(self) -> Tensor:
-        """`snip_state`, or one row for each group of experts that has formats of its own."""
-
-    @property
     def stacked(self) -> Tensor:
         """The matrices (E, O, I): the weight itself or a view of it."""
 

@@ -164,7 +164,7 @@ class Emulated(Backend):
 
     def grouped_forward(self, layer: GroupedLayer, x: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
         weight = layer.stacked.to(x.dtype)
-        y: Tensor = ThreeGroupedGemms.apply(x, weight, bias, ends, layer.states, layer.is_transposed)
+        y: Tensor = ThreeGroupedGemms.apply(x, weight, bias, ends, layer.snip_state, layer.is_transposed)
         return y
 
     def gemm_call(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +16,11 @@ from ..kernels.backend import BACKENDS, Backend, select_backend
 from ..numerics.formats import FORMATS, REFERENCE, check_format
 from ..numerics.gemms import GEMMS
 from .gated import remove_gates
-from .kinds import LAYER_KINDS, LayerKind, kind_of
+from .kinds import LAYER_KINDS, kind_of
 from .layer import STATE, SnipLayer
 from .run_hooks import end_runs
 from .selection import LEFT_OUT, check_patterns, known_layers, refuse_quantized, skip_reasons, summary
-from .state import set_step, snip_linears, without_group
+from .state import set_step, snip_linears
 from .weight_matrices import describe_unswapped, weight_matrices
 
 logger = logging.getLogger(__name__)
@@ -137,8 +137,7 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
 
     Raises:
         ValueError: no layer is left to swap, a name in `skip_modules` or `include_modules` matches nothing, the model
-            is already quantized by another method, or `expert_groups` does not divide a number of experts. The model
-            is as before.
+            is already quantized by another method. The model is as before.
     """
     refuse_quantized(model)
     reasons = skip_reasons(model, config)
@@ -153,17 +152,8 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     swapping = SnipLinearConfig(config.format_at_start, config.seed, _backend_to_start(config), config.formats)
     quantize_(model, swapping, filter_fn=lambda module, name: id(module) in wanted)
     for name, layer in snip_linears(model).items():
-        if reasons.get(without_group(name), LEFT_OUT) is not None:
+        if reasons.get(name, LEFT_OUT) is not None:
             layer.restore()
-    try:
-        divided = _divide(
-            {id(modules[name][0]): modules[name] for name in chosen}.values(), config.expert_groups, swapping
-        )
-    except ValueError:
-        for name, layer in snip_linears(model).items():
-            if name not in before:
-                layer.restore()
-        raise
     layers = snip_linears(model)
     for name, layer in layers.items():
         # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone.
@@ -175,34 +165,12 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     _warn_of_backend(config.backend, layers)
     _keep_ddp_out(model)
     if before.keys() != layers.keys():
-        if not divided:
-            _warn_of_groups(config.expert_groups)
         # Their names are in the next line, with those of weights that no layer kind takes.
         counts = ", ".join(f"{reason}: {count}" for reason, count in Counter(skipped.values()).items())
         logger.info("snip-hf swapped %d layers; skipped %d (%s).", len(layers), len(skipped), counts or "none")
         if rest := describe_unswapped(weight_matrices(model, config)):
             logger.info("snip-hf: these weights stay in high precision (embeddings and output head aside): %s.", rest)
     return list(layers)
-
-
-def _divide(modules: Iterable[tuple[nn.Module, LayerKind]], groups: int, config: SnipLinearConfig) -> bool:
-    """Divides the layers of modules with experts into groups of these; returns whether there are such modules."""
-    can = False
-    for module, kind in modules:
-        for layer in kind.divide(module, groups):
-            _begin(layer, config)
-        can |= kind.can_divide
-    return can
-
-
-def _warn_of_groups(groups: int) -> None:
-    """Says that groups have no effect on a model whose swapped layers cannot be divided."""
-    if groups > 1:
-        logger.warning(
-            "snip-hf: expert_groups=%d has no effect: no projection of experts is swapped. Linears that are an expert "
-            "each are layers of their own anyhow.",
-            groups,
-        )
 
 
 def _nothing_left(model: nn.Module, skipped: Mapping[str, str]) -> ValueError:

@@ -1,23 +1,25 @@
 """Experts of mixture-of-experts models: modules that hold the weights of all experts in parameters of three dimensions.
 
-Legend: S pairs of a token and an expert that it is routed to, E experts, I in_features, O out_features of a projection.
+Legend: T tokens, K experts per token, S = T * K pairs of a token and one of its experts, E experts, H hidden size, I
+in_features, O out_features of a projection.
 
-An experts module of transformers has no linears inside. It holds one parameter per projection, (E, O, I) or (E, I, O),
+An experts module of transformers contains no linears. It holds one parameter per projection, (E, O, I) or (E, I, O),
 and dispatches its forward pass through `ExpertsInterface` by a name in its config. A swap gives every projection a
-`SnipExperts`, one entry of plans whose E matrices are all in the same formats, and lets the module run through
-`experts_forward`. Routers stay what they are.
-
-A projection may be divided into groups of experts (`SnipConfig.expert_groups`). Then each group is a layer, with a
-state, an entry and samples of its own (`expert_groups.py`), and the projection has none. It still runs as one operator
-per GEMM.
+`SnipExperts`: one entry of plans, whose E matrices share their formats. The module then runs `experts_forward`, the
+implementation "snip" of that interface. Routers are left alone.
 
 The layers are children of the experts module, in a container that plain names leave out (`state.plain_name`), so that
 plans call a projection as checkpoints call its parameter: `model.layers.0.mlp.experts.gate_up_proj`. They hold no
-parameters. These stay with the experts module, where FSDP shards them and optimizers find them.
+parameters. Those stay with the experts module, where FSDP shards them and optimizers find them.
+
+All modules of a model share the config that names the implementation. So a swapped module gets a shallow copy that
+names "snip". The config itself, which others read and `save_pretrained` writes, does not change. The module keeps the
+original and gets it back when it is restored.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -26,44 +28,47 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.backend import Backend
-from .experts_interface import LAYERS, Layout, holder_of, register, switch_off, switch_on
-from .kinds import LayerKind, kind_of, register_layer_kind
+from ..kernels.grouped import unquantized
+from .kinds import LayerKind, register_layer_kind
 from .layer import STATE, Dispatch, SnipLayer
-from .state import without_group
 
-# What transformers' `use_experts_implementation` sets on every experts module.
+IMPLEMENTATION = "snip"
+# The attribute of an experts module that holds its layers.
+LAYERS = "snip_layers"
+# The attribute of transformers' configs that holds the implementation's name. The public setter would also write it to
+# nested configs, which the copy shares with the original.
+_CHOICE = "_experts_implementation_internal"
+_ORIGINAL = "snip_config"
+# The attributes that transformers' `use_experts_implementation` sets on every experts module.
 _FLAGS = {"has_gate", "has_bias", "is_transposed"}
-# Names of configs for how many experts a token has.
+# Fields of configs for the number of experts per token.
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
-# The name of an experts module and of a parameter in it, or of one that is called as it would be in a linear.
-_PROJECTION = re.compile(r"(^|\.)experts(\.mlp)?\.[^\W\d]\w*$|\.weight$")
+_PROJECTION = re.compile(r"(^|\.)experts\.[^\W\d]\w*$")
 
 
 def looks_like_experts(layer: str) -> bool:
-    """Returns True if the name of a layer in a plan is like those of projections of experts, or of groups of them."""
-    return _PROJECTION.search(without_group(layer)) is not None
+    """Returns True if a layer's name in a plan looks like that of a projection of experts."""
+    return _PROJECTION.search(layer) is not None
 
 
 class SnipExperts(SnipLayer):
     """One projection of an experts module: E matrices, each of which multiplies the tokens of its expert.
 
     Args:
-        owner: the experts module, which holds the parameter, or whose child does.
+        owner: the experts module, which holds the parameter.
         parameter: its name there.
-        layout: how it is stored.
     """
 
-    def __init__(self, owner: nn.Module, parameter: str, layout: Layout) -> None:
+    def __init__(self, owner: nn.Module, parameter: str) -> None:
         super().__init__()
-        # In a tuple, since a module's attribute that is a module is its child.
+        # In a tuple, since a module that is an attribute becomes a child.
         self._owner = (owner,)
-        self.groups: tuple[SnipExperts, ...] = ()
-        """The layers that it is divided into, in the order of the experts; none: it is a layer itself."""
         self.parameter = parameter
-        self.layout, self.is_transposed = layout, layout.is_transposed
-        shape = _shape(self.holder[0]._parameters[self.holder[1]])
-        stacked = layout.stacked(torch.empty(shape, device="meta"))
-        self.num_matrices, self.out_features, self.in_features = stacked.shape
+        self.is_transposed = bool(owner.is_transposed)
+        """Whether the parameter is stored as (E, I, O)."""
+        shape = _shape(owner._parameters[parameter])
+        self.num_matrices = shape[0]
+        self.out_features, self.in_features = shape[:0:-1] if self.is_transposed else shape[1:]
 
     @property
     def owner(self) -> nn.Module:
@@ -72,42 +77,39 @@ class SnipExperts(SnipLayer):
 
     @property
     def holder(self) -> tuple[nn.Module, str]:
-        return holder_of(self.owner, self.parameter)
+        return self.owner, self.parameter
 
     @property
     def rows_per_token(self) -> float:
-        """To how many experts the router sends a token, if the model's config says so; else 1."""
+        """The number of experts per token if the model's config names it, else 1."""
         config = getattr(self.owner, "config", None)
         counts = (getattr(config, name, None) for name in _EXPERTS_PER_TOKEN)
         return float(next((count for count in counts if isinstance(count, int)), 1))
 
     @property
     def weight(self) -> Any:  # type: ignore[override]
-        """The parameter, as `layout` says. FSDP replaces it, so that its holder is asked each time."""
-        holder, name = self.holder
-        return getattr(holder, name)
+        """The parameter. Read from the owner each time, since FSDP replaces it."""
+        return getattr(self.owner, self.parameter)
 
     @property
     def bias(self) -> Any:  # type: ignore[override]
         """(E, O) or None."""
-        holder, name = self.holder
-        return getattr(holder, f"{name}_bias", None)
+        return getattr(self.owner, f"{self.parameter}_bias", None)
 
     @property
     def stacked(self) -> Tensor:
         """The matrices as one tensor, (E, O, I)."""
-        return self.layout.stacked(self.weight)
+        return self._turned(self.weight)
 
     def matrices(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return self.layout.stacked(tensor).unbind()
+        return self._turned(tensor).unbind()
 
     def laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
-        return self.layout.laid_out(torch.stack(tuple(matrices)))
+        return self._turned(torch.stack(tuple(matrices)))
 
-    @property
-    def states(self) -> Tensor:
-        """The state, or a row for each group."""
-        return torch.stack([group.snip_state for group in self.groups]) if self.groups else self.snip_state
+    def _turned(self, tensor: Tensor) -> Tensor:
+        """Converts the parameter's layout to (E, O, I), and back."""
+        return tensor.transpose(1, 2) if self.is_transposed else tensor
 
     def weight_name(self, name: str) -> str:
         return name
@@ -117,11 +119,9 @@ class SnipExperts(SnipLayer):
 
         Args:
             input: sorted by expert.
-            dispatch: which token each row is, and where each expert's rows end.
+            dispatch: the token of each row, and where each expert's rows end.
         """
         assert dispatch is not None
-        if self.groups and self.groups[0].snip_recorder is not None:
-            return self._recorded(input, dispatch)
         if self.snip_recorder is not None:
             return self.snip_recorder(self, input, dispatch)
         is_cast = torch.is_autocast_enabled(input.device.type)
@@ -130,53 +130,33 @@ class SnipExperts(SnipLayer):
         bias = None if bias is None else bias.to(dtype)
         return self.snip_backend.grouped_forward(self, input.to(dtype), bias, dispatch.ends)
 
-    def _recorded(self, input: Tensor, dispatch: Dispatch) -> Tensor:
-        """Lets the recorders of the groups compute their output.
-
-        Also of those without tokens: where weights are sharded, other ranks may have some and wait for this one.
-        """
-        outputs, start, first = [], 0, 0
-        for group in self.groups:
-            ends = dispatch.ends[first : first + group.num_matrices]
-            stop = int(ends[-1])
-            assert group.snip_recorder is not None
-            own = Dispatch(ends - start, dispatch.token[start:stop], dispatch.tokens)
-            outputs.append(group.snip_recorder(group, input[start:stop], own))
-            start, first = stop, first + group.num_matrices
-        return torch.cat([*outputs, outputs[0].new_zeros(len(input) - start, self.out_features)])
-
     def refused_by(self, backend: Backend) -> str | None:
         if not backend.runs_groups:
             return f"backend {backend.name} runs no grouped products"
         return backend.refuses_groups(self)
 
     def restore(self) -> None:
-        """Takes the layer from its module, which runs as before the swap once it has none left."""
+        """Removes the layer from its module, which runs as before the swap once it has none left."""
         self._buffers.pop(STATE, None)
-        kind, (holder, name) = kind_of(self.owner), self.holder
-        assert isinstance(kind, Experts)
-        layers = holder._modules[LAYERS]
+        owner = self.owner
+        layers = owner._modules[LAYERS]
         assert isinstance(layers, nn.ModuleDict)
-        del layers[name]
+        del layers[self.parameter]
         if not layers:
-            del holder._modules[LAYERS]
-        if not kind.layers(self.owner):
-            kind.switch_off(self.owner)
-        self._end()
-
-    def _end(self) -> None:
-        """Lets whoever still holds it see that it is no layer any more."""
+            del owner._modules[LAYERS]
+            vars(owner)["config"] = vars(owner).pop(_ORIGINAL)
+        # Anyone who still holds the layer sees an ordinary, empty module.
         vars(self).clear()
         self.__class__ = nn.Module  # type: ignore[assignment]
         nn.Module.__init__(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        register()  # in the process that unpickles the model
+        _register()  # in the process that unpickles the model
 
     def extra_repr(self) -> str:
         shape = f"{self.num_matrices} x (in_features={self.in_features}, out_features={self.out_features})"
-        return shape if self.groups else f"{shape}{super().extra_repr()}"
+        return f"{shape}{super().extra_repr()}"
 
 
 class Experts(LayerKind):
@@ -184,7 +164,6 @@ class Experts(LayerKind):
 
     name = "experts"
     layer = SnipExperts
-    can_divide = True
     accepts = "an experts module of transformers that runs through its ExpertsInterface"
 
     def knows(self, module: nn.Module) -> bool:
@@ -197,74 +176,145 @@ class Experts(LayerKind):
             return f"class {type(module).__name__} has a forward of its own"
         if not hasattr(getattr(module, "config", None), "_experts_implementation"):
             return "no config that names an experts implementation"
-        return self.lacks_parameters(module)
-
-    def lacks_parameters(self, module: nn.Module) -> str | None:
-        """Returns why a module's parameters are not those of experts; None if they are."""
         parts = self.parts(module)
-        dimensions = {2 if self.layout(module, part).matrices else 3 for part in parts}
-        if len(self.weights(module)) < len(parts) or {len(_shape(one)) for one in self.weights(module)} != dimensions:
-            return f"no parameters {' and '.join(parts)} of {'two' if 2 in dimensions else 'three'} dimensions"
+        if [len(_shape(module._parameters.get(part))) for part in parts] != [3] * len(parts):
+            return f"no parameters {' and '.join(parts)} of three dimensions"
         return None
-
-    def layout(self, module: nn.Module, part: str) -> Layout:
-        """Returns how a parameter is stored."""
-        return Layout(bool(module.is_transposed))
-
-    def switch_on(self, module: nn.Module) -> None:
-        """Lets the module run its projections through its layers."""
-        switch_on(module)
-
-    def switch_off(self, module: nn.Module) -> None:
-        """Undoes `switch_on`."""
-        switch_off(module)
 
     def parts(self, module: nn.Module) -> tuple[str, ...]:
         return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
 
     def weights(self, module: nn.Module) -> tuple[nn.Parameter, ...]:
-        holders = (holder_of(module, part) for part in self.parts(module))
-        found = (holder._parameters.get(name) for holder, name in holders)
+        found = (module._parameters.get(part) for part in self.parts(module))
         return tuple(weight for weight in found if weight is not None)
 
-    def layers(self, module: nn.Module) -> dict[str, SnipExperts]:
-        """Returns part -> its layer, of the parts that are swapped."""
-        found = {}
-        for part in self.parts(module):
-            holder, name = holder_of(module, part)
-            layers = holder._modules.get(LAYERS)
-            if isinstance(layers, nn.ModuleDict) and name in layers:
-                found[part] = layers[name]
-        return found  # type: ignore[return-value]
-
     def swap(self, module: nn.Module) -> tuple[SnipLayer, ...]:
-        present = self.layers(module)
-        if not present:
-            self.switch_on(module)
-        missing = [part for part in self.parts(module) if part not in present]
+        if LAYERS not in module._modules:
+            _register()
+            vars(module)[_ORIGINAL] = module.config
+            own = copy.copy(module.config)
+            vars(own)[_CHOICE] = IMPLEMENTATION
+            vars(module)["config"] = own
+        layers = module._modules.setdefault(LAYERS, nn.ModuleDict())
+        assert isinstance(layers, nn.ModuleDict)
+        missing = [part for part in self.parts(module) if part not in layers]
         for part in missing:
-            holder, name = holder_of(module, part)
-            layers = holder._modules.setdefault(LAYERS, nn.ModuleDict())
-            assert isinstance(layers, nn.ModuleDict)
-            layers[name] = SnipExperts(module, part, self.layout(module, part))
-            layers.train(module.training)
-        found = self.layers(module)
-        return tuple(found[part] for part in missing)
-
-    def divide(self, module: nn.Module, groups: int) -> tuple[SnipLayer, ...]:
-        from .expert_groups import divide
-
-        found: tuple[SnipLayer, ...] = ()
-        for part, layer in self.layers(module).items():
-            if max(1, len(layer.groups)) != groups:
-                found += divide(layer, part, groups)
-        return found
+            layers[part] = SnipExperts(module, part)
+        layers.train(module.training)
+        return tuple(layers[part] for part in missing)  # type: ignore[misc]
 
 
 def _shape(weight: nn.Parameter | None) -> tuple[int, ...]:
-    """Returns the shape of the whole parameter; () without one."""
+    """Returns the shape of the whole parameter; () for None."""
     # DeepSpeed's ZeRO-3 leaves an empty tensor on each rank.
     return () if weight is None else tuple(getattr(weight, "ds_shape", weight.shape))
 
 
 register_layer_kind(Experts())
+
+
+def _register() -> None:
+    """Registers the implementation with transformers."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Returns the weighted sum of the outputs of each token's experts, (T, H), as transformers' "grouped_mm" does.
+
+    If all layers compute plainly, calls the implementation that the model's own config names.
+
+    Args:
+        self: the experts module.
+        hidden_states: (T, H).
+        top_k_index: (T, K); the number of experts, or more, stands for no expert.
+        top_k_weights: (T, K).
+    """
+    if all(layer.snip_is_plain and layer.snip_recorder is None for layer in self._modules[LAYERS].children()):
+        found: Tensor = _original_implementation(self)(self, hidden_states, top_k_index, top_k_weights)
+        return found
+    # Stable, so that each expert sees its tokens in the order of the batch, by which random numbers are drawn.
+    sorted_experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    ends = torch.searchsorted(sorted_experts, torch.arange(self.num_experts, device=sorted_experts.device), right=True)
+    dispatch = Dispatch(ends, order // top_k_index.shape[1], top_k_index.shape[0])
+    back = inverse(order)
+    x = sorted_tokens(hidden_states, order, back)
+    inner = _project(self, "gate_up_proj" if self.has_gate else "up_proj", x, dispatch)
+    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+    output = _project(self, "down_proj", inner, dispatch)
+    if getattr(self, "has_post_expert_norm", False):
+        output = self.post_expert_norm(output)
+    weighted = output * permuted(top_k_weights.reshape(-1), order, back).unsqueeze(-1)
+    # Back in the order of the batch, so that the sum over a token's experts has a fixed order.
+    y = permuted(weighted, back, order).view(*top_k_weights.shape, -1).sum(dim=1)
+    return y.to(hidden_states.dtype)
+
+
+def _original_implementation(self: Any) -> Any:
+    """Returns the function that would run the experts module without the swap."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    name = getattr(self, _ORIGINAL)._experts_implementation
+    return ALL_EXPERTS_FUNCTIONS.get_interface(name, type(self).forward.__wrapped__)
+
+
+def _project(self: Any, name: str, x: Tensor, dispatch: Dispatch) -> Tensor:
+    """Returns a projection of x (S, I), sorted by expert; in high precision if it is not swapped."""
+    layers = self._modules[LAYERS]
+    if name in layers:
+        y: Tensor = layers[name](x, dispatch)
+        return y
+    weight = getattr(self, name)
+    weight = weight.transpose(1, 2) if self.is_transposed else weight
+    return unquantized(x, weight, getattr(self, f"{name}_bias", None), dispatch.ends)
+
+
+# The gradients below are summed in a fixed order. torch's own gradient of `x[index]` adds into zeros, which compiled
+# code does by atomic operations on GPUs, in any order. An order is a permutation of the pairs, so that each gradient is
+# read from its place instead. `back` is everywhere `inverse(order)`, computed once per pass.
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Returns the position of each pair of the batch in an order, (S,)."""
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.shape[0], device=order.device)
+    return back
+
+
+def sorted_tokens(hidden_states: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """Returns the token of each pair, (S, *), for hidden_states (T, *) and the order of the pairs (S,)."""
+    x: Tensor = _Sorted.apply(hidden_states, order, back)
+    return x
+
+
+def permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """Returns x[order] for x (S, *)."""
+    result: Tensor = _Permuted.apply(x, order, back)
+    return result
+
+
+class _Sorted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        tokens = hidden_states.shape[0]
+        ctx.shape = tokens, max(order.shape[0] // max(tokens, 1), 1)
+        return hidden_states[order // ctx.shape[1]]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (back,) = ctx.saved_tensors
+        return grad[back].view(*ctx.shape, *grad.shape[1:]).sum(1), None, None
+
+
+class _Permuted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (back,) = ctx.saved_tensors
+        return grad[back], None, None

@@ -23,8 +23,6 @@ class LayerKind(ABC):
     name: ClassVar[str]
     layer: ClassVar[type[SnipLayer]]
     """The class that a swapped module has. It derives from `SnipLayer` and from the class that is swapped."""
-    can_divide: ClassVar[bool] = False
-    """Whether `divide` divides its layers."""
 
     @property
     @abstractmethod
@@ -60,16 +58,6 @@ class LayerKind(ABC):
         assert isinstance(module, SnipLayer)
         module.snip_original_class = original_class
         return (module,)
-
-    def divide(self, module: nn.Module, groups: int) -> tuple[SnipLayer, ...]:
-        """Divides the layers of a swapped module into so many layers each, or back; returns those that are new.
-
-        A layer that has as many parts already stays as it is. Only projections of experts can be divided.
-
-        Raises:
-            ValueError: the number of experts cannot be divided so.
-        """
-        return ()
 
 
 LAYER_KINDS: Registry[LayerKind] = Registry("layer kind", "snip_hf.layers")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise, takewhile
 from operator import eq
 
-from .state import block_of, without_group
+from .state import block_of
 
 # Numbers in names, as those of linears that are an expert each.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -54,7 +54,7 @@ class LayerLabels:
     def __init__(self, layers: Iterable[str]) -> None:
         pairs = [split_layer(layer) for layer in layers]
         blocks = list(dict.fromkeys(block for block, _ in pairs))
-        kinds = list(dict.fromkeys(without_group(kind) for _, kind in pairs))
+        kinds = list(dict.fromkeys(kind for _, kind in pairs))
         self._blocks: dict[str, str] = dict(zip(blocks, _block_labels(blocks), strict=True))
         self._kinds: dict[str, str] = dict(zip(kinds, endings(kinds), strict=True))
 
@@ -63,9 +63,8 @@ class LayerLabels:
         return self._blocks[block]
 
     def kind(self, kind: str) -> str:
-        """Returns the label of what `split_layer` gives beside the block, with a group's experts as in the name."""
-        projection = kind if kind in self._kinds else without_group(kind)
-        return self._kinds[projection] + kind[len(projection) :]
+        """Returns the label of the part of a name behind the block, as `split_layer` gives it."""
+        return self._kinds[kind]
 
     def layer(self, layer: str) -> str:
         """Returns the label of a layer."""

@@ -1,12 +1,27 @@
-"""`SnipLinear`, which runs in place of `nn.Linear`, and the kind of layer that it is."""
+"""The layers that run in place of `nn.Linear` and of transformers' `Conv1D` (the GPT-2 family), and their kinds.
+
+Subclasses of `nn.Linear` are swapped if their forward is known to be the same product (`register_linear_class`).
+"""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
+from torch import Tensor, nn
+
+# Needed as a class: a swapped layer stays an instance of it, which PEFT checks for.
+from transformers.pytorch_utils import Conv1D
+
+from ..registry import Registry
 from .kinds import COMPUTED_WEIGHT, LayerKind, has_computed_weight, register_layer_kind
 from .layer import SnipLayer
-from .linear_classes import LINEAR_CLASSES
+
+# Methods of nn.Module that a swap would replace by those of nn.Linear.
+_NOT_KEPT = ("__call__", "_apply", "state_dict", "_save_to_state_dict", "_load_from_state_dict")
+# Shapes of the trial: input (2, 3, I) and weight (O, I).
+_IN, _OUT = 8, 5
 
 
 class SnipLinear(SnipLayer, nn.Linear):
@@ -14,10 +29,7 @@ class SnipLinear(SnipLayer, nn.Linear):
 
 
 class Linear(LayerKind):
-    """Every `nn.Linear`, and subclasses that are known to multiply as it does. Others are left alone.
-
-    Those are routers with a softmax, adapters, classes that nobody has registered, and those with a computed weight.
-    """
+    """`nn.Linear` itself, and registered subclasses. Other subclasses, and computed weights, are refused."""
 
     name = "linear"
     layer = SnipLinear
@@ -37,4 +49,123 @@ class Linear(LayerKind):
         return None if known else f"class {kind.__name__}"
 
 
+class SnipConv1D(SnipLayer, Conv1D):
+    """A `Conv1D`, which stores its weight as (I, O): a `SnipLayer`."""
+
+    __repr__ = nn.Module.__repr__
+
+    @property
+    def in_features(self) -> int:  # type: ignore[override]
+        return int(self.nx)
+
+    @property
+    def out_features(self) -> int:  # type: ignore[override]
+        return int(self.nf)
+
+    def matrices(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor.t(),)
+
+    def laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
+        (matrix,) = matrices
+        return matrix.t()
+
+    def extra_repr(self) -> str:
+        return f"nf={self.nf}, nx={self.nx}, formats={'/'.join(self.formats.values())}"
+
+
+class Conv1DKind(LayerKind):
+    """transformers' `Conv1D`. Subclasses are refused, since their forward may differ."""
+
+    name = "conv1d"
+    layer = SnipConv1D
+    accepts = "transformers' Conv1D"
+
+    def knows(self, module: nn.Module) -> bool:
+        return isinstance(module, Conv1D)
+
+    def refuses(self, module: nn.Module) -> str | None:
+        if has_computed_weight(module):
+            return COMPUTED_WEIGHT
+        return None if type(module) is Conv1D else f"class {type(module).__name__}"
+
+
+@dataclass(frozen=True)
+class LinearClass:
+    """A subclass of `nn.Linear` that is swapped."""
+
+    name: str
+    """The name of the class; with its module if `cls` is given."""
+    cls: type[nn.Linear] | None = None
+    """The class. None matches every subclass of that name, also one whose code comes with a checkpoint."""
+
+    @property
+    def shown_name(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    def is_of(self, cls: type[nn.Module]) -> bool:
+        """Returns True if this entry means the class `cls`. Subclasses do not match."""
+        return cls.__name__ == self.name if self.cls is None else cls is self.cls
+
+
+LINEAR_CLASSES: Registry[LinearClass] = Registry("class of linear layers")
+# Its forward is `input @ self.weight.T`, plus the bias.
+LINEAR_CLASSES.register(LinearClass("FalconLinear"))
+
+
+def register_linear_class(cls: type[nn.Linear]) -> type[nn.Linear]:
+    """Lets a subclass of `nn.Linear` be swapped whose forward is the same product. Returns it, as a decorator does.
+
+    Its modules run as `SnipLinear` until the model is restored, without any methods that the class adds. Subclasses
+    must be registered themselves.
+
+    Raises:
+        TypeError: it is no subclass of `nn.Linear`.
+        ValueError: in a trial in BF16 the class computes something other than input @ weight^T + bias, or needs more
+            than these two parameters; or the class changes how `nn.Module` saves, loads, moves or calls it.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Linear)) or cls is nn.Linear or issubclass(cls, SnipLayer):
+        raise TypeError(
+            f"Got {cls!r}; expected a subclass of nn.Linear. Modules of other classes need a layer kind "
+            "(docs/extending.md)."
+        )
+    own = [name for name in _NOT_KEPT if getattr(cls, name) is not getattr(nn.Linear, name)]
+    problem = f"has a {own[0]} of its own" if own else _difference(cls)
+    if problem is not None:
+        raise ValueError(
+            f"{cls.__qualname__} cannot be swapped as an nn.Linear: it {problem}. Expected the same product as "
+            "nn.Linear's, and nothing else. Write a layer kind for it (docs/extending.md)."
+        )
+    LINEAR_CLASSES.register(LinearClass(f"{cls.__module__}.{cls.__qualname__}", cls))
+    return cls
+
+
+def _difference(cls: type[nn.Linear]) -> str | None:
+    """Runs the class's forward on random input; returns how it differs from `nn.Linear`'s, or None."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        torch.manual_seed(0)
+        x = torch.randn(2, 3, _IN, dtype=torch.bfloat16)
+        for has_bias in (True, False):
+            layer = cls.__new__(cls)
+            try:
+                # Not the class's own __init__, whose arguments are unknown.
+                nn.Linear.__init__(layer, _IN, _OUT, bias=has_bias, dtype=x.dtype)
+                found = layer(x)
+            except Exception as error:  # A foreign class may raise anything.
+                return f"does not run with a weight and a bias alone ({type(error).__name__}: {error})"
+            expected = nn.functional.linear(x, layer.weight, layer.bias)
+            if not isinstance(found, Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
+                return f"gives {_described(found)} for {_described(x)}, expected {_described(expected)}"
+            # Allows another order of summation; BF16 has 8 bits.
+            if not torch.allclose(found, expected, rtol=2**-6, atol=2**-6):
+                return "multiplies in another way"
+    return None
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{tuple(value.shape)} in {str(value.dtype).removeprefix('torch.')}"
+
+
+register_layer_kind(Conv1DKind())
 register_layer_kind(Linear())

@@ -29,8 +29,6 @@ _PEFT = re.compile(
 _WRAPPERS = re.compile(
     r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|snip_layers\.|^snip_part_\d+\."
 )
-# What the names of groups of experts add to that of their projection: which of them.
-_GROUP = re.compile(r"\[\d+:\d+\]$")
 
 
 def snip_linears(model: nn.Module) -> dict[str, SnipLayer]:
@@ -38,22 +36,17 @@ def snip_linears(model: nn.Module) -> dict[str, SnipLayer]:
 
     Names are those of the bare model (`plain_name`), so that plans are the same under every launcher.
     """
-    found = ((name, module) for name, module in model.named_modules() if isinstance(module, SnipLayer))
-    # A projection of experts whose groups are layers has no state.
-    return {plain_name(name): layer for name, layer in found if STATE in layer._buffers}
+    return {plain_name(name): layer for name, layer in model.named_modules() if isinstance(layer, SnipLayer)}
 
 
 def without_group(layer: str) -> str:
-    """Returns the name of the projection that a group of experts belongs to; that of another layer as it is."""
-    return _GROUP.sub("", layer)
+    """Returns the name as it is: no layer is a group of experts any more."""
+    return layer
 
 
 def one_per_weight(layers: Mapping[str, SnipLayer]) -> dict[str, SnipLayer]:
-    """Returns the layers without those whose parameter is one of a layer before: of groups of experts the first."""
-    first: dict[str, str] = {}
-    for name, layer in layers.items():
-        first.setdefault(layer.weight_name(name), name)
-    return {name: layers[name] for name in first.values()}
+    """Returns the layers: each has a weight of its own."""
+    return dict(layers)
 
 
 def plain_name(name: str) -> str:
@@ -61,7 +54,7 @@ def plain_name(name: str) -> str:
 
     These are torch.compile's, activation checkpointing's, those of `pipeline.ModelParts`, and PEFT's: a layer is called
     as it is in the model without adapters. Where modules that have several layers hold them
-    (`experts_interface.LAYERS`) is left out, too.
+    (`experts.LAYERS`) is left out, too.
     """
     return _PEFT.sub("", unwrapped_name(name))
 

@@ -17,7 +17,7 @@ from .labels import without_numbers
 from .layer import SnipLayer
 from .routers import Routers
 from .selection import ROUTER, head_of, skip_reasons
-from .state import plain_name, snip_linears, without_group
+from .state import plain_name, snip_linears
 
 EXPERTS = "MoE experts"
 # Of the groups that a line of the log names; the rest is counted.
@@ -91,8 +91,7 @@ def layer_reasons(model: nn.Module, config: SnipConfig | None) -> Mapping[str, s
     reasons, swapped = skip_reasons(model, config or SnipConfig()), snip_linears(model)
     if config is not None or not swapped:
         return reasons
-    names = set(map(without_group, swapped))
-    return {name: None if name in names else reason or "not swapped" for name, reason in reasons.items()}
+    return {name: None if name in swapped else reason or "not swapped" for name, reason in reasons.items()}
 
 
 def _kind(name: str, module: nn.Module, parameter: nn.Parameter) -> str:

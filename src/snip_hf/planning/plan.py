@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -22,7 +21,7 @@ from ..costs.flops import Tokens, Work, as_json, executed, is_routed, linear_flo
 from ..costs.measured_cost import MeasuredCost
 from ..costs.rates import GemmTimes, linear_times, speedup
 from ..json_io import read_json, write_json_atomic
-from ..layers.state import GRAD_WEIGHT, snip_linears, with_plain_names, without_group
+from ..layers.state import GRAD_WEIGHT, snip_linears, with_plain_names
 from ..numerics.formats import FORMATS, check_format
 from ..numerics.gemms import GEMMS
 from ..registry import UnknownName
@@ -253,12 +252,12 @@ class PrecisionPlan:
         """Raises KeyError unless the plan names exactly these layers, those that a model has."""
         present = list(dict.fromkeys(layers))
         missing, unexpected = self.mismatches(present)
-        if present and {*map(without_group, present)}.isdisjoint(map(without_group, self.assignment)):
+        if present and {*present}.isdisjoint(self.assignment):
             raise KeyError(
                 f"The plan is for another kind of model: it names layers such as {next(iter(self.assignment))!r}, and "
                 f"the model has layers such as {present[0]!r}."
             )
-        advice = _advice(self.assignment, present)
+        advice = "Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
         if missing:
             raise KeyError(
                 f"The plan has no entry for layer {missing[0]!r} (it names {len(self.assignment)} layers, "
@@ -361,19 +360,3 @@ class PrecisionPlan:
                 f"{printable(path, MAX_TEXT)} is not a usable precision plan: {error} Restore the file or let a "
                 "run write it again."
             ) from error
-
-
-def _advice(planned: Iterable[str], present: Iterable[str]) -> str:
-    """Returns what to do about a plan whose layers are not those that are present."""
-    plan_groups, model_groups = _expert_groups(planned), _expert_groups(present)
-    if plan_groups != model_groups and {*map(without_group, planned)} == {*map(without_group, present)}:
-        return (
-            f"The plan was made with expert_groups={plan_groups}, this run has expert_groups={model_groups}: set "
-            f"expert_groups={plan_groups}, or make a new plan."
-        )
-    return "Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
-
-
-def _expert_groups(layers: Iterable[str]) -> int:
-    """Returns into how many groups the layers' names say that experts are divided."""
-    return max(Counter(map(without_group, layers)).values(), default=1)

@@ -35,7 +35,7 @@ from .facts import (
 )
 from .figures import write_figures
 from .interventions import alarms_told, retargets_told
-from .tables import listed, name_text, new_table, number, print_cost, print_plan, print_stages, say
+from .tables import listed, name_text, new_table, number, plan_table, print_cost, print_stages, say
 
 _MOST_ROWS = 20
 _MOST_REFRESHES = 200
@@ -118,7 +118,7 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         _say_some(console, sentences)
     if run.losses:
         console.print(loss_table(run))
-    print_plan(plan, console)
+    console.print(plan_table(plan))
     _print_run_stages(run, plan, console, micro_batches)
     if plan.measured is not None:
         print_cost(plan, console)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,62 +26,19 @@ _MOST_BLOCKS, _MOST_KINDS = 200, 32
 _MOST_ROWS = 64
 # Characters of a name in a table, and of a sentence.
 _NAME, _SENTENCE = 60, 2000
-# A group of experts: its projection, and which experts it has.
-_GROUP = re.compile(r"(.+)\[(\d+:\d+)\]")
-
-
-def print_plan(plan: PrecisionPlan, console: Console) -> None:
-    """Prints the formats of all layers; groups of experts, which would be columns without end, as rows."""
-    grouped = group_table(plan)
-    if grouped is None or not all(map(_GROUP.fullmatch, plan.assignment)):
-        console.print(plan_table(plan))
-    if grouped is not None:
-        console.print(grouped)
-
-
-def group_table(plan: PrecisionPlan) -> Table | None:
-    """One row per block and group of experts, one column per projection; None without groups."""
-    cells: dict[tuple[str, str], dict[str, Mapping[str, str | None]]] = {}
-    for layer, formats in _running(plan).items():
-        block, kind = split_layer(layer)
-        if group := _GROUP.fullmatch(kind):
-            cells.setdefault((block, group[2]), {})[group[1]] = formats
-    if not cells:
-        return None
-    kinds = list(dict.fromkeys(kind for row in cells.values() for kind in row))[:_MOST_KINDS]
-    table, marks = _formats_table("Plan of groups of experts", plan)
-    labels = LayerLabels(plan.assignment)
-    table.add_column("block", justify="right", no_wrap=True)
-    for heading in ("experts", *map(labels.kind, kinds)):
-        table.add_column(name_text(heading), overflow="fold")
-    for (block, experts), row in list(cells.items())[:_MOST_BLOCKS]:
-        shown = [_plan_cell(row[kind], marks) if kind in row else Text("") for kind in kinds]
-        table.add_row(name_text(labels.block(block)), experts, *shown)
-    if len(cells) > _MOST_BLOCKS:
-        table.caption = f"The first {_MOST_BLOCKS:,} of {len(cells):,} groups."
-    return table
-
-
-def _formats_table(name: str, plan: PrecisionPlan) -> tuple[Table, dict[str, str]]:
-    """Returns an empty table whose title explains its cells, and what stands for formats in these."""
-    marks = _marks(dict.fromkeys(name for formats in plan.assignment.values() for name in formats.values()))
-    legend = ", ".join(f"{mark}: {name}" for name, mark in marks.items())
-    if any(name is None for formats in _running(plan).values() for name in formats.values()):
-        legend += ", -: does not run"
-    return new_table(f"{name} ({_gemms_legend(plan)}, {legend})"), marks
 
 
 def plan_table(plan: PrecisionPlan) -> Table:
-    """One row per block, one column per kind of linear; in a cell, one format or those of the three GEMMs.
-
-    Groups of experts are left to `group_table`.
-    """
-    layers = {layer: formats for layer, formats in _running(plan).items() if not _GROUP.fullmatch(layer)}
-    cells = {split_layer(layer): formats for layer, formats in layers.items()}
+    """One row per block, one column per kind of linear; in a cell, one format or those of the three GEMMs."""
+    cells = {split_layer(layer): formats for layer, formats in _running(plan).items()}
     all_kinds = list(dict.fromkeys(kind for _, kind in cells))
     all_blocks = list(dict.fromkeys(block for block, _ in cells))
     kinds, blocks = all_kinds[:_MOST_KINDS], all_blocks[:_MOST_BLOCKS]
-    table, marks = _formats_table("Plan", plan)
+    marks = _marks(dict.fromkeys(name for formats in plan.assignment.values() for name in formats.values()))
+    legend = ", ".join(f"{mark}: {name}" for name, mark in marks.items())
+    if any(name is None for formats in cells.values() for name in formats.values()):
+        legend += ", -: does not run"
+    table = new_table(f"Plan ({_gemms_legend(plan)}, {legend})")
     labels = LayerLabels(plan.assignment)
     table.add_column("block", justify="right", no_wrap=True)
     for kind in kinds:

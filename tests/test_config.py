@@ -206,16 +206,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         for value in (-0.1, 1, 1.5, float("nan"), float("inf"))
     ),
     ({"guard": "on"}, "guard='on' is not known; expected one of off, raise."),
-    (
-        {"guard": "watch"},
-        "guard='watch' is no choice any more. Take guard='raise', which also raises formats, or log loss and gradient "
-        "norm yourself.",
-    ),
-    (
-        {"guard": "roll-back"},
-        "guard='roll-back' is no choice any more. Take guard='raise'; a callback can go back to a checkpoint "
-        "(docs/reliability.md, Rolling back).",
-    ),
     *(
         ({name: value}, f"{name}={value!r} is not a finite number above 0.")
         for name in ("guard_spike",)
@@ -792,13 +782,20 @@ def test_the_defaults_are_those_of_the_contract() -> None:
     }
 
 
-def test_a_removed_field_says_what_to_use() -> None:
-    with pytest.raises(
-        TypeError, match=r"^SnipConfig has no field 'guard_noise' any more; layers are raised by guard="
-    ):
-        SnipConfig(guard_noise=2.0)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match=r"^SnipConfig has no field 'guard_failures' any more; a callback can go back"):
-        SnipConfig.from_dict({"guard_failures": 3})
+@pytest.mark.parametrize(("name", "advice"), config_module._REMOVED_FIELDS.items())
+def test_a_removed_field_is_refused_with_what_to_use(name: str, advice: str) -> None:
+    message = f"^{re.escape(f'The SnipConfig field {name!r} was removed: {advice}.')}$"
+    with pytest.raises(TypeError, match=message):
+        SnipConfig(**{name: 1})
+    with pytest.raises(ValueError, match=message):
+        SnipConfig.from_dict({name: 1})
+
+
+@pytest.mark.parametrize(("name", "value"), config_module._REMOVED_VALUES)
+def test_a_removed_value_is_refused_with_what_to_use(name: str, value: str) -> None:
+    advice = config_module._REMOVED_VALUES[name, value]
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{name}={value!r} was removed: {advice}.')}$"):
+        SnipConfig(**{name: value})
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from .budget_checks import (
     check_decided,
@@ -17,7 +18,7 @@ from .budget_checks import (
     refuse_speedup,
 )
 from .field_arguments import takes_arguments
-from .field_names import REMOVED, FieldNames, current_names
+from .field_names import RENAMED, current_names
 from .field_ranges import check_least, check_ranges
 from .field_values import (
     FOUND,
@@ -68,10 +69,17 @@ _ADVICE = {
     "skip_modules": " For example skip_modules=('*.q_proj',), with the comma, or ['*.q_proj'].",
     "include_modules": " For example include_modules=('model.vision_tower.*',), with the comma, or a list.",
 }
-# Values that are no more -> what to use.
-_REMOVED_GUARDS = {
-    "watch": " Take guard='raise', which also raises formats, or log loss and gradient norm yourself.",
-    "roll-back": " Take guard='raise'; a callback can go back to a checkpoint (docs/reliability.md, Rolling back).",
+# Fields that no longer exist -> what to use instead.
+_REMOVED_FIELDS = {
+    "guard_noise": "guard='raise' raises the formats of layers and adds no noise",
+    "guard_failures": "a callback can go back to a checkpoint (docs/reliability.md, Rolling back)",
+}
+# A field and one of its former values -> what to use instead.
+_REMOVED_VALUES = {
+    ("guard", "watch"): "set guard='raise', which also raises formats, or log loss and gradient norm yourself",
+    ("guard", "roll-back"): (
+        "set guard='raise'; a callback can go back to a checkpoint (docs/reliability.md, Rolling back)"
+    ),
 }
 # What each sets and why: docs/config.md.
 _PRESETS: dict[str, dict[str, Any]] = {
@@ -83,9 +91,32 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+class _FieldNames:
+    """Base of a dataclass of keyword arguments, which tells who gives it an unknown or an old name what is right."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    field_types: ClassVar[dict[str, str]] = {}
+    """The annotations of the fields as the source has them; parsers of arguments write over those of the class."""
+
+    def __init_subclass__(cls) -> None:
+        cls.field_types = cls.field_types | inspect.get_annotations(cls)
+
+    def __new__(cls, *args: object, **values: object) -> Any:
+        fields = cls.__dataclass_fields__
+        for name in values:
+            if name in _REMOVED_FIELDS:
+                raise TypeError(f"The {cls.__name__} field {name!r} was removed: {_REMOVED_FIELDS[name]}.")
+            if name in RENAMED:
+                raise TypeError(f"{cls.__name__} has no field {name!r}; it is named {RENAMED[name]!r} now.")
+            if name not in fields:
+                guess = did_you_mean(name, fields)
+                raise TypeError(f"{cls.__name__} has no field {name!r}.{guess} docs/config.md lists all of them.")
+        return super().__new__(cls)
+
+
 @takes_arguments
 @dataclass(frozen=True, kw_only=True)
-class SnipConfig(FieldNames):
+class SnipConfig(_FieldNames):
     """Everything that decides how a run chooses and applies its precisions.
 
     Steps are optimizer steps, counted from 1. Every field is checked when the config is built.
@@ -254,8 +285,9 @@ class SnipConfig(FieldNames):
                 guess = did_you_mean(getattr(self, name), known)
                 if name == "policy" and self.policy in _PRESETS:
                     guess = f" {self.policy!r} is a preset: SnipConfig.preset({self.policy!r})."
-                if name == "guard" and self.guard in _REMOVED_GUARDS:
-                    raise ValueError(f"guard={self.guard!r} is no choice any more.{_REMOVED_GUARDS[self.guard]}")
+                if (name, getattr(self, name)) in _REMOVED_VALUES:
+                    advice = _REMOVED_VALUES[name, getattr(self, name)]
+                    raise ValueError(f"{name}={getattr(self, name)!r} was removed: {advice}.")
                 listing = POLICIES.listing if name == "policy" else None
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known{choices(known, guess, listing)}")
         self._check_granularity()
@@ -376,8 +408,8 @@ class SnipConfig(FieldNames):
         values = current_names(values or {})
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = [key for key in values if key not in known]
-        if unknown and unknown[0] in REMOVED:
-            raise ValueError(f"SnipConfig has no field {unknown[0]!r} any more; {REMOVED[unknown[0]]}.")
+        if unknown and unknown[0] in _REMOVED_FIELDS:
+            raise ValueError(f"The SnipConfig field {unknown[0]!r} was removed: {_REMOVED_FIELDS[unknown[0]]}.")
         if unknown:
             guess = did_you_mean(unknown[0], known)
             raise ValueError(f"Unknown SnipConfig field {unknown[0]!r}{choices(known, guess, 'docs/config.md')}")

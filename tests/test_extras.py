@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import configparser
-import importlib
 import re
 import sys
 from functools import cache
@@ -66,25 +65,6 @@ def test_a_package_that_is_not_there_is_one_sentence_with_the_command() -> None:
 def test_a_module_that_no_extra_has_is_the_error_that_it_was() -> None:
     with pytest.raises(ModuleNotFoundError, match="No module named 'mine'"), needed_by("it"):
         raise ModuleNotFoundError("No module named 'mine'", name="mine")
-
-
-@pytest.mark.parametrize(
-    ("command", "report", "figures"),
-    [
-        ("eval.bakeoff.forks", "eval.bakeoff.fork_report", "eval.bakeoff.fork_figures"),
-        ("eval.bakeoff.__main__", "eval.bakeoff.report", "eval.bakeoff.figures"),
-    ],
-)
-def test_a_bake_off_says_which_extra_its_figures_need(
-    command: str, report: str, figures: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (command, report, figures):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    for module in ("matplotlib", "matplotlib.axes"):
-        monkeypatch.setitem(sys.modules, module, None)
-    needs = f"{command.removesuffix('.__main__')} needs matplotlib, which is not installed. Install it: "
-    with pytest.raises(MissingExtra, match=re.escape(needs + 'pip install "snip-hf[report]"')):
-        importlib.import_module(command)
 
 
 def test_what_an_extra_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,4 +56,4 @@ def test_recipes_and_what_runs_and_scores_them_are_shipped_and_comparisons_are_n
         "eval/run.py",
         "eval/scoring/evaluate.py",
     } <= set(files)
-    assert [file for file in files if "bakeoff" in file or "forks" in file or "__pycache__" in file] == []
+    assert [file for file in files if "compare" in file or "__pycache__" in file] == []

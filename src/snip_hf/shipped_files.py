@@ -25,16 +25,13 @@ _PATTERNS = (
     "eval/run.py",
     "eval/scoring/*.py",
 )
-# Grids and contenders of comparisons, for the modules of `eval` that are not shipped.
-_COMPARISONS = ("bakeoff", "forks-")
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|!\[[^\]]*\]\([^)\s]*\))*)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
 
 def shipped_files(root: Path) -> list[str]:
     """Returns the files below a repository's root, or the built package's folder, that are shipped, by their paths."""
-    found = {path.relative_to(root).as_posix() for pattern in _PATTERNS for path in root.glob(pattern)}
-    return sorted(file for file in found if not posixpath.basename(file).startswith(_COMPARISONS))
+    return sorted({path.relative_to(root).as_posix() for pattern in _PATTERNS for path in root.glob(pattern)})
 
 
 def absolute_links(text: str, folder: str = "") -> str:

@@ -34,7 +34,8 @@ OF_FORMATS = {
     "kernels/hopper/tiles.py",
     "config.py",
     "costs/rates.py",
-    "integrations/export_targets.py",  # what other libraries call them
+    "integrations/export.py",  # what other libraries call them
+    "integrations/export_checkpoint.py",
 }
 OF_BACKENDS = {
     "kernels/emulated.py",

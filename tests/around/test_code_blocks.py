@@ -34,7 +34,6 @@ NOT_RUN = {
     "docs/export.md": {
         1: "loads what `snip-hf export` wrote; tests/integrations/test_export.py does",
         2: "loads what `snip-hf export` wrote; tests/integrations/test_export.py does",
-        3: "loads what `snip-hf export` wrote; tests/integrations/test_export.py does",
     },
     "docs/fp16.md": {1: "needs a GPU", 2: "needs a GPU"},
     "docs/hub.md": dict.fromkeys(range(1, 5), "needs the Hub; tests/integrations/test_hub_plans.py has one"),

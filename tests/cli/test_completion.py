@@ -34,7 +34,7 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
     ("words", "expected"),
     [
         (["comp"], ["compare", "completion"]),
-        (["export", "plan.json", "--ne"], ["--nearest"]),
+        (["export", "plan.json", "--ov"], ["--overwrite"]),
         (["export", "plan.json", "--to", "torch"], ["torchao"]),
         (["completion", "z"], ["zsh"]),
         (["inspect", "pl"], ["plan.json"]),

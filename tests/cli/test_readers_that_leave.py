@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
+from llama_plans import make_plan
 from written_runs import random_assignments, write_run
 
 from snip_hf.cli import main
@@ -30,7 +31,7 @@ COMMANDS = (
     ["report", "run", "--html"],
     ["inspect", "run/snip/plan.json"],
     ["compare", "run", "run"],
-    ["export", "run/snip/plan.json", "--to", "torchao", "--nearest"],
+    ["export", "plan.json", "--to", "torchao"],
     ["recipe", "list"],
     ["solve", "problem.json"],
     ["completion", "bash"],
@@ -57,12 +58,13 @@ def test_a_command_whose_reader_has_gone_ends_quietly(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_run(tmp_path / "run", random_assignments(2))
+    make_plan("mxfp8").save(tmp_path / "plan.json")
     (tmp_path / "problem.json").write_text(json.dumps(PROBLEM))
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", stream)
         assert main(command) == NO_READER
-    said = capsys.readouterr().err  # of an export, what it changed
+    said = capsys.readouterr().err
     assert "snip-hf:" not in said and "pipe" not in said
 
 

@@ -254,24 +254,12 @@ def exported_plan() -> PrecisionPlan:
 
 
 def test_megatron_is_told_the_formats_of_gpt2_s_modules() -> None:
-    found = export_plan(exported_plan(), "megatron", model=gpt2())
-    assert found.changes == {} and "decoder.layers.1.self_attention.linear_qkv" in found.text
-
-
-@pytest.mark.parametrize("target", ["fouroversix", "torchao"])
-def test_libraries_that_convert_linears_alone_refuse_every_layer_by_its_class(target: str) -> None:
-    with pytest.raises(NotExpressible) as error:
-        export_plan(exported_plan(), target, model=gpt2())
-    assert error.value.reasons == dict.fromkeys(NAMES, "its class is Conv1D, expected nn.Linear itself")
-    nearest = export_plan(exported_plan(), target, nearest=True, model=gpt2())
-    assert nearest.unfit_share == 1 and not any(f'"{name}": {{' in nearest.text for name in NAMES)
+    assert "decoder.layers.1.self_attention.linear_qkv" in export_plan(exported_plan(), "megatron")
 
 
 def test_a_quantized_checkpoint_is_refused_with_every_layer_s_class(tmp_path: Path) -> None:
     gpt2().save_pretrained(tmp_path / "model")
     with pytest.raises(NotExpressible) as error:
         export_checkpoint(exported_plan(), tmp_path / "model", tmp_path / "quantized")
-    assert error.value.reasons == dict.fromkeys(NAMES, "class Conv1D, expected nn.Linear itself")
-    with pytest.raises(ValueError, match="No layer of the plan has a forward GEMM whose weights can be quantized"):
-        export_checkpoint(exported_plan(), tmp_path / "model", tmp_path / "quantized", nearest=True)
+    assert error.value.reasons == dict.fromkeys(NAMES, "its class is Conv1D, expected nn.Linear itself")
     assert not (tmp_path / "quantized").exists()

@@ -1,249 +1,276 @@
-"""Export of a plan to another library: the settings there that say what the plan says, or the nearest ones.
+"""Export of a plan to another training library: a YAML file for Megatron-LM, or a script for torchao.
 
-`export_targets` holds the targets as data. A plan that a target cannot express is refused, with the reason for each
-module, or rounded to the nearest plan that it can express.
+Each target has one table: the formats of the three GEMMs -> the target's own words. A plan that a target cannot express
+is refused, with the reason for each layer. docs/export.md lists the tables with their sources.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
-
-from ..layers.experts import looks_like_experts
-from ..layers.selection import modules_of_layers
-from ..layers.state import without_group
-from ..numerics.formats import FORMATS, UNQUANTIZED
-from ..numerics.gemms import CONTRACTIONS, GEMMS, OPERANDS
+from ..numerics.formats import UNQUANTIZED
+from ..numerics.gemms import GEMMS
 from ..planning.plan import PrecisionPlan
-from .export_targets import TARGETS, Setting, Target
 
-# Targets pass over a module that is no linear, so that the file would promise what does not happen.
-_UNKNOWN_CLASS = (
-    "by its name it is a projection of experts, which is no nn.Linear; name the model with --model, so that its class "
-    "is known, and add --nearest to leave experts in high precision"
-)
+_BF16 = UNQUANTIZED.name
 
 
 class NotExpressible(ValueError):
-    """A target cannot say what a plan says."""
+    """A target cannot express a plan."""
 
-    def __init__(self, target: str, reasons: Mapping[str, str], nearest: bool) -> None:
+    def __init__(self, target: str, reasons: Mapping[str, str]) -> None:
         self.reasons = dict(reasons)
         """Layer, or module of the target -> why."""
-        advice = "" if nearest else " --nearest rounds what it can."
         super().__init__(
-            f"The target {target!r} cannot express the plan: it lacks the above for {len(reasons)} modules.{advice}"
+            f"The target {target!r} cannot express the plan: it lacks the above for {len(reasons)} modules. Train with "
+            "formats that the target has (docs/export.md), or name these layers in skip_modules."
         )
 
 
-@dataclass(frozen=True)
-class Export:
-    """A plan in the words of a target."""
-
-    text: str
-    """Of the file."""
-    plan: PrecisionPlan
-    """What the file says: the plan that was exported, or the nearest one that the target can express."""
-    changes: Mapping[str, Sequence[str]]
-    """What differs from the plan that was given, of the GEMMs that run: "layer:gemm" -> (format given, format now)."""
-    coarser: float
-    """Share (0..1) of the FLOPs that have an operand of fewer bits than in the plan that was given."""
-    unfit: Mapping[str, str]
-    """Layers left in high precision because the target cannot set them as the plan says -> why."""
-    unfit_share: float
-    """Share (0..1) of the FLOPs that are theirs."""
-
-
-def export_plan(
-    plan: PrecisionPlan,
-    target: str,
-    nearest: bool = False,
-    outside: Sequence[str] = ("lm_head",),
-    model: nn.Module | None = None,
-) -> Export:
-    """Returns a plan in the words of a target.
-
-    With `nearest` each format that the target lacks becomes the one with the fewest bits that has no fewer in any
-    operand, and each module gets the setting that agrees with the plan in most FLOPs; of equally near ones, the one
-    with the most bits. Layers that the target cannot set so, for their size for example, stay in high precision.
+def export_plan(plan: PrecisionPlan, target: str) -> str:
+    """Returns the text of the file that a target reads.
 
     Args:
         plan: the plan.
         target: a name in `TARGETS`.
-        nearest: round what cannot be expressed.
-        outside: linear layers of the model that are not in the plan.
-        model: the plan's model, not converted, on any device; None: sizes are not known, and not checked.
 
     Raises:
-        NotExpressible: without `nearest`, a module has no setting that says what the plan says, or a layer does not fit
-            its setting; with it or without, a layer's name means nothing to the target, or is that of experts while
-            the model is not known.
+        NotExpressible: a layer has formats, or a name, that the target does not know.
         ValueError: an unknown target.
     """
-    there = TARGETS[TARGETS.checked(target, "--to")]
-    units, reasons = _units(plan, there)
-    if model is None:
-        reasons = {layer: _UNKNOWN_CLASS for layer in plan.assignment if looks_like_experts(layer)} | reasons
-    chosen: dict[str, Setting] = {}
-    unfit: dict[str, str] = {}
-    expected = _expected_parts(units, there)
-    modules = None if model is None else modules_of_layers(model)
-    for module, layers in units.items():
-        missing = sorted(expected[_kind(module)] - _parts(layers))
-        agrees, setting = _nearest_setting(plan, there, layers, nearest, bool(missing))
-        if not nearest and (missing or not agrees):
-            # What rounding would not mend, such as a layer's class, is said with it.
-            rounded = _nearest_setting(plan, there, layers, True, bool(missing))[1]
-            obstacles = _misfits(there, rounded, layers, modules).values()
-            reasons[module] = "; ".join([_reason(plan, there, layers, missing), *dict.fromkeys(obstacles)])
-        misfits = _misfits(there, setting, layers, modules)
-        unfit |= misfits
-        chosen[module] = _unquantized_setting(there) if misfits else setting
-    if not nearest:
-        reasons |= {layer: why for layer, why in unfit.items() if there.module_of(layer) not in reasons}
-    if reasons:
-        raise NotExpressible(target, reasons, nearest)
-    exported = replace(
-        plan,
-        assignment={
-            layer: dict(zip(GEMMS, chosen[module].formats, strict=True))
-            for module, layers in units.items()
-            for layer in layers
-        },
-    )
-    changes = plan.changes(exported)
-    share = _share(plan, [f"{layer}:{gemm}" for layer in unfit for gemm in plan.flops[layer]])
-    return Export(there.write(chosen, outside), exported, changes, _coarser(plan, changes), unfit, share)
+    if target not in TARGETS:
+        raise ValueError(f"Unknown target {target!r}; expected one of {', '.join(TARGETS)}.")
+    return str(TARGETS[target](plan))
 
 
-def _misfits(
-    target: Target, setting: Setting, layers: Sequence[str], modules: Mapping[str, nn.Module] | None
-) -> dict[str, str]:
-    """Returns which of these layers the target cannot set so, and why; {} where the model's modules are not known."""
-    if modules is None:
-        return {}
-    found = ((layer, target.unfit(setting, modules.get(without_group(layer)))) for layer in layers)
-    return {layer: why for layer, why in found if why is not None}
+def _running(plan: PrecisionPlan, layer: str) -> dict[str, str]:
+    """Returns GEMM -> format of the GEMMs that run: a frozen weight has no gradient."""
+    return {gemm: name for gemm, name in plan.assignment[layer].items() if plan.flops[layer][gemm] > 0}
 
 
-def _unquantized_setting(target: Target) -> Setting:
-    return next(setting for setting in target.settings if set(setting.formats) == {UNQUANTIZED.name})
+def _lacking(formats: Mapping[str, str], known: Collection[str]) -> str:
+    """Returns why a target has no setting for these formats of a layer."""
+    unknown = [name for name in dict.fromkeys(formats.values()) if name not in known]
+    if unknown:
+        return f"{', '.join(unknown)} is no format there (it has {', '.join(sorted(known))})"
+    return f"{', '.join(formats)} cannot be {', '.join(formats.values())} in one module"
 
 
-def _units(plan: PrecisionPlan, target: Target) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Returns the modules of the target with the layers that each consists of, and why others have none."""
-    units: dict[str, list[str]] = {}
-    unknown: dict[str, str] = {}
+# --- Megatron-LM: megatron/core/quantization/quant_config.py and TEQuantizationRecipe in
+# megatron/core/extensions/transformer_engine.py. All GEMMs of a module share one recipe.
+
+_RECIPES: dict[str, dict[str, Any]] = {
+    _BF16: {},
+    "nvfp4": {"fp4_quantization_recipe": "nvfp4"},
+    "fp8": {"fp8_quantization_recipe": "blockwise"},
+    "mxfp8": {"fp8_quantization_recipe": "mxfp8"},
+    "fp8-tensor": {"fp8_quantization_recipe": "tensorwise", "fp8_format": "e4m3"},
+    "fp8-tensor-e5m2": {"fp8_quantization_recipe": "tensorwise", "fp8_format": "hybrid"},
+}
+# Modules of Megatron's transformer layer -> the names of their parts in Hugging Face's model files.
+_MEGATRON_MODULES = {
+    "self_attention.linear_qkv": (
+        *(f"self_attn.{part}_proj" for part in ("q", "k", "v", "qkv")),
+        *("self_attention.query_key_value", "attention.query_key_value", "attn.c_attn"),
+    ),
+    "self_attention.linear_proj": (
+        *("self_attn.o_proj", "self_attn.out_proj", "self_attn.dense"),
+        *("self_attention.dense", "attention.dense", "attn.c_proj"),
+    ),
+    "mlp.linear_fc1": (
+        *("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"),
+        *("mlp.dense_h_to_4h", "mlp.fc1", "fc1", "mlp.c_fc"),
+    ),
+    "mlp.linear_fc2": ("mlp.down_proj", "mlp.dense_4h_to_h", "mlp.fc2", "fc2", "mlp.c_proj"),
+}
+_MODULE_OF_PART = {part: module for module, parts in _MEGATRON_MODULES.items() for part in parts}
+# Parts that only ever occur together.
+_QKV = {"q_proj", "k_proj", "v_proj"}
+_BLOCK = re.compile(r"(?:.+\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
+_MEGATRON_HEADER = """\
+# Precision of each module, for Megatron-LM's --te-precision-config-file. The first glob that matches decides.
+# Modules are named as in a model that is not split into pipeline stages.
+"""
+
+
+def _megatron(plan: PrecisionPlan) -> str:
+    import yaml
+
+    modules: dict[str, dict[str, str]] = {}  # module -> last part of a layer's name -> layer
+    reasons: dict[str, str] = {}
     for layer in plan.assignment:
-        module = target.module_of(layer)
-        if module is None:
-            unknown[layer] = "no module there is known for this name"
-        elif _parts([layer]) & _parts(units.get(module, ())):
-            unknown[layer] = f"{module} is already that of {units[module][0]}"
+        found = _BLOCK.fullmatch(layer)
+        module = None if found is None else _MODULE_OF_PART.get(found[2])
+        if found is None or module is None:
+            reasons[layer] = "no module there is known for this name"
+            continue
+        name, part = f"decoder.layers.{int(found[1])}.{module}", layer.rpartition(".")[2]
+        if part in modules.get(name, ()):
+            reasons[layer] = f"{name} is already that of {modules[name][part]}"
         else:
-            units.setdefault(module, []).append(layer)
-    return units, unknown
+            modules.setdefault(name, {})[part] = layer
+    recipes: dict[str, str] = {}
+    for name, layers in modules.items():
+        rows = [_running(plan, layer) for layer in layers.values()]
+        formats = {name for row in rows for name in row.values()} or {_BF16}
+        missing = sorted(_expected_parts(name, modules) - layers.keys())
+        if missing and formats != {_BF16}:
+            reasons[name] = f"{', '.join(missing)} is a part of the module that the plan leaves in {_BF16}"
+        elif len(formats) == 1 and formats <= _RECIPES.keys():
+            (recipes[name],) = formats
+        elif formats <= _RECIPES.keys() and all(len(set(row.values())) == 1 for row in rows):
+            said = (f"{part} {'/'.join(row.values())}" for part, row in zip(layers, rows, strict=True))
+            reasons[name] = f"its parts differ in the plan: {'; '.join(said)}"
+        else:
+            reasons[name] = next(
+                _lacking(row, _RECIPES)
+                for row in rows
+                if len(set(row.values())) > 1 or not {*row.values()} <= {*_RECIPES}
+            )
+    if reasons:
+        raise NotExpressible("megatron", reasons)
+    configs = {
+        name: {
+            "transformer_engine_config_type": "TEQuantizationParams",
+            # The override quantizes the module whatever the launch says. An empty recipe means high precision.
+            "training_recipe": _RECIPES[name] | ({"override_nonquantized_autocast": True} if name != _BF16 else {}),
+        }
+        for name in dict.fromkeys([*recipes.values(), _BF16])
+    }
+    # The last glob keeps what the plan does not name in high precision.
+    globs = {name: (f"*{name}", recipe) for name, recipe in recipes.items()} | {"others": ("*", _BF16)}
+    matchers = {
+        name: {"config": recipe, "type": "glob", "pattern": pattern, "enabled": True}
+        for name, (pattern, recipe) in globs.items()
+    }
+    return _MEGATRON_HEADER + str(yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False))
 
 
-def _kind(module: str) -> str:
-    """Returns the name of a module without the number of its block."""
-    return ".".join(part for part in module.split(".") if not part.isdigit())
+def _expected_parts(module: str, modules: Mapping[str, Mapping[str, str]]) -> set[str]:
+    """Returns the parts that modules of this kind have anywhere in the plan, completed to q, k and v."""
+    kind = module.split(".", 3)[3]
+    parts = {part for name, layers in modules.items() if name.split(".", 3)[3] == kind for part in layers}
+    return parts | _QKV if parts & _QKV else parts
 
 
-def _parts(layers: Iterable[str]) -> set[str]:
-    return {layer.rsplit(".", 1)[-1] for layer in layers}
+# --- torchao 0.18 as installed: float8, prototype/blockwise_fp8_training, prototype/moe_training.
 
 
-def _expected_parts(units: Mapping[str, Sequence[str]], target: Target) -> dict[str, set[str]]:
-    """Returns, by kind of module, the layers that make up one: those of all blocks, and what only comes together."""
-    expected: dict[str, set[str]] = {}
-    for module, layers in units.items():
-        expected.setdefault(_kind(module), set()).update(_parts(layers))
-    return {kind: parts | target.together if parts & target.together else parts for kind, parts in expected.items()}
+@dataclass(frozen=True)
+class _Conversion:
+    """Lines of the script that convert layers."""
+
+    imports: tuple[str, ...]
+    call: str
+    """With `model` and `chosen`, the filter."""
+    multiple: int = 16
+    """In- and out-features are multiples of this."""
+    takes_bias: bool = True
 
 
-def _nearest_setting(
-    plan: PrecisionPlan, target: Target, layers: Sequence[str], nearest: bool, is_partial: bool
-) -> tuple[bool, Setting]:
-    """Returns whether a setting says all that the plan says, and the one that agrees with it in most FLOPs."""
-    offered = list(dict.fromkeys(name for setting in target.settings for name in setting.formats))
-
-    def wanted(layer: str, gemm: str) -> str:
-        # The part of a module that is not in the plan is not quantized, so neither is the rest of it.
-        name = UNQUANTIZED.name if is_partial else plan.assignment[layer][gemm]
-        return _stand_in(name, offered) if nearest else name
-
-    seen: list[tuple[int, str, float]] = []
-    unseen: list[tuple[int, str, float]] = []
-    for layer in layers:
-        # What a setting can say does not depend on tokens: a layer that saw none counts with its FLOPs per token, where
-        # layers that saw some agree equally.
-        is_seen = any(number > 0 for number in plan.executed[layer].values())
-        rows, work = (seen, plan.executed[layer]) if is_seen else (unseen, plan.flops[layer])
-        rows += [(GEMMS.index(gemm), wanted(layer, gemm), number) for gemm, number in work.items()]
-
-    def cost(setting: Setting) -> tuple[float, float]:
-        by_tokens, without = (
-            math.fsum(number for column, name, number in rows if setting.formats[column] != name)
-            for rows in (seen, unseen)
-        )
-        return by_tokens, without
-
-    best = min(target.settings, key=lambda setting: (cost(setting), -sum(sum(_bits(x)) for x in setting.formats)))
-    return not any(cost(best)), best
+_QUANTIZE = "from torchao.quantization import quantize_"
+_FLOAT8 = "from torchao.float8 import Float8LinearConfig, convert_to_float8_training"
+_MX = "from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig"
+_NVFP4 = "from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4TrainingConfig"
+_BLOCKWISE = "from torchao.prototype.blockwise_fp8_training.linear import Float8BlockwiseLinearConfig"
 
 
-def _stand_in(name: str, offered: Sequence[str]) -> str:
-    """Returns the format for one that a target lacks: the fewest bits that are no fewer in any operand, and scales of
-    its kind."""
-    if name in offered:
-        return name
-    least = _bits(name)
-    enough = [x for x in offered if all(bits >= low for bits, low in zip(_bits(x), least, strict=True))]
-    return min(enough or [UNQUANTIZED.name], key=lambda x: (sum(_bits(x)), FORMATS[x].scale != FORMATS[name].scale))
+def _mxfp8(arguments: str) -> _Conversion:
+    call = f"quantize_(model, MXFP8TrainingOpConfig({arguments}), chosen)"
+    return _Conversion((_MX, _QUANTIZE), call, multiple=32, takes_bias=False)
 
 
-def _bits(name: str) -> list[int]:
-    """Returns the bits of an element of each operand of a format, those of BF16 where the operand is left alone."""
-    format = FORMATS[name]
-    return [format.bits if format.operand(x).quantized else UNQUANTIZED.bits for x in OPERANDS]
+# Formats of the three GEMMs -> conversion.
+_CONVERSIONS: dict[tuple[str, ...], _Conversion] = {
+    ("fp8",) * 3: _Conversion(
+        (_BLOCKWISE, _QUANTIZE), "quantize_(model, Float8BlockwiseLinearConfig(), chosen)", 128, takes_bias=False
+    ),
+    ("fp8-tensor-e5m2",) * 3: _Conversion(
+        (_FLOAT8,), "convert_to_float8_training(model, config=Float8LinearConfig(), module_filter_fn=chosen)"
+    ),
+    ("fp8-tensor",) * 3: _Conversion(
+        ("import torch", "from torchao.float8 import CastConfig", _FLOAT8),
+        "gradients = CastConfig(target_dtype=torch.float8_e4m3fn)\n"
+        "config = Float8LinearConfig(cast_config_grad_output=gradients)\n"
+        "convert_to_float8_training(model, config=config, module_filter_fn=chosen)",
+    ),
+    ("mxfp8",) * 3: _mxfp8(""),
+    ("mxfp8", "mxfp8", _BF16): _mxfp8("wgrad_with_hp=True"),
+    ("nvfp4",) * 3: _Conversion((_NVFP4, _QUANTIZE), "quantize_(model, NVFP4TrainingConfig(), chosen)", 128),
+}
+_SCRIPT = '''\
+"""Sets the linear layers of a model to the formats of a precision plan, for training with torchao 0.18.
+
+Call `convert(model)` on the model as it was loaded: before the optimizer is made, before FSDP and torch.compile.
+It checks all layers first, and raises ValueError for one that torchao cannot convert.
+"""
+
+{imports}
 
 
-def _reason(plan: PrecisionPlan, target: Target, layers: Sequence[str], missing: Sequence[str]) -> str:
-    """Returns why no setting says what the plan says of these layers, which are one module of the target."""
-    if missing:
-        return f"{', '.join(missing)} is a part of the module that the plan leaves in {UNQUANTIZED.name}"
-    offered = {name for setting in target.settings for name in setting.formats}
-    rows = [tuple(plan.assignment[layer].values()) for layer in layers]
-    lacking = dict.fromkeys(name for row in rows for name in row if name not in offered)
-    if lacking:
-        return f"{', '.join(lacking)} is no format there (it has {', '.join(sorted(offered))})"
-    if len(set(rows)) > 1:
-        said = "; ".join(f"{x.rsplit('.', 1)[-1]} {'/'.join(row)}" for x, row in zip(layers, rows, strict=True))
-        return f"its parts differ in the plan: {said}"
-    return f"{', '.join(GEMMS)} cannot be {', '.join(rows[0])} in one module"
+{functions}
 
 
-def _flops(plan: PrecisionPlan, place: str) -> float:
-    layer, gemm = place.rsplit(":", 1)
-    return plan.flops[layer][gemm]
+# How to convert -> the names of the layers. Those that are not named stay as they are.
+LAYERS = {{
+{layers}
+}}
+# How to convert -> the number of which in- and out-features are multiples, and whether a layer may have a bias.
+LIMITS = {{{limits}}}
 
 
-def _coarser(plan: PrecisionPlan, changes: Mapping[str, Sequence[str]]) -> float:
-    def is_coarser(gemm: str, old: str, new: str) -> bool:
-        before, after = (dict(zip(OPERANDS, _bits(name), strict=True)) for name in (old, new))
-        return any(after[operand] < before[operand] for operand, _ in CONTRACTIONS[gemm])
+def convert(model: nn.Module) -> None:
+    """Converts the layers in place, after a check of all of them."""
+    modules = dict(model.named_modules())
+    for how, names in LAYERS.items():
+        multiple, takes_bias = LIMITS[how]
+        for name in names:
+            module = modules.get(name)
+            if type(module) is not nn.Linear:
+                raise ValueError(f"{{name}} is {{type(module).__name__}}, expected nn.Linear. Is it the plan's model?")
+            if module.in_features % multiple or module.out_features % multiple:
+                raise ValueError(f"{{name}} is {{module}}, expected multiples of {{multiple}}.")
+            if module.bias is not None and not takes_bias:
+                raise ValueError(f"{{name}} has a bias, which torchao drops or refuses in this format.")
+    for how, names in LAYERS.items():
+        how(model, lambda module, name, names=names: name in names)
+'''
 
-    fewer = [place for place, (old, new) in changes.items() if is_coarser(place.rsplit(":", 1)[1], old, new)]
-    return _share(plan, fewer)
+
+def _torchao(plan: PrecisionPlan) -> str:
+    layers: dict[tuple[str, ...], list[str]] = {}
+    reasons: dict[str, str] = {}
+    known = {_BF16, *(name for formats in _CONVERSIONS for name in formats)}
+    for layer in plan.assignment:
+        running = _running(plan, layer)
+        if set(running.values()) <= {_BF16}:
+            continue
+        fitting = (row for row in _CONVERSIONS if running.items() <= dict(zip(GEMMS, row, strict=True)).items())
+        formats = next(fitting, None)
+        if formats is None:
+            reasons[layer] = _lacking(running, known)
+        else:
+            layers.setdefault(formats, []).append(layer)
+    if reasons:
+        raise NotExpressible("torchao", reasons)
+    used = {formats: how for formats, how in _CONVERSIONS.items() if formats in layers}
+    names = {formats: "_".join(dict.fromkeys(formats)).replace("-", "_") for formats in used}
+    imports = sorted({"from torch import nn", *(line for how in used.values() for line in how.imports)})
+    functions = (
+        f"def {names[formats]}(model, chosen):\n    " + how.call.replace("\n", "\n    ")
+        for formats, how in used.items()
+    )
+    sets = ("".join(f"        {layer!a},\n" for layer in layers[formats]) for formats in used)
+    return _SCRIPT.format(
+        imports="\n".join(sorted(imports, key=lambda line: not line.startswith("import "))),
+        functions="\n\n\n".join(functions),
+        layers="\n".join(f"    {name}: {{\n{rows}    }}," for name, rows in zip(names.values(), sets, strict=True)),
+        limits=", ".join(f"{names[formats]}: ({how.multiple}, {how.takes_bias})" for formats, how in used.items()),
+    )
 
 
-def _share(plan: PrecisionPlan, places: Iterable[str]) -> float:
-    """Returns the share of the plan's FLOPs that these GEMMs ("layer:gemm") have."""
-    work = plan.executed
-    total = math.fsum(number for row in work.values() for number in row.values())
-    found = (place.rsplit(":", 1) for place in places)
-    return math.fsum(work[layer][gemm] for layer, gemm in found) / total
+TARGETS = {"megatron": _megatron, "torchao": _torchao}
+"""Target -> the function that writes its file."""

@@ -19,7 +19,7 @@ from snip_hf.text import WITHOUT_PROBE
 SOURCE = Path(snip_hf.__file__).parent
 # Names of something else there.
 OTHER_MEANINGS = {
-    "training/checks/launch.py": {"fp8", "bf16"},  # Accelerate's mixed_precision
+    "training/checks.py": {"fp8", "bf16"},  # Accelerate's mixed_precision
     "kernels/blackwell/backend.py": {"bf16"},  # the same
     "kernels/tensor_scaled/backend.py": {"bf16"},
     "optimizers/deepspeed_zero.py": {"bf16"},  # DeepSpeed's section

@@ -15,7 +15,7 @@ from rank_processes import assert_succeeded, start_ranks
 from run_faults import BOUND, ENDED, FAULTS, KILLED, POISONS, SURVIVED
 
 from snip_hf.parallel.ranks import RankError
-from snip_hf.training.captured_step import NOT_CAPTURED
+from snip_hf.training.micro_batches import NOT_CAPTURED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # all waves of groups, where cores are shared
 # Seconds beyond the bound for what comes before and after the wait on a busy machine, where all groups run at once.

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from snip_hf import SnipConfig, SnipController
 from snip_hf.layers.convert import convert_model
 from snip_hf.planning.solver.process import SolverProcess
-from snip_hf.training.clipping import Clipping
+from snip_hf.training.gradients import Clipping
 from snip_hf.training.refresh import Solving
 
 LENGTH = 128  # one tile, so that whole tiles are of one rank

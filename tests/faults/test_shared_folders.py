@@ -33,7 +33,7 @@ from snip_hf.records.load import load_run
 from snip_hf.records.lock import take
 from snip_hf.records.run_folder import RunFolder
 from snip_hf.training import controller as controller_module
-from snip_hf.training import gradient_source
+from snip_hf.training import gradients
 
 START = start_event()
 TABLE = DivergenceTable(1.0, (Divergence("a", "layer", "fp4", 1.0, 1.0, 1.0),))
@@ -59,7 +59,7 @@ def controller(folder: Path, **options: Any) -> SnipController:
 
 @pytest.mark.parametrize(
     "where",
-    [(controller_module, "check_alike"), (gradient_source, "OptimizerWatch"), (controller_module, "ChunkNumbers")],
+    [(controller_module, "check_alike"), (gradients, "OptimizerWatch"), (controller_module, "PipelineChunks")],
 )
 def test_a_run_that_cannot_start_gives_the_folder_back_although_its_error_is_kept(
     where: tuple[Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

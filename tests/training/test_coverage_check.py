@@ -27,8 +27,8 @@ from snip_hf.records.load import load_run
 from snip_hf.reporting.facts import attained_text
 from snip_hf.reporting.quantities import quantities_in_force
 from snip_hf.training import coverage_check
-from snip_hf.training.captured_step import TrainingPass
 from snip_hf.training.coverage_check import CoverageCheck
+from snip_hf.training.micro_batches import TrainingPass
 
 FAST: dict[str, Any] = {"first_refresh": 2, "refresh_every": 4, "apply_delay": 1, "solver": "greedy"}
 LOG = "snip_hf.training.controller"

@@ -23,7 +23,7 @@ from ..records.event_writer import Tracker, check_tracker
 from ..text import WITHOUT_PROBE, printable
 from ..training.checks import check_launch, check_trainer
 from ..training.controller import SnipController
-from ..training.counted_passes import TrainingPasses
+from ..training.micro_batches import TrainingPasses
 from ..training.refresh import Solving
 from .buckets import advise_buckets
 from .compilation import compile_by_regions

@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerState
 from ..estimation.batch import Labels, label_name_of, labelled_tokens
 from ..estimation.objective import Objective, token_ids
 from ..python_state import binding_kept
-from ..training.counted_passes import TrainingPasses
+from ..training.micro_batches import TrainingPasses
 from .reference import Reference
 
 _ADVICE = (

@@ -29,9 +29,8 @@ from ..records.event_writer import EventWriter
 from .checks import check_guard, check_model, check_parts
 from .coverage_check import CoverageCheck
 from .drift_check import DriftDetector
-from .gradient_source import GradientSource, find_source
+from .gradients import GradientSource, find_source, warn_if_unscaled
 from .liger import keep_out_of_graphs
-from .loss_scaling import say_if_off
 from .plans import PlanInForce, first_plan, formats_in_use
 from .preparation import cost_of_all, find_setting, name_of
 from .refresh import Refresher, Solving
@@ -94,7 +93,7 @@ def assemble(
     solver = processes.everyone.by_first(lambda: check_solver(config, log)) if needs_probe(config) else config.solver
     layers = SwappedLayers(bare, config, processes, kernels, getattr(accelerator, "mixed_precision", None), log)
     keep_out_of_graphs(bare, log)
-    say_if_off(optimizer, accelerator, next(bare.parameters()).device, log)
+    warn_if_unscaled(optimizer, accelerator, next(bare.parameters()).device, log)
     keep_states_apart([model] if isinstance(model, nn.Module) else model)
     probed = _checked_for_probe(bare, config, source, log)
     setting = find_setting(bare, config, processes.pipeline)

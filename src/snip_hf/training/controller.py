@@ -27,14 +27,12 @@ from ..policies.registry import needs_probe
 from ..records.event_writer import EventWriter, Tracker
 from ..records.run_folder import RunFolder
 from .assembly import RunParts, assemble
-from .captured_step import StepWatch, TrainingPass
 from .checkpoint import agreed_state
-from .checks import check_alike, check_configs, check_launch
-from .chunks import ChunkNumbers
+from .checks import StepCalls, check_alike, check_configs, check_launch
 from .expectation import Expectation, compiled_by, how_compiled, tokens_of
 from .fingerprint import weights_fingerprint
 from .guard import guard_of
-from .loop_checks import StepCalls
+from .micro_batches import PipelineChunks, StepWatch, TrainingPass
 from .preparation import find_processes
 from .refresh import Solving
 from .resuming import Resuming
@@ -127,7 +125,7 @@ class SnipController:
         self._resuming = Resuming(run, self._schedule, self._events, self._log)
         check_alike(self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)
-        self._chunks = ChunkNumbers(parts_of(self.model), self.config.seed, lambda: self.step + 1)
+        self._chunks = PipelineChunks(parts_of(self.model), self.config.seed, lambda: self.step + 1)
         self._source.attach(self.model, self._layers.all, self._before_optimizer_step)
         self._layers.share_inputs(self._in_force.setting, self._log)
         self._schedule.say_if_too_short()
@@ -156,7 +154,7 @@ class SnipController:
 
         Accelerate's, and so the Trainer's, is found without it. Without either, the scale is guessed from gradients.
         """
-        self._source.use_scaler(scaler)
+        self._source.scaling.scaler = scaler
 
     def note_loss(self, loss: Tensor | float) -> None:
         """Tells the guard what a micro-batch adds to the loss of its step. Without it, it sees the gradients alone."""
@@ -261,7 +259,7 @@ class SnipController:
             if refreshes:
                 self._schedule.postponed = step + 1
             return
-        if refreshes and self._source.leaves_out_step(self.model, self.processes.everyone):
+        if refreshes and self._source.skips_step(self.model, self.processes.everyone):
             self._schedule.postpone(step)
             return
         # By the schedule and not by what was captured: the ranks have the schedule in common.

@@ -26,8 +26,8 @@ from ..parallel.sharding import is_fully_sharded
 from ..policies.registry import needs_probe
 from ..records.coverage import Counted
 from ..records.event_writer import EventWriter
-from .captured_step import StepWatch, TrainingPass
 from .expectation import tokens_of
+from .micro_batches import StepWatch, TrainingPass
 from .plans import PlanInForce
 
 # In the name of a layer that belongs to one of several experts.

@@ -9,7 +9,7 @@ from ..parallel.ranks import RankError, describe
 from ..planning.drift import rank_correlation, ranking
 from ..records.event_writer import EventWriter
 from ..records.events import DriftCheck
-from .captured_step import StepWatch
+from .micro_batches import StepWatch
 from .plans import PlanInForce
 from .step_probe import StepProbe
 

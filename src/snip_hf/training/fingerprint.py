@@ -1,21 +1,15 @@
-"""Short digests by which ranks compare what they hold, and a checkpoint its state with its weights."""
+"""The digest by which a checkpoint compares its state with its weights."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..layers.state import unwrapped_name
 from ..parallel.sharding import has_first_rows, own_part
-
-
-def fingerprint(value: Any) -> str:
-    """Returns the digest of JSON data; the order of keys makes no difference."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def weights_fingerprint(model: nn.Module) -> str | None:

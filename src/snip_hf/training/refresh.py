@@ -21,8 +21,8 @@ from ..planning.solver.process import NEXT_SOLVER, SolverProcess, solver_of
 from ..planning.solver.solution import SolverError, SolverResult
 from ..policies.registry import weighs_updates
 from ..records.event_writer import EventWriter
-from .captured_step import StepWatch
 from .checkpoint import PendingRefresh
+from .micro_batches import StepWatch
 from .plans import PlanInForce, describe_plan, solved_plan
 from .step_probe import StepProbe
 

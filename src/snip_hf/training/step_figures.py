@@ -18,8 +18,7 @@ from ..estimation.samples import read
 from ..layers.layer import SnipLayer
 from ..parallel.ranks import Processes
 from ..parallel.sharding import is_sharded, own_part
-from .backward_end import BackwardEnd
-from .loss_scaling import LossScaling
+from .gradients import BackwardEnd, LossScaling
 
 
 class Figures(NamedTuple):

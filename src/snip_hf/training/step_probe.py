@@ -14,8 +14,8 @@ from ..estimation.memory import adds_noise, kept_tokens, probe_memory
 from ..estimation.table import DivergenceTable
 from ..parallel.ranks import Attempt, Processes
 from ..python_state import collecting_no_garbage
-from .captured_step import NOT_CAPTURED, StepWatch
-from .gradient_source import GradientSource
+from .gradients import GradientSource
+from .micro_batches import NOT_CAPTURED, StepWatch
 from .swapped_layers import SwappedLayers
 
 # Why ranks may wait for each other in training.

@@ -20,7 +20,7 @@ from ..parallel.pipeline_ranks import parts_of
 from ..parallel.ranks import Processes
 from ..policies.setting import Setting
 from ..policies.ties import siblings
-from .loop_checks import check_layers
+from .checks import check_layers
 from .preparation import swap, use_backend
 
 

@@ -22,8 +22,7 @@ from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Ranks
 from snip_hf.text import WITHOUT_PROBE
-from snip_hf.training.checks import check_weights
-from snip_hf.training.loss_scaling import LossScaling, say_if_off
+from snip_hf.training.gradients import LossScaling, check_weights, warn_if_unscaled
 from snip_hf.training.schedule import Schedule
 
 CONFIG = SnipConfig(**SCHEDULE)
@@ -65,11 +64,11 @@ def test_the_scaler_is_that_of_accelerate_s_optimizer_or_of_the_accelerator() ->
 def test_a_step_is_left_out_if_one_rank_has_a_gradient_that_is_not_finite() -> None:
     scaling = LossScaling(SimpleNamespace(scaler=scaler()))
     finite, infinite, alone = [a_weight(), nn.Parameter(torch.ones(1))], [a_weight(), a_weight(float("inf"))], Ranks()
-    assert not scaling.leaves_out(finite, alone)
-    assert scaling.leaves_out(infinite, alone)
-    assert scaling.leaves_out([a_weight(float("nan"))], alone)
-    assert not LossScaling(SimpleNamespace(scaler=None)).leaves_out(infinite, alone)
-    found = on_ranks(2, lambda ranks: scaling.leaves_out(infinite if ranks.rank == 1 else finite, ranks))
+    assert not scaling.skips_step(finite, alone)
+    assert scaling.skips_step(infinite, alone)
+    assert scaling.skips_step([a_weight(float("nan"))], alone)
+    assert not LossScaling(SimpleNamespace(scaler=None)).skips_step(infinite, alone)
+    found = on_ranks(2, lambda ranks: scaling.skips_step(infinite if ranks.rank == 1 else finite, ranks))
     assert found == [True, True]
 
 
@@ -101,9 +100,9 @@ def test_fp16_on_a_cpu_is_warned_of_where_nothing_is_scaled(caplog: pytest.LogCa
         (None, "cpu"),
         (asked, "cuda"),
     ):
-        say_if_off(sgd, accelerator, torch.device(device), log)
+        warn_if_unscaled(sgd, accelerator, torch.device(device), log)
     assert caplog.messages == []
-    say_if_off(sgd, asked, torch.device("cpu"), log)
+    warn_if_unscaled(sgd, asked, torch.device("cpu"), log)
     assert caplog.messages == [
         "snip-hf: mixed precision in FP16 was asked for on a CPU, where Accelerate gives no GradScaler and no "
         "autocast: the model runs in the precision of its weights. Train on a GPU, or in BF16."

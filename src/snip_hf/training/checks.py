@@ -1,0 +1,373 @@
+"""Checks of a run: what a start refuses, and the order of a training loop's calls.
+
+Each error says what was got, what was expected and what to do. In order:
+
+1. `check_trainer` and `check_launch`, before anything is built: the Trainer's arguments, Accelerate's settings.
+2. `check_pipeline` and `check_configs`: the process groups of a pipeline, and one configuration on all ranks.
+3. `check_model` and `check_parts`, once the layers are swapped: models that the probe cannot run.
+4. `check_alike`, once the first plan is made: the same layers, plans and lengths of training on all ranks.
+
+Checks of one part alone are in that part: fields in `SnipConfig`, layers in `layers.convert`, optimizers in
+`optimizers.response`, backends in `kernels.backend`, a saved state in `checkpoint`. In mid-run, `StepCalls` refuses
+calls out of order, and `check_layers` a model whose layers were replaced; the latter costs a refresh, not the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from operator import index
+from typing import Any, SupportsIndex
+
+import torch
+from torch import nn
+
+from ..config import SnipConfig
+from ..costs.flops import Work
+from ..layers.layer import SnipLayer
+from ..layers.state import plain_name, snip_linears
+from ..optimizers.deepspeed_zero import check_deepspeed
+from ..parallel.ranks import Attempt, Processes, Ranks
+from ..parallel.sharding import is_fully_sharded, is_sharded, offloads
+from ..planning.plan import PrecisionPlan
+from ..policies.registry import needs_probe
+from ..text import WITHOUT_PROBE
+from .gradients import LATE
+from .schedule import Schedule
+
+# Fields that do not decide the course of a run: they may differ on resume, and between ranks.
+_FREE = ("solver_time_limit", "rank_timeout", "backend", "timing_file")
+
+
+def differences(config: SnipConfig, other: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the deciding fields in which a configuration differs from another one, given as a dict."""
+    fields = config.to_dict()
+    return [name for name in fields if name not in _FREE and other.get(name) != fields[name]]
+
+
+def check_pipeline(stages: Ranks, data: Ranks, everyone: Ranks) -> None:
+    """Refuses process groups of a pipeline that do not cover all processes.
+
+    Args:
+        stages: processes that hold the stages of one model.
+        data: processes that hold the same stage.
+        everyone: all processes of the run.
+
+    Raises:
+        ValueError: names the three sizes.
+    """
+    if stages.size * data.size != everyone.size:
+        raise ValueError(
+            f"The pipeline has {stages.size} processes and the data {data.size}, but the run has {everyone.size}; "
+            "expected their product. Give Pipeline(group=..., data=...) the process groups of this rank."
+        )
+
+
+def check_configs(config: SnipConfig, everyone: Ranks) -> None:
+    """Refuses ranks with different configurations. Collective.
+
+    Raises:
+        ValueError: names another rank and the fields, on all ranks.
+    """
+    for rank, other in enumerate(everyone.gather(config.to_dict())):
+        if different := differences(config, other):
+            raise ValueError(
+                f"This rank's configuration is not that of rank {rank}: they differ in {', '.join(different)}. "
+                "Expected the same SnipConfig on all ranks."
+            )
+
+
+def check_alike(
+    layers: Mapping[str, SnipLayer], plan: PrecisionPlan, max_steps: int | None, processes: Processes
+) -> None:
+    """Refuses ranks with different swapped layers, first plans or lengths of training. Collective.
+
+    Raises:
+        ValueError: names the ranks and the difference, on all ranks.
+    """
+    attempt = Attempt()
+    with attempt:
+        _check_same_layers(layers, processes.data)
+    processes.everyone.agree(attempt.error)
+    check_plans(plan, processes.everyone)
+    steps = processes.everyone.gather(max_steps)
+    if others := [rank for rank, given in enumerate(steps) if given != steps[0]]:
+        raise ValueError(
+            f"max_steps is {steps[others[0]]} on rank {others[0]} and {steps[0]} on rank 0; expected the same on all "
+            "ranks, since it decides which refreshes are run."
+        )
+
+
+def check_plans(plan: PrecisionPlan, everyone: Ranks) -> None:
+    """Refuses ranks with different plans, e.g. from different files. Collective.
+
+    Raises:
+        ValueError: names the ranks and a layer, on all ranks.
+    """
+    assignment = {layer: dict(formats) for layer, formats in plan.assignment.items()}
+    others = _unlike_first(assignment, everyone)
+    if not others:
+        return
+    plans = everyone.gather(assignment)
+    mine, theirs = plans[0], plans[others[0]]
+    layer = next(name for name in [*mine, *theirs] if mine.get(name) != theirs.get(name))
+    raise ValueError(
+        f"{_names(others)} another plan than rank 0: layer {layer!r} runs in {_formats(theirs.get(layer))} on rank "
+        f"{others[0]} and in {_formats(mine.get(layer))} on rank 0. Expected one plan on all ranks: let all of them "
+        "read the same file."
+    )
+
+
+def _check_same_layers(layers: Mapping[str, SnipLayer], data: Ranks) -> None:
+    found = {
+        name: f"{layer.out_features}x{layer.in_features}, {'trained' if layer.weight.requires_grad else 'frozen'}"
+        for name, layer in layers.items()
+    }
+    others = _unlike_first(list(found.items()), data)
+    if not others:
+        return
+    models = data.gather(found)
+    mine, theirs = models[0], models[others[0]]
+    unlike = [name for name in dict.fromkeys([*mine, *theirs]) if mine.get(name) != theirs.get(name)]
+    layer = (unlike or list(mine))[0]
+    raise ValueError(
+        f"{_names(others)} other swapped layers than rank 0, of {len(theirs)} against {len(mine)}: {layer!r} is "
+        f"({theirs.get(layer, 'not swapped')}) on rank {others[0]} and ({mine.get(layer, 'not swapped')}) on rank 0"
+        f"{'' if unlike else '; they come in another order'}. Expected the same model, frozen and swapped alike, on "
+        "all ranks that share it."
+    )
+
+
+def _unlike_first(value: Any, ranks: Ranks) -> list[int]:
+    """Returns, on all ranks, those whose JSON data is not that of the first one."""
+    digests = ranks.gather(hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest())
+    return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+
+
+def _names(ranks: list[int]) -> str:
+    numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"Rank {numbers} has" if len(ranks) == 1 else f"Ranks {numbers} have"
+
+
+def _formats(formats: Mapping[str, str] | None) -> str:
+    return "no format" if formats is None else "/".join(formats.values())
+
+
+def check_trainer(args: Any) -> None:
+    """Refuses a `transformers.Trainer` in nn.DataParallel.
+
+    Args:
+        args: its `TrainingArguments`.
+
+    Raises:
+        ValueError: nn.DataParallel.
+    """
+    if args.n_gpu > 1 and args.parallel_mode.value == "not_distributed":
+        raise ValueError(
+            f"The Trainer would put the model into nn.DataParallel on {args.n_gpu} GPUs, which copies the plan in "
+            "every step. Start one process per GPU with `accelerate launch`, or show one GPU only "
+            "(CUDA_VISIBLE_DEVICES=0)."
+        )
+
+
+def check_launch(config: SnipConfig, accelerator: Any) -> None:
+    """Refuses launches that this version does not support.
+
+    Raises:
+        ValueError: FP8 mixed precision; a guard under DeepSpeed; and with a policy that needs a probe FSDP version 1,
+            offloading, a stage of DeepSpeed that partitions weights, FP16 under FSDP2 or DeepSpeed, tensor or context
+            parallelism, or Megatron-LM.
+    """
+    if accelerator is None:
+        return
+    if accelerator.mixed_precision == "fp8":
+        raise ValueError(
+            "mixed_precision='fp8' would convert the linears a second time; snip-hf does the FP8 itself. Use 'bf16' "
+            "or 'no'."
+        )
+    plugin = getattr(getattr(accelerator, "state", accelerator), "deepspeed_plugin", None)
+    if plugin is not None:
+        check_guard(config, is_deepspeed=True)
+    if not needs_probe(config):
+        return
+    if plugin is not None:
+        # The configuration file may leave the precision to Accelerate ("auto").
+        asked = {"fp16": {"enabled": True}} if accelerator.mixed_precision == "fp16" else {}
+        check_deepspeed({**plugin.deepspeed_config, **asked})
+    reason = _unsupported(accelerator)
+    if reason is not None:
+        raise ValueError(
+            f"policy={config.policy!r} cannot probe a model under {reason}, or use a plan file or {WITHOUT_PROBE}."
+        )
+
+
+def check_guard(config: SnipConfig, is_deepspeed: bool) -> None:
+    """Raises ValueError for a guard under DeepSpeed."""
+    if config.guard != "off" and is_deepspeed:
+        raise ValueError(
+            f"guard={config.guard!r} cannot work under DeepSpeed, which clips, steps and zeroes the gradients inside "
+            "the backward pass. Set guard='off', or use FSDP2 (fsdp_version: 2) or DDP."
+        )
+
+
+def _unsupported(accelerator: Any) -> str | None:
+    """Returns the setting that the probe cannot work under, with an alternative; None if there is none."""
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    state = getattr(accelerator, "state", accelerator)
+    parallelism = getattr(state, "parallelism_config", None)
+    for name in ("tp", "cp", "sp"):
+        if parallelism is not None and getattr(parallelism, f"{name}_size", 1) > 1:
+            return f"{name}_size={getattr(parallelism, f'{name}_size')}: its ranks hold parts of the activations; use 1"
+    if kind == "FSDP":
+        plugin = state.fsdp_plugin
+        if getattr(plugin, "fsdp_version", 1) != 2:
+            return "FSDP version 1, which flattens the weights; use version 2 (fsdp_version: 2)"
+        # Without offloading, Accelerate's plugin has a policy too, which does nothing.
+        if offloads(plugin.cpu_offload):
+            return "FSDP2 with offloading to the CPU; turn fsdp_offload_params off"
+        if accelerator.mixed_precision == "fp16":
+            return "FSDP2 with mixed_precision='fp16', whose loss scale it does not know; use 'bf16', or DDP"
+    if kind == "MEGATRON_LM":
+        return "Megatron-LM; use FSDP2 (fsdp_version: 2)"
+    return None
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuses a model that the probe cannot run.
+
+    Raises:
+        ValueError: FlashAttention, which does not support FP32, FSDP version 1, or tensor parallelism.
+    """
+    is_sharded_by_fsdp = is_fully_sharded(model)
+    parts = [name for name, layer in snip_linears(model).items() if is_sharded(layer.weight)]
+    if (getattr(model, "tp_size", None) or 1) > 1 or (parts and not is_sharded_by_fsdp):
+        raise ValueError(
+            f"The model is tensor-parallel ({parts[0] if parts else 'tp_size is above 1'}): its ranks hold parts of "
+            f"the activations, which the probe cannot put together. Use FSDP2 or DDP, or {WITHOUT_PROBE}."
+        )
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError(
+            "The model is in FSDP version 1, which flattens the weights. Use version 2 (torch's fully_shard), or "
+            f"{WITHOUT_PROBE}."
+        )
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
+    if attention.startswith("flash"):
+        raise ValueError(
+            f"attn_implementation={attention!r} cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. "
+            f"Load the model with attn_implementation='sdpa', or use {WITHOUT_PROBE}."
+        )
+
+
+def check_parts(parts: Iterable[nn.Module]) -> None:
+    """Refuses parts of a pipeline that the probe's FP32 passes cannot run through.
+
+    Raises:
+        ValueError: weights in another dtype; activations in FP32 would not fit the buffers between stages.
+    """
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if parameter.is_floating_point() and parameter.dtype != torch.float32:
+                raise ValueError(
+                    f"The pipeline's parameter {name!r} is {parameter.dtype}; the probe runs its passes in FP32 and "
+                    f"needs stages with FP32 weights, without autocast. Use these, or {WITHOUT_PROBE}."
+                )
+
+
+def check_layers(model: nn.Module, layers: Mapping[str, SnipLayer], flops: Work) -> None:
+    """Refuses a model whose swapped layers are no longer those that the run began with.
+
+    Raises:
+        ValueError: names the layers that are gone and the modules in their places.
+    """
+    present = snip_linears(model)
+    gone = [name for name, layer in layers.items() if present.get(name) is not layer]
+    if gone:
+        modules = {plain_name(name): module for name, module in model.named_modules()}
+        now = type(modules[gone[0]]).__name__ if gone[0] in modules else "nothing"
+        share = sum(sum(flops[name].values()) for name in gone) / sum(sum(row.values()) for row in flops.values())
+        raise ValueError(
+            f"{len(gone)} of the {len(layers)} swapped layers were replaced or wrapped since training began, e.g. "
+            f"{gone[0]!r} (now {now}). No plan can be made for the model as it is, and the FP4 share still counts "
+            f"their {share:.1%} of the linear FLOPs. Change a model before training begins."
+        )
+    if added := [name for name in present if name not in layers]:
+        raise ValueError(
+            f"The model has {len(added)} more swapped layers than when training began, e.g. {added[0]!r}; the plan "
+            "does not cover them. Change a model before training begins."
+        )
+
+
+class StepCalls:
+    """Checks that the calls of a training loop come once per optimizer step, in order.
+
+    With an Accelerator, calls while it accumulates gradients do not count, and the numbers that the loop passes are not
+    used: they may be those of micro-batches.
+
+    Args:
+        accelerator: the Accelerate object of the loop, if there is one.
+        schedule: learns the accumulation if the loop calls in each micro-batch.
+        needs_probe: whether the policy probes; without a probe, `before_optimizer_step` has nothing to do.
+        log: gets each warning once.
+    """
+
+    def __init__(self, accelerator: Any, schedule: Schedule, needs_probe: bool, log: logging.Logger) -> None:
+        self._accelerator = accelerator if hasattr(accelerator, "sync_gradients") else None
+        self._schedule = schedule
+        self._needs_probe = needs_probe
+        self._log = log
+        self._said: set[str] = set()
+        self.is_begun = False
+        """Whether `before_optimizer_step` was called for a step that has not ended."""
+        self.is_closed = False
+
+    def count(self, call: str, step: Any, done: int) -> bool:
+        """Returns True if a call with the number `step`, after `done` optimizer steps, belongs to an optimizer step.
+
+        Raises:
+            TypeError, ValueError: `step` is not the next number, or the step before has not ended.
+        """
+        self.check_open(call)
+        if not isinstance(step, SupportsIndex):
+            raise TypeError(f"{call} got the step {step!r} ({type(step).__name__}); expected an int, e.g. {done + 1}.")
+        if self._accelerator is not None and not self._accelerator.sync_gradients:
+            self._schedule.count_micro_batches(self._accelerator.gradient_accumulation_steps)
+            return False
+        if self.is_begun and call == "before_optimizer_step":
+            raise ValueError(
+                f"{call} was called again without after_step, so no plan would ever be applied: call after_step(step) "
+                "after each optimizer step."
+            )
+        if self._accelerator is None and index(step) != done + 1:
+            raise ValueError(
+                f"{call} got the step {index(step)} after {done} optimizer steps, expected {done + 1}: count optimizer "
+                "steps, from 1 and without gaps, and not micro-batches (to go on after step N without a saved state, "
+                "set controller.step = N first)."
+            )
+        return True
+
+    def check_open(self, call: str) -> None:
+        """Raises ValueError if the controller has been closed."""
+        if self.is_closed:
+            raise ValueError(f"{call} was called after close(). Build a new SnipController to train on.")
+
+    def begin(self, is_late: bool) -> None:
+        """Notes `before_optimizer_step`; `is_late` if the optimizer has taken its step by then."""
+        self.is_begun = True
+        if is_late:
+            self._say(LATE)
+
+    def end(self) -> None:
+        """Notes `after_step`."""
+        if not self.is_begun and self._needs_probe:
+            self._say(
+                "after_step was called without before_optimizer_step: no plan can be made. Call "
+                "before_optimizer_step(step) before each optimizer step, once the gradients are complete and clipped."
+            )
+        self.is_begun = False
+
+    def _say(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._log.warning("snip-hf: %s", message)

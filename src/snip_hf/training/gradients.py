@@ -1,0 +1,580 @@
+"""The gradients of a step, the optimizer's response to them, clipping and loss scaling: from torch or DeepSpeed's ZeRO.
+
+The probe needs the gradients right before the optimizer's step, and what clipping multiplied them by. A GradScaler
+(FP16) multiplies the loss, divides the gradients by the same scale before the step, and skips a step if one of them is
+not finite. `OptimizerWatch` notices loops that replace the optimizer or its gradients in mid-run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..estimation.counted import Counted, find_counted, trained_beside
+from ..estimation.optimizer_step import OptimizerStep
+from ..estimation.samples import read
+from ..layers.layer import SnipLayer
+from ..layers.run_hooks import RunHook
+from ..optimizers.deepspeed_zero import BeforeStep, ZeroOptimizer, find_zero
+from ..optimizers.known import shown_name
+from ..optimizers.parts import groups_of
+from ..optimizers.response import check_optimizer, responses, trained_by
+from ..parallel.ranks import Attempt, Ranks
+from ..parallel.sharding import is_fully_sharded, own_part
+from ..text import WITHOUT_PROBE
+
+if TYPE_CHECKING:
+    from .micro_batches import StepWatch
+
+# Steps in a row that an optimizer may skip, as torch's GradScaler makes it if gradients overflow.
+_MAX_SKIPPED = 10
+# The largest change of the gradient norm between the probe and the optimizer's step. FP16's scale begins at 65,536.
+_MAX_CHANGE = 1000.0
+_GO_ON = (
+    "Save a checkpoint and resume from it with the new optimizer from the beginning (in a loop of your own: close the "
+    "controller and build a new SnipController)."
+)
+LATE = (
+    "before_optimizer_step was called after optimizer.step(): no plan can be made, since the optimizer's state has the "
+    "step's gradients by then. Call it before optimizer.step(), once the gradients are complete and clipped."
+)
+
+
+class BackwardEnd(ABC):
+    """Calls `note` at the end of each backward pass, before anybody clips the gradients, until `end`.
+
+    Args:
+        parameters: all that get a gradient, since any of them may be the last to get it.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._is_queued = False
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(RunHook(self._queue))
+            for parameter in parameters
+            if parameter.requires_grad
+        ]
+
+    def end(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @abstractmethod
+    def note(self) -> None:
+        """Called at the end of a backward pass."""
+
+    def _queue(self, parameter: Tensor) -> None:
+        """Queues `note` for the end of the backward pass.
+
+        DDP reduces the gradients in a callback of that end. A callback queued by a callback comes after it.
+        """
+        if not self._is_queued:
+            self._is_queued = True
+            queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+            queue(lambda: queue(self._run))
+
+    def _run(self) -> None:
+        self._is_queued = False
+        self.note()
+
+
+class Clipping(BackwardEnd):
+    """Measures the size of gradients at the end of each backward pass, to know later by how much they were clipped.
+
+    Args:
+        layers: the swapped layers, whose weights' gradients are measured.
+        parameters: all that get a gradient; none if nothing is to be measured.
+        others: other parameters whose gradients are measured, by name.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, SnipLayer], parameters: Iterable[nn.Parameter], others: Mapping[str, Tensor]
+    ) -> None:
+        self._layers, self._others = layers, others
+        self._squares: dict[str, Tensor] = {}
+        super().__init__(parameters)
+
+    def factor(self, gradients: Mapping[str, Tensor], everyone: Ranks) -> float:
+        """Returns what clipping multiplied the gradients by: their norm after it / before it.
+
+        Args:
+            gradients: layer, or name of another parameter -> clipped gradient.
+            everyone: all ranks; each may hold a part of the gradients.
+        """
+        noted = {name: square for name, square in self._squares.items() if name in gradients}
+        unclipped = sum(read(list(noted.values())))
+        clipped = sum(read([_square(gradient) for name, gradient in gradients.items() if name in noted]))
+        before, after = (sum(parts) for parts in zip(*everyone.gather([unclipped, clipped]), strict=True))
+        return (after / before) ** 0.5 if before > 0 else 1.0
+
+    def note(self) -> None:
+        weights = {name: layer.weight for name, layer in self._layers.items()}
+        for name, weight in {**weights, **self._others}.items():
+            if weight.grad is not None:
+                self._squares[name] = _square(weight.grad.detach())
+
+
+def _square(gradient: Tensor) -> Tensor:
+    return own_part(gradient).to(torch.float32).square().sum()
+
+
+class LossScaling:
+    """The loss scaling of one run.
+
+    Args:
+        optimizer: as the controller got it; Accelerate's wrapper has the GradScaler that it steps with.
+        accelerator: the Accelerate object of the loop, if there is one.
+    """
+
+    def __init__(self, optimizer: Any, accelerator: Any = None) -> None:
+        self.scaler: Any = _scaler_of(optimizer) or _scaler_of(accelerator)
+        """None if the loss is not scaled, or if a loop did not pass its scaler to `SnipController.use_scaler`."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.scaler is not None and bool(self.scaler.is_enabled())
+
+    @property
+    def scale(self) -> float:
+        """The factor of the running step's loss; 1 without a scaler."""
+        return float(self.scaler.get_scale()) if self.is_on else 1.0
+
+    def skips_step(self, parameters: Iterable[Tensor], everyone: Ranks) -> bool:
+        """Returns True if the scaler is about to skip the step. Collective if the loss is scaled."""
+        if not self.is_on:
+            return False
+        gradients = [own_part(one.grad.detach()) for one in parameters if one.grad is not None]
+        return not all(everyone.gather(all(read([torch.isfinite(gradient).all() for gradient in gradients]))))
+
+
+def warn_if_unscaled(optimizer: Any, accelerator: Any, device: torch.device, log: logging.Logger) -> None:
+    """Warns of FP16 on a CPU, where Accelerate neither scales the loss nor casts."""
+    is_asked = getattr(accelerator, "mixed_precision", None) == "fp16"
+    if is_asked and device.type == "cpu" and not LossScaling(optimizer, accelerator).is_on:
+        log.warning(
+            "snip-hf: mixed precision in FP16 was asked for on a CPU, where Accelerate gives no GradScaler and no "
+            "autocast: the model runs in the precision of its weights. Train on a GPU, or in BF16."
+        )
+
+
+def _scaler_of(holder: Any) -> Any:
+    """Returns the GradScaler that an object, or one that it wraps, holds as `.scaler`; None if there is none."""
+    if isinstance(holder, list | tuple | dict):
+        several = holder.values() if isinstance(holder, dict) else holder
+        return next((found for one in several if (found := _scaler_of(one)) is not None), None)
+    while holder is not None:
+        scaler = getattr(holder, "scaler", None)
+        if hasattr(scaler, "get_scale"):
+            return scaler
+        holder = getattr(holder, "optimizer", None)
+    return None
+
+
+def check_gradients(gradients: Mapping[str, Tensor], is_trained: bool, everyone: Ranks) -> None:
+    """Refuses, on all ranks, gradients that are not finite on one rank, or that are missing or 0 on all.
+
+    Args:
+        gradients: layer -> gradient, or this rank's part of it.
+        is_trained: whether any weight here is to get a gradient.
+        everyone: all ranks.
+
+    Raises:
+        ValueError: names the layer, or the causes.
+    """
+    attempt, is_any_nonzero = Attempt(), False
+    with attempt:
+        parts = [own_part(gradient) for gradient in gradients.values()]
+        flags = read([*(torch.isfinite(one).all() for one in parts), *(one.any() for one in parts)])
+        for name, is_finite in zip(gradients, flags, strict=False):
+            if not is_finite:
+                raise ValueError(f"The gradient of layer {name!r} is not finite; expected finite numbers.")
+        is_any_nonzero = any(flags[len(parts) :])
+    everyone.agree(attempt.error)
+    columns = zip(*everyone.gather([is_trained, bool(gradients), is_any_nonzero]), strict=True)
+    are_expected, are_present, are_nonzero = (any(column) for column in columns)
+    if not are_expected or are_nonzero:
+        return
+    if are_present:
+        raise ValueError(
+            "Every gradient of the step is 0. The loss has no gradient at this step (in reinforcement learning, if all "
+            "rewards of a group are equal; otherwise, if no label counts); or, in a loop of your own, gradients were "
+            "zeroed before before_optimizer_step. Call it with the gradients of the whole step in place."
+        )
+    raise ValueError(
+        "No trained weight has a gradient before the optimizer's step: the optimizer steps within the backward pass, "
+        "which needs a policy without a probe; or, in a loop of your own, gradients were set to None before "
+        "before_optimizer_step. Call it with the gradients of the whole step in place."
+    )
+
+
+def check_weights(optimizer: Any) -> None:
+    """Refuses an optimizer that trains weights in FP16.
+
+    Raises:
+        ValueError: a GradScaler does not unscale their gradients, and without one these are lost below 2^-24.
+    """
+    weights = [weight for group in groups_of(optimizer) for weight in group["params"] if weight.requires_grad]
+    halves = sum(weight.dtype == torch.float16 for weight in weights)
+    if halves:
+        raise ValueError(
+            f"{halves} of the {len(weights)} trained parameters are in FP16: a GradScaler does not unscale their "
+            "gradients, and without one small gradients become 0. Load the model in FP32 "
+            f"(from_pretrained(..., dtype=torch.float32)), with which fp16=True still multiplies in FP16, or use "
+            f"{WITHOUT_PROBE}."
+        )
+
+
+class OptimizerWatch:
+    """Notices if the optimizer whose next update is probed no longer trains the weights.
+
+    Args:
+        optimizer: as the controller got it.
+        model: the model that it trains.
+        layers: the swapped layers.
+    """
+
+    def __init__(self, optimizer: Any, model: nn.Module, layers: Mapping[str, SnipLayer]) -> None:
+        self._parts = check_optimizer(optimizer)
+        self._model, self._layers = model, layers
+        self._trained = self._now_trained()
+        """Parameters that it trained at the beginning, those of the layers first."""
+        self._held = self._now_held()
+        """Layers whose weights it trained at the beginning."""
+        weights = [layers[name].weight for name in self._held] or self._trained
+        holding = [part for part in self._parts if any(_holds(part, weight) for weight in weights)]
+        # torch neither copies nor saves the hooks of an optimizer. These hold nothing of the run.
+        self._steps = [_StepHooks(part) for part in holding or self._parts]
+        """The parts of a combined optimizer that train the layers."""
+        self._kind = " and ".join(shown_name(type(steps.part)) for steps in self._steps)
+        self._last: tuple[int, Tensor, int] | None = None
+        self._skipped = 0
+        self._are_moved = False
+        self._taken_before: int | None = None
+        self._is_late = False
+
+    def begin_step(self) -> None:
+        """To be called before the forward passes of a step."""
+        self._taken_before = self._taken
+
+    def note_step(self) -> bool:
+        """To be called before each optimizer step; returns True if it was taken already."""
+        self._is_late = self._taken_before not in (None, self._taken)
+        self._taken_before = None
+        weight = next((one for one in self._trained if one.requires_grad), next(iter(self._layers.values())).weight)
+        # A step of a combined optimizer counts once.
+        taken = min(steps.taken for steps in self._steps)
+        version = own_part(weight.detach())._version
+        if self._last is not None and self._last[0] == taken:
+            self._skipped += 1
+            self._are_moved |= self._last[1] is weight and self._last[2] != version
+        else:
+            self._skipped, self._are_moved = 0, False
+        self._last = taken, weight, version
+        for steps in self._steps:
+            steps.expected = None
+        return self._is_late
+
+    def expect_gradients(self) -> None:
+        """Notes the gradients as they are: the optimizer must take its next step with them."""
+        weight = next((one for one in self._trained if one.grad is not None), None)
+        for steps in self._steps:
+            # Another part may change gradients in its step before this one takes its own.
+            steps.expect(weight if weight is not None and _holds(steps.part, weight) else None)
+
+    def check(self) -> None:
+        """Raises ValueError if another optimizer trains the weights, or the step was taken already."""
+        if self._is_late:
+            raise ValueError(LATE)
+        self._check_trained()
+        has_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
+        if has_gradients and self._skipped > 0 and (self._are_moved or self._skipped >= _MAX_SKIPPED):
+            steps = "step" if self._skipped == 1 else f"{self._skipped} steps"
+            raise ValueError(
+                f"The {self._kind} that training began with has not taken the last {steps}: another optimizer trains "
+                f"the model, and its state is unknown. {_GO_ON}"
+            )
+        held = set(self._now_held())
+        for name in self._held:
+            if name not in held and self._layers[name].weight.requires_grad:
+                raise ValueError(
+                    f"The weight of layer {name!r} is no longer in the parameter groups of the {self._kind} that "
+                    "training began with: the weight or the optimizer was replaced. Replace them before training."
+                )
+
+    def check_gradients_used(self) -> None:
+        """Raises ValueError if the optimizer took the step of the last probe with other gradients."""
+        self._check_trained()
+        noted = next((steps.change for steps in self._steps if steps.change is not None), None)
+        for steps in self._steps:
+            steps.change = None
+        change = math.nan if noted is None else float(noted)
+        if math.isfinite(change) and not 1 / _MAX_CHANGE < change < _MAX_CHANGE:
+            raise ValueError(
+                f"The optimizer took its step with gradients {change:.2g} times those that were there in "
+                "before_optimizer_step. With a GradScaler, unscale them (scaler.unscale_(optimizer)) before it, and "
+                "clip them after that."
+            )
+
+    def close(self) -> None:
+        for steps in self._steps:
+            steps.close()
+
+    @property
+    def _taken(self) -> int:
+        return sum(steps.taken for steps in self._steps)
+
+    def _now_held(self) -> list[str]:
+        is_trained = trained_by(self._parts)
+        return [name for name, layer in self._layers.items() if is_trained(layer.weight)]
+
+    def _now_trained(self) -> list[Tensor]:
+        weights = [layer.weight for layer in self._layers.values()]
+        return list(filter(trained_by(self._parts), [*weights, *self._model.parameters()]))
+
+    def _check_trained(self) -> None:
+        """Raises ValueError if everything that the optimizer trains was frozen or replaced, e.g. by adapters."""
+        if self._trained and not self._now_trained():
+            raise ValueError(
+                f"The {self._kind} that training began with holds no parameter that is still trained: the model's "
+                f"parameters were frozen or replaced, as by adapters, or another optimizer trains them. {_GO_ON}"
+            )
+
+
+class _StepHooks:
+    """Counts the steps of an optimizer and compares the gradient that it steps with, until `close`."""
+
+    def __init__(self, part: torch.optim.Optimizer) -> None:
+        self.part = part
+        self.taken = 0
+        self.expected: tuple[Tensor, Tensor] | None = None
+        """A weight and the expected norm of its gradient in the next step."""
+        self.change: Tensor | None = None
+        """Norm of the gradient in the step / before it."""
+        self._hooks = [part.register_step_pre_hook(self._before), part.register_step_post_hook(self._after)]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def expect(self, weight: Tensor | None) -> None:
+        self.expected = None if weight is None else (weight, _norm(weight))
+        self.change = None
+
+    def _before(self, *_: Any) -> None:
+        if self.expected is not None:
+            weight, norm = self.expected
+            if weight.grad is not None:
+                self.change = _norm(weight) / norm
+        self.expected = None
+
+    def _after(self, *_: Any) -> None:
+        self.taken += 1
+
+
+def _holds(part: torch.optim.Optimizer, weight: Tensor) -> bool:
+    return any(one is weight for group in part.param_groups for one in group["params"])
+
+
+def _norm(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    norm: Tensor = own_part(weight.grad.detach()).to(torch.float32).norm()
+    return norm
+
+
+class GradientSource:
+    """The gradients of a run. This base class serves policies without a probe, which never read them.
+
+    Args:
+        optimizer: as the controller got it.
+        accelerator: the Accelerate object of the loop, if there is one.
+    """
+
+    is_inside_step = False
+    """Whether the optimizer's own step calls back when its gradients are there (`attach`), as DeepSpeed's does."""
+
+    def __init__(self, optimizer: Any, accelerator: Any = None) -> None:
+        self._optimizer = optimizer
+        self.scaling = LossScaling(optimizer, accelerator)
+
+    def check(self) -> None:
+        """Raises TypeError for an optimizer whose updates cannot be differentiated."""
+
+    def attach(self, model: nn.Module, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
+        """Puts hooks on the optimizer, until `close`; `before_step` is called in its step if `is_inside_step`."""
+
+    def close(self) -> None:
+        """Removes the hooks."""
+
+    def unclipped(self, model: nn.Module) -> Iterable[nn.Parameter]:
+        """Returns the parameters whose gradients have to be measured before clipping."""
+        return ()
+
+    def read(
+        self, model: nn.Module, layers: Mapping[str, SnipLayer], watch: StepWatch, everyone: Ranks
+    ) -> OptimizerStep:
+        """Returns what the optimizer is about to do with the probed parameters. Collective.
+
+        Raises:
+            ValueError: there are no gradients, or they are not finite.
+        """
+        return self._read(model, find_counted(model, layers, self.trains(), everyone), watch, everyone)
+
+    def _read(self, model: nn.Module, counted: Counted, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
+        raise NotImplementedError
+
+    def beside(self, model: nn.Module, layers: Mapping[str, SnipLayer]) -> dict[str, Tensor]:
+        """Returns the probed parameters outside the swapped layers, as far as this process knows."""
+        is_trained = self.trains()
+        is_full = all(is_trained(layer.weight) for layer in layers.values())
+        return {} if is_full else trained_beside(model, layers, is_trained)
+
+    def trains(self) -> Callable[[Tensor], bool]:
+        """Returns a function that tells whether the optimizer trains a parameter."""
+        return lambda parameter: False
+
+    def why_untrained(self, model: nn.Module) -> str | None:
+        """Returns why no parameter of the model is ever updated; None if some are."""
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trained:
+            return "all parameters of the model are frozen"
+        return None if any(map(self.trains(), trained)) else "the optimizer holds no parameter of the model"
+
+    def why_no_update(self, layers: Iterable[SnipLayer]) -> str:
+        """Returns why the next updates do not depend on the gradients, which are not 0."""
+        groups = groups_of(self._optimizer)
+        if all(float(group.get("lr", 1.0)) == 0 for group in groups if group["params"]):
+            return "the learning rate is 0"
+        if not any(layer.weight.detach().any() for layer in layers):
+            return "the swapped weights are all 0"
+        return "the optimizer's updates do not depend on the gradients"
+
+    def skips_step(self, model: nn.Module, everyone: Ranks) -> bool:
+        """Returns True if a GradScaler is about to skip the step, since gradients are not finite. Collective."""
+        return False
+
+    def begin_step(self) -> None:
+        """As `OptimizerWatch.begin_step`."""
+
+    def note_step(self) -> bool:
+        """As `OptimizerWatch.note_step`."""
+        return False
+
+    def check_unchanged(self) -> None:
+        """As `OptimizerWatch.check`."""
+
+    def expect_gradients(self) -> None:
+        """As `OptimizerWatch.expect_gradients`."""
+
+    def check_gradients_used(self) -> None:
+        """As `OptimizerWatch.check_gradients_used`."""
+
+
+class TorchGradients(GradientSource):
+    """Gradients in `weight.grad`, where torch leaves them."""
+
+    _watch: OptimizerWatch
+
+    def check(self) -> None:
+        check_optimizer(self._optimizer)
+        check_weights(self._optimizer)
+
+    def skips_step(self, model: nn.Module, everyone: Ranks) -> bool:
+        return self.scaling.skips_step(model.parameters(), everyone)
+
+    def attach(self, model: nn.Module, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
+        self._watch = OptimizerWatch(self._optimizer, model, layers)
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def unclipped(self, model: nn.Module) -> Iterable[nn.Parameter]:
+        return model.parameters()
+
+    def _read(self, model: nn.Module, counted: Counted, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
+        weights = counted.parameters
+        gradients = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
+        if not gradients and is_fully_sharded(model):
+            raise ValueError(
+                "No parameter has its gradient where the optimizer finds it; FSDP2 with "
+                f"set_reshard_after_backward(False) hides them. Leave resharding on, or use {WITHOUT_PROBE}."
+            )
+        answers = responses(self._optimizer, weights)
+        check_gradients(gradients, bool(answers), everyone)
+        # The gradients were measured in the scale of the loss, and are read without it.
+        factor = watch.clipping.factor(gradients, everyone) * self.scaling.scale
+        return OptimizerStep(gradients, answers, factor, watch.micro_batches, counted.others)
+
+    def trains(self) -> Callable[[Tensor], bool]:
+        return trained_by(self._optimizer)
+
+    def begin_step(self) -> None:
+        self._watch.begin_step()
+
+    def note_step(self) -> bool:
+        return self._watch.note_step()
+
+    def check_unchanged(self) -> None:
+        self._watch.check()
+
+    def expect_gradients(self) -> None:
+        self._watch.expect_gradients()
+
+    def check_gradients_used(self) -> None:
+        self._watch.check_gradients_used()
+
+
+class ZeroGradients(GradientSource):
+    """Gradients that DeepSpeed partitions over the ranks, read inside its own step.
+
+    Args:
+        optimizer: as the controller got it.
+        zero: access to DeepSpeed's optimizer.
+    """
+
+    is_inside_step = True
+
+    def __init__(self, optimizer: Any, zero: ZeroOptimizer) -> None:
+        super().__init__(optimizer)
+        self._zero = zero
+        self._hook: BeforeStep | None = None
+
+    def attach(self, model: nn.Module, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
+        self._hook = self._zero.before_step(before_step)
+
+    def close(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _read(self, model: nn.Module, counted: Counted, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
+        weights, factor = counted.parameters, self._zero.clip_factor()
+        gradients, answers = self._zero.gradients(weights, factor), self._zero.responses(weights)
+        return OptimizerStep(gradients, answers, factor, watch.micro_batches, counted.others)
+
+    def trains(self) -> Callable[[Tensor], bool]:
+        return self._zero.holds
+
+
+def find_source(needs_gradients: bool, optimizer: Any, model: Any, accelerator: Any) -> GradientSource:
+    """Returns the source of a run's gradients.
+
+    Args:
+        needs_gradients: whether the policy needs a probe.
+        optimizer: the optimizer that trains the model, wrapped or not.
+        model: the model as the loop has it, perhaps DeepSpeed's engine.
+        accelerator: the Accelerate object of the loop, if there is one.
+
+    Raises:
+        ValueError: DeepSpeed is in use in an unsupported way.
+    """
+    if not needs_gradients:
+        return GradientSource(optimizer, accelerator)
+    zero = find_zero(optimizer, model, accelerator)
+    return TorchGradients(optimizer, accelerator) if zero is None else ZeroGradients(optimizer, zero)

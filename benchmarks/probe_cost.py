@@ -67,7 +67,6 @@ COLUMNS = {
     "apply": ("apply, s", "{:.2g}"),
     "refresh": ("refresh, s", "{:.3g}"),
     "refresh_steps": ("in steps", "{:.2f}"),
-    "check": ("drift check, s", "{:.3g}"),
     "solver": ("solver, s", "{:.2g}"),
     "weights_mib": ("weights, MiB", "{:.0f}"),
     "predicted_mib": ("probe, MiB predicted", "{:.0f}"),
@@ -180,15 +179,13 @@ def measure(size: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def settings(options: argparse.Namespace, formats: str, loss_estimator: str) -> SnipConfig:
-    """Returns the configuration of a run whose first step refreshes and whose first step under the plan checks."""
+    """Returns the configuration of a run whose first step refreshes."""
     given = {name: getattr(options, name) for name in ("probe_batch_tokens", "probe_tokens")}
     return SnipConfig(
         start_format="bf16",
         first_refresh=1,
         refresh_every=1000,
         apply_delay=options.delay,
-        refresh_on_drift=0.0,
-        drift_every=1,
         # As in the figures of docs/fidelity.md; by GEMM the program has three times the groups.
         granularity="layer",
         solver="highs",
@@ -222,11 +219,10 @@ def refresh(
         peak = peak_mib(device)
         for number in range(2, 2 + config.apply_delay):
             after = step(number)[1]
-        step(2 + config.apply_delay)  # under the plan, with a check
         planner.close()
         lines = [json.loads(line) for line in Path(folder, "snip", "history.jsonl").read_text().splitlines()]
-    [line], [check] = ([line for line in lines if line["event"] == event] for event in ("refresh", "drift"))
-    assert line["reason"] is None and check["reason"] is None, lines
+    [line] = [line for line in lines if line["event"] == "refresh"]
+    assert line["reason"] is None, lines
     waited = line["seconds"]["waited"]
     return {
         "probe": seconds["divergences" if device.type == "cuda" else "divergences of the processor"],
@@ -238,7 +234,6 @@ def refresh(
         "waited": waited,
         "apply": after - waited,
         "refresh": before + after,
-        "check": check["seconds"],
         "predicted_mib": line["memory_mib"]["predicted"],
         "refresh_peak_mib": peak,
     }

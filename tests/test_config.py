@@ -46,8 +46,6 @@ OTHER: dict[str, Any] = {
     "first_refresh": 3,
     "refresh_every": 7,
     "apply_delay": 0,
-    "refresh_on_drift": 0.5,
-    "drift_every": 3,
     "guard": "raise",
     "guard_spike": 8,
     "guard_window": 64,
@@ -62,8 +60,6 @@ OTHER: dict[str, Any] = {
     "objective": "paper",
     "loss_divergence_factor": 0.0,
     "weight_divergence_factor": 2,
-    "switching_cost": 0.25,
-    "estimate_memory": 0.5,
     "solver": "greedy",
     "solver_time_limit": 1,
     "solver_gap": 0.0,
@@ -119,11 +115,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "policy.",
     ),
     (
-        {"policy": "hessian-trace", "refresh_on_drift": 0.8},
-        "refresh_on_drift=0.8 with policy='hessian-trace' cannot work: a check takes no derivatives, and so knows no "
-        "trace. Set refresh_on_drift=None.",
-    ),
-    (
         {"policy": "snip-paper", "granularity": "gemm"},
         "granularity='gemm' with policy='snip-paper' cannot work: it decides for whole linears. Leave granularity "
         "out, or set it to None where a config is changed (dataclasses.replace, to_dict), or take another policy.",
@@ -135,11 +126,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
             "and does not tell its forward GEMM apart. Set decides='all', or policy='snip'.",
         )
         for granularity in (None, "layer")
-    ),
-    (
-        {"policy": "snip-paper", "refresh_on_drift": 0.8},
-        "refresh_on_drift=0.8 with policy='snip-paper' cannot work: a check adds no noise, and so knows no weight "
-        "divergence. Set refresh_on_drift=None.",
     ),
     *(
         (
@@ -196,14 +182,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         {"decides": "forward", "granularity": "gemm", "target_linear_speedup": 2.0, "rates": "ideal"},
         "decides='forward' with target_linear_speedup=2.0 cannot work: a speed-up counts all GEMMs of the linears. Set "
         "target_fp4_fraction, a share of the forward GEMMs, in its place.",
-    ),
-    *(
-        (
-            {"estimate_memory": value},
-            f"estimate_memory={value!r} is not from 0 to below 1; expected the weight of earlier refreshes, e.g. 0.5, "
-            "or 0 for none.",
-        )
-        for value in (-0.1, 1, 1.5, float("nan"), float("inf"))
     ),
     ({"guard": "on"}, "guard='on' is not known; expected one of off, raise."),
     *(
@@ -309,23 +287,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "apply_delay=11 is larger than refresh_every=10; a plan must be applied before the next probe. "
         "Lower apply_delay or raise refresh_every.",
     ),
-    ({"drift_every": 0}, "drift_every=0 is too small; expected at least 1."),
-    *(
-        (
-            {"refresh_on_drift": value},
-            f"refresh_on_drift={value!r} is outside 0..1; it is the rank correlation below which the plan is "
-            "refreshed early, e.g. 0.8, or None.",
-        )
-        for value in (-0.01, 1.01, 80, float("nan"))
-    ),
-    *(
-        (
-            {"refresh_on_drift": 1, "drift_every": drift, "refresh_every": every, "apply_delay": delay},
-            f"refresh_on_drift=1 with drift_every={drift} leaves no step for a check between the application of a "
-            f"plan (apply_delay={delay}) and the next probe (refresh_every={every}). Lower drift_every.",
-        )
-        for drift, every, delay in ((10, 10, 0), (11, 10, 3), (4, 8, 4), (1, 5, 4), (1, 5, 5))
-    ),
     ({"probes": 10_001}, "probes=10001 is too large; expected at most 10000."),
     (
         {"budget": "measured", "timing_tokens": 2**31},
@@ -333,7 +294,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     *(
         ({name: value}, f"{name}={value!r} is too large; expected at most 1e+50.")
-        for name in ("loss_divergence_factor", "weight_divergence_factor", "switching_cost", "solver_gap")
+        for name in ("loss_divergence_factor", "weight_divergence_factor", "solver_gap")
         for value in (1.1e50, 1e101)
     ),
     *(
@@ -358,7 +319,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"probe_tokens": 127}, "probe_tokens=127 is too small; expected None or at least 128 (one tile)."),
     *(
         ({name: value}, f"{name}={value!r} is not a finite number of at least 0.")
-        for name in ("loss_divergence_factor", "weight_divergence_factor", "switching_cost", "solver_gap")
+        for name in ("loss_divergence_factor", "weight_divergence_factor", "solver_gap")
         for value in (-1, -0.5, float("inf"), float("nan"))
     ),
     (
@@ -406,7 +367,6 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
         for value in ("2", [[1, 2.0], [800, 1.5]])
     ),
     ("decides", None, "decides=None has type NoneType; expected str."),
-    ("estimate_memory", "0.5", "estimate_memory='0.5' has type str; expected float."),
     ("guard", True, "guard=True has type bool; expected str."),
     ("guard_spike", "6", "guard_spike='6' has type str; expected float."),
     ("guard_window", 128.0, "guard_window=128.0 has type float; expected int."),
@@ -427,9 +387,6 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("refresh_every", 10.0, "refresh_every=10.0 has type float; expected int | None."),
     ("first_refresh", True, "first_refresh=True has type bool; expected int."),
     ("apply_delay", "10", "apply_delay='10' has type str; expected int."),
-    ("refresh_on_drift", True, "refresh_on_drift=True has type bool; expected float | None."),
-    ("refresh_on_drift", "0.8", "refresh_on_drift='0.8' has type str; expected float | None."),
-    ("drift_every", None, "drift_every=None has type NoneType; expected int."),
     ("probe_memory_mib", 0.5, "probe_memory_mib=0.5 has type float; expected int | None."),
     ("formats", "fp4", "formats='fp4' has type str; expected tuple[str, ...]."),
     ("formats", ("fp4", 8), "formats: got ('fp4', 8); expected a list of names."),
@@ -460,7 +417,6 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("stages", True, "stages=True has type bool; expected int | tuple[tuple[str, ...], ...] | None."),
     ("stages", 2.0, "stages=2.0 has type float; expected int | tuple[tuple[str, ...], ...] | None."),
     ("stages", ["a", "b"], "stages: got 'a'; expected a list of names."),
-    ("switching_cost", None, "switching_cost=None has type NoneType; expected float."),
     ("solver", None, "solver=None has type NoneType; expected str."),
     ("solver_time_limit", "60", "solver_time_limit='60' has type str; expected float."),
     ("solver_gap", False, "solver_gap=False has type bool; expected float."),
@@ -701,13 +657,7 @@ def test_a_config_is_frozen_and_takes_keywords_only() -> None:
 def test_the_ends_of_every_range_are_allowed() -> None:
     for target in (0, 1, 0.0, 1.0):
         assert SnipConfig(target_fp4_fraction=target).target_fp4_fraction == target
-        assert SnipConfig(refresh_on_drift=target).refresh_on_drift == target
-    for drift, every, delay in ((9, 10, 0), (9, 10, 8), (4, 9, 4), (1, 5, 3), (1000, 1, 0)):
-        checks = None if drift == 1000 else 1
-        SnipConfig(refresh_on_drift=checks, drift_every=drift, refresh_every=every, apply_delay=delay)
-    config = SnipConfig(
-        refresh_every=1, first_refresh=1, apply_delay=1, probes=1, probe_tokens=128, stages=1, switching_cost=0, seed=0
-    )
+    config = SnipConfig(refresh_every=1, first_refresh=1, apply_delay=1, probes=1, probe_tokens=128, stages=1, seed=0)
     assert config.apply_delay == config.refresh_every == 1
     for name in INTEGERS:
         largest = {"probes": 10_000, "timing_tokens": 2**31 - 1, "guard_window": 100_000}.get(name, 2**63 - 1)
@@ -718,7 +668,6 @@ def test_the_ends_of_every_range_are_allowed() -> None:
         rank_timeout=604800.0,
         loss_divergence_factor=1e50,
         solver_gap=1e50,
-        switching_cost=1e50,
     )
 
 
@@ -731,8 +680,8 @@ def test_measured_cost_needs_no_number_of_tokens_where_nothing_or_a_probe_decide
         SnipConfig(budget="measured", policy=policy, fixed_plan="plan.json")
 
 
-def test_without_refreshes_any_delay_and_any_checks_are_allowed() -> None:
-    config = SnipConfig(refresh_every=None, apply_delay=10_000, refresh_on_drift=1, drift_every=20_000)
+def test_without_refreshes_any_delay_is_allowed() -> None:
+    config = SnipConfig(refresh_every=None, apply_delay=10_000)
     assert SnipConfig.from_dict(config.to_dict()) == config
 
 
@@ -751,8 +700,6 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "refresh_every": 500,
         "first_refresh": 100,
         "apply_delay": 10,
-        "refresh_on_drift": None,
-        "drift_every": 100,
         "formats": ["fp4", "fp8"],
         "start_format": "fp8",
         "probes": 1,
@@ -771,8 +718,6 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "include_modules": [],
         "ties": [],
         "stages": None,
-        "switching_cost": 0.0,
-        "estimate_memory": 0.0,
         "solver": "auto",
         "solver_time_limit": 60.0,
         "solver_gap": 1e-4,

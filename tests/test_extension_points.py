@@ -54,7 +54,7 @@ from snip_hf.policies.registry import Policy, register_policy
 from snip_hf.policies.setting import Setting
 from snip_hf.records.coverage import Counted
 from snip_hf.records.divergences import read_divergence
-from snip_hf.records.events import DriftCheck, Event, Refresh, Start
+from snip_hf.records.events import Event, Refresh, Start
 from snip_hf.records.load import load_run
 from snip_hf.records.versions import installed_versions
 from snip_hf.reporting.figures import plan_figure
@@ -254,8 +254,8 @@ def counting(counts: dict[str, int], name: str, function: Callable[..., Any]) ->
 def test_a_registered_format_that_is_not_used_changes_no_plan_and_no_file_and_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Refreshes at steps 2 and 5, a check of the ranking at step 4.
-    config = SnipConfig(**SCHEDULE | {"refresh_every": 3, "apply_delay": 1}, refresh_on_drift=0.0, drift_every=2)
+    # Refreshes at steps 2 and 5.
+    config = SnipConfig(**SCHEDULE | {"refresh_every": 3, "apply_delay": 1})
     length = {"save_strategy": "steps", "save_steps": 5, "max_steps": 7}
     expected = train(tmp_path / "without", config, **length)
     estimate, counts = refresh_counts(monkeypatch)
@@ -499,14 +499,14 @@ def written(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_new_tracker_is_told_what_the_history_holds_also_after_resuming(tmp_path: Path) -> None:
-    config = SnipConfig(**SCHEDULE, refresh_on_drift=0.0, drift_every=3)
+    config = SnipConfig(**SCHEDULE)
     whole, rest = Shares(), Shares()
     length = {"save_strategy": "steps", "save_steps": 7, "max_steps": 9}
     run = train(tmp_path, callback=SnipCallback(config, trackers=[whole]), **length)
     assert whole.lines == written(tmp_path)
     assert whole.lines[0]["versions"] == installed_versions()
-    kinds = [Start, Counted, Refresh, DriftCheck, Refresh]
-    steps = (0, 1, 2, 5, 6)
+    kinds = [Start, Counted, Refresh, Refresh]
+    steps = (0, 1, 2, 6)
     assert [(type(event), event.step) for event in whole.events] == list(zip(kinds, steps, strict=True))
     share = final_plan(run).fp4_fraction
     assert [step for step, _ in whole.points] == [0, 4, 8] and whole.points[-1] == (8, share)
@@ -514,7 +514,7 @@ def test_a_new_tracker_is_told_what_the_history_holds_also_after_resuming(tmp_pa
     resumed = train(
         tmp_path, callback=SnipCallback(config, trackers=[rest]), resume=tmp_path / "checkpoint-7", **length
     )
-    assert rest.lines == resumed.history[3:] and without_seconds(rest.lines) == without_seconds(whole.lines[4:])
+    assert rest.lines == resumed.history[2:] and without_seconds(rest.lines) == without_seconds(whole.lines[3:])
 
 
 def test_a_tracker_that_fails_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -54,7 +54,6 @@ def test_without_arguments_the_config_is_the_default() -> None:
         ("refresh_every", "1000", 1000),
         ("probe_tokens", "None", None),
         ("probe_memory_mib", "512", 512),
-        ("refresh_on_drift", "0.8", 0.8),
         ("start_format", "bf16", "bf16"),
         ("granularity", "layer", "layer"),
         ("solver_gap", "1e-3", 1e-3),

@@ -71,6 +71,10 @@ _ADVICE = {
 }
 # Fields that no longer exist -> what to use instead.
 _REMOVED_FIELDS = {
+    "refresh_on_drift": "plans are refreshed every `refresh_every` steps; lower it to refresh more often",
+    "drift_every": "plans are refreshed every `refresh_every` steps; lower it to refresh more often",
+    "switching_cost": "raise refresh_every to change plans less often",
+    "estimate_memory": "raise refresh_every to change plans less often, or probes to make estimates less noisy",
     "guard_noise": "guard='raise' raises the formats of layers and adds no noise",
     "guard_failures": "a callback can go back to a checkpoint (docs/reliability.md, Rolling back)",
 }
@@ -179,17 +183,10 @@ class SnipConfig(_FieldNames):
     Adam's very first updates say nothing of how later ones answer to the gradient."""
     refresh_every: int | None = 500
     """Steps between two refreshes, counted from the last probe.
-    An early one (`refresh_on_drift`) moves those after it. How fast rankings age: docs/fidelity.md, section 6. None:
-    the first plan stays, unless it drifts; a first refresh that failed is tried again every `first_refresh` steps."""
+    How fast rankings age: docs/fidelity.md, section 6. None: the first plan stays; a first refresh that failed is
+    tried again every `first_refresh` steps."""
     apply_delay: int = 10
     """Steps between a probe and the application of its plan; the solver runs meanwhile. At most `refresh_every`."""
-    refresh_on_drift: float | None = None
-    """Rank correlation (Spearman), 0..1, below which the ranking of the layers has moved: refresh early (ours).
-    A cheap check compares the layers' prices with those behind the plan in force. None: never checks. Thresholds were
-    tried with `loss_estimator="token-fisher"`; the ranking by "saliency" may move less."""
-    drift_every: int = 100
-    """Steps between two checks of the ranking (`refresh_on_drift`), counted from the last probe.
-    Each costs one FP32 forward-backward pass. There is none while a plan waits for its application."""
 
     # Guard: what happens when training goes wrong (docs/reliability.md)
 
@@ -243,12 +240,6 @@ class SnipConfig(_FieldNames):
     """Multiplies the loss divergence's part of the objective."""
     weight_divergence_factor: float = 1.0
     """Multiplies the weight divergence's part of the objective."""
-    switching_cost: float = 0.0
-    """Added to the objective for the share of groups that change format against the plan in force."""
-    estimate_memory: float = 0.0
-    """Weight of earlier refreshes in the prices of a new one, from 0 to below 1 (ours).
-    A price's share of the total is then a running mean, s = m s + (1 - m) s_new. Plans change less by noise, and follow
-    later what really changes (docs/method.md, section 4)."""
 
     # Solver
 

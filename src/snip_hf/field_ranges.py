@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from .field_values import check_seconds
-from .schedule_checks import check_drift
 
 # Seconds: a week. Clocks and timers take more, but nobody waits longer for a plan or a rank.
 LONGEST_WAIT = 7 * 24 * 3600.0
@@ -15,7 +14,6 @@ _AT_LEAST: dict[str, tuple[int, str]] = {
     "refresh_every": (1, "at least 1"),
     "first_refresh": (1, "at least 1"),
     "apply_delay": (0, "at least 0"),
-    "drift_every": (1, "at least 1"),
     "probes": (1, "at least 1"),
     "probe_tokens": (128, "None or at least 128 (one tile)"),
     "probe_batch_tokens": (128, "None or at least 128 (one tile)"),
@@ -33,7 +31,6 @@ _AT_MOST = {
     # The solver takes costs up to 1e100, which are these times the divergences.
     "loss_divergence_factor": 1e50,
     "weight_divergence_factor": 1e50,
-    "switching_cost": 1e50,
     "solver_gap": 1e50,
     # Their figures are in every state.
     "guard_window": 100_000,
@@ -62,15 +59,9 @@ def check_ranges(config: Any) -> None:
             f"apply_delay={config.apply_delay} is larger than refresh_every={config.refresh_every}; a plan must be "
             "applied before the next probe. Lower apply_delay or raise refresh_every."
         )
-    check_drift(config.refresh_on_drift, config.drift_every, config.refresh_every, config.apply_delay)
-    for name in ("loss_divergence_factor", "weight_divergence_factor", "switching_cost", "solver_gap"):
+    for name in ("loss_divergence_factor", "weight_divergence_factor", "solver_gap"):
         if not (math.isfinite(getattr(config, name)) and getattr(config, name) >= 0):
             raise ValueError(f"{name}={getattr(config, name)!r} is not a finite number of at least 0.")
-    if not 0 <= config.estimate_memory < 1:
-        raise ValueError(
-            f"estimate_memory={config.estimate_memory!r} is not from 0 to below 1; expected the weight of "
-            "earlier refreshes, e.g. 0.5, or 0 for none."
-        )
     for name, most in _AT_MOST.items():
         if getattr(config, name) is not None and getattr(config, name) > most:
             raise ValueError(f"{name}={getattr(config, name)!r} is too large; expected at most {most}.")

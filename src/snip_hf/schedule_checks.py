@@ -98,30 +98,6 @@ def mean_share(value: float | tuple[Share, ...] | None, steps: int) -> float:
     return sum(share * (end - begin) for (_, share), begin, end in zip(value, begins, ends, strict=True)) / steps
 
 
-def check_drift(threshold: float | None, drift_every: int, refresh_every: int | None, apply_delay: int) -> None:
-    """Refuses checks of the ranking (`SnipConfig.refresh_on_drift`) that could never be due.
-
-    Raises:
-        ValueError: the threshold is no rank correlation, or no step is left for a check.
-    """
-    if threshold is None:
-        return
-    if not 0 <= threshold <= 1:
-        raise ValueError(
-            f"refresh_on_drift={threshold!r} is outside 0..1; it is the rank correlation below which the plan is "
-            "refreshed early, e.g. 0.8, or None."
-        )
-    if refresh_every is None:
-        return
-    last_check = (refresh_every - 1) // drift_every * drift_every
-    if last_check <= apply_delay:
-        raise ValueError(
-            f"refresh_on_drift={threshold!r} with drift_every={drift_every} leaves no step for a check between the "
-            f"application of a plan (apply_delay={apply_delay}) and the next probe (refresh_every={refresh_every}). "
-            "Lower drift_every."
-        )
-
-
 def _check_range(share: float | None, place: str = "") -> None:
     if share is not None and not 0 <= share <= 1:
         raise ValueError(

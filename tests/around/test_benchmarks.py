@@ -163,7 +163,7 @@ def test_the_cost_of_a_probe_is_measured_in_steps(
     assert figures["parameters"] == 12 * 128**2 + 2 * 2048 * 128 + 3 * 128 and figures["linears"] == 7
     assert figures["refresh_steps"] == pytest.approx(figures["refresh"] / figures["step"])
     parts = ("passes", "sums", "program", "rest", "waited", "apply")
-    assert min(figures[name] for name in ("step", "check", "solver", *parts)) > 0
+    assert min(figures[name] for name in ("step", "solver", *parts)) > 0
     assert figures["refresh"] == pytest.approx(sum(figures[name] for name in parts))
     assert (figures["probe_batch_tokens"], figures["probe_tokens"], figures["apply_delay"]) == (1024, None, 1)
     # X and G of 1,024 tokens on both sides of the seven linears, and of the parameters: gradients, or a moved copy.

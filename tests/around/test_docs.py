@@ -18,7 +18,6 @@ OTHERS = (
     "SECURITY.md",
     "eval/README.md",
     "recipes/README.md",
-    "tests/data/README.md",
 )
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in OTHERS)]
 # Tables written by a script that has left the tree.

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
+from written_runs import random_assignments, write_run
 
 from snip_hf.cli import main
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.records.interventions import LOSS, Alarm
 
-STORED = Path(__file__).parents[1] / "data" / "0dbc8b3"
 GEMMS = ("forward", "grad_input", "grad_weight")
 LAYERS = ("layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down")
 
@@ -36,6 +35,12 @@ def write_losses(folder: Path, losses: dict[int, dict[str, float]]) -> str:
     state = {"global_step": max(losses), "log_history": log}
     (folder / "trainer_state.json").write_text(json.dumps(state))
     return str(folder)
+
+
+def write_refreshed(folder: Path) -> None:
+    """Writes a run that goes from FP8 to FP4 after step 20."""
+    layers = random_assignments(1)[0]
+    write_run(folder, [{layer: dict.fromkeys(GEMMS, name) for layer in layers} for name in ("fp8", "fp4")], every=10)
 
 
 def compare(capsys: pytest.CaptureFixture[str], *paths: str) -> list[list[str]]:
@@ -109,14 +114,14 @@ def test_a_run_is_compared_with_another_and_with_a_baseline_without_the_callback
     losses = {"run": (5.0, 4.0), "other": (5.0, 4.1), "base": (4.8, 3.9)}
     for name, (early, late) in losses.items():
         if name != "base":
-            shutil.copytree(STORED / "layer", tmp_path / name)
+            write_refreshed(tmp_path / name)
         rows = {10: {"loss": early, "eval_loss": early}, 20: {"loss": late}, 30: {"eval_loss": late}}
         write_losses(tmp_path / name, rows)
     lines = compare(capsys, *(str(tmp_path / name) for name in losses))
-    # 4 steps without FP4, 4 with 0.5238, and 22 with 0.5476.
-    assert [line[:5] for line in lines if line[:2] == ["A", "snip"]] == [["A", "snip", "30", "0.5476", "0.4714"]]
+    # 20 steps without FP4, and 10 of which the history says 0.5.
+    assert [line[:5] for line in lines if line[:2] == ["A", "snip"]] == [["A", "snip", "30", "1.0000", "0.1667"]]
     assert ["C", "-", "30", *["-"] * 6] in lines
-    assert sentence(lines, "The plans").startswith("The plans of A and B agree in all 42 GEMMs.")
+    assert sentence(lines, "The plans").startswith("The plans of A and B agree in all 18 GEMMs.")
     assert ["10", "5.0000", "5.0000", "4.8000"] in lines
     assert ["30", "4.0000", "4.1000", "3.9000"] in lines
     expected = "At step {}, {} loss against A: B +0.1000 (+2.50%), C -0.1000 (-2.50%)."
@@ -126,7 +131,7 @@ def test_a_run_is_compared_with_another_and_with_a_baseline_without_the_callback
 
 def test_a_run_with_alarms_is_not_shown_as_a_healthy_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("healthy", "sick"):
-        shutil.copytree(STORED / "layer", tmp_path / name)
+        write_refreshed(tmp_path / name)
         write_losses(tmp_path / name, {10: {"loss": 5.0}, 20: {"loss": 4.0 if name == "healthy" else 0.0}})
     alarm = Alarm(step=15, figure=LOSS, value=None, limit=None, action="noted", reason="nan", failures=1)
     with (tmp_path / "sick" / "snip" / "history.jsonl").open("a") as file:

@@ -72,7 +72,7 @@ class SavesEarly(TrainerCallback):
 def trainers(folder: Path) -> dict[str, Any]:
     """Trains under the Trainer; then the second rank sees another file system, without a `snip_state.json`."""
     config, saving = (
-        SnipConfig(**SCHEDULE, estimate_memory=0.5),
+        SnipConfig(**SCHEDULE),
         {"save_strategy": "steps", "save_steps": 6, "max_steps": 6, "gradient_accumulation_steps": 2},
     )
     first = SnipCallback(config, keep_formats=True)

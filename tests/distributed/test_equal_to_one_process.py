@@ -157,19 +157,6 @@ def test_ranks_clip_by_the_factor_of_one_process(one: Runs, two: list[Runs]) -> 
     assert sorted(ours["clip_factors"]) == pytest.approx(sorted(expected), rel=1e-3)
 
 
-@pytest.mark.slow
-def test_checks_of_the_ranking_come_to_the_same_correlations_and_refresh_at_the_same_steps(
-    one: Runs, two: list[Runs]
-) -> None:
-    ours, theirs = (
-        [line for line in run["cut-sampled-drift"]["history"] if line["event"] == "drift"] for run in (two[0], one)
-    )
-    assert [(line["step"], line["refresh"]) for line in ours] == [(3, True), (5, True)]
-    assert [line["step"] for line in theirs] == [3, 5]
-    for line, expected in zip(ours, theirs, strict=True):
-        assert line["correlation"] == pytest.approx(expected["correlation"], abs=0.02)
-
-
 def test_under_fp4_the_ranks_draw_together_the_random_numbers_of_one_process(one: Runs, two: list[Runs]) -> None:
     ours, theirs = two[0]["fp4"]["gradients"], one["fp4"]["gradients"]
     assert distance(ours, theirs) < 1e-5

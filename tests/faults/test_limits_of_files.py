@@ -62,9 +62,9 @@ class Decided:
             PlanProvenance(step=40, policy="snip", config=config.to_dict()),
             MeasuredCost(machine=machine, tokens=16384, seconds=seconds),
         )
-        program = problem(setting, self.table, self.plan.assignment)
-        pending = PendingRefresh(40, 50, program, RefreshBegun(step=40), {name: rng.random() for name in names})
-        self.state = {"step": 41, "plan": self.plan.to_dict(), "pending": pending.to_dict(), "ranking": pending.ranking}
+        program = problem(setting, self.table)
+        pending = PendingRefresh(40, 50, program, RefreshBegun(step=40))
+        self.state = {"step": 41, "plan": self.plan.to_dict(), "pending": pending.to_dict()}
 
 
 def random_numbers(rng: random.Random, count: int) -> list[float]:

@@ -371,14 +371,6 @@ def test_a_plan_that_is_due_at_the_last_step_is_still_made(tmp_path: Path) -> No
     assert outcomes(tmp_path) == [(2, "applied", None)]
 
 
-def test_checks_near_the_end_are_left_out_too(tmp_path: Path) -> None:
-    config = SnipConfig(first_refresh=2, apply_delay=1, refresh_every=50, drift_every=2, refresh_on_drift=0.5, **FAST)
-    loop = Loop(config, tmp_path)
-    loop.controller._schedule.max_steps = 8
-    loop.run(8).controller.close()
-    assert [line["step"] for line in history(tmp_path) if line["event"] == "drift"] == [4, 6]
-
-
 def test_a_run_that_is_resumed_to_more_steps_goes_on_by_the_schedule(tmp_path: Path) -> None:
     config = SnipConfig(**SCHEDULE | {"refresh_every": 2})
     first = Loop(config, tmp_path)

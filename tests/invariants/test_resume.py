@@ -36,12 +36,6 @@ from snip_hf.planning.solver import process as process_module
 CONFIG = SnipConfig(stages=2, **SCHEDULE)
 BACK_TO_BACK = SCHEDULE | {"refresh_every": 3, "apply_delay": 3}
 OTHER = SnipConfig(stages=2, granularity="gemm", target_fp4_fraction=0.5, probes=2, **BACK_TO_BACK)
-# A check at every step without a plan under way; some of them refresh early.
-# By "token-fisher" the ranking moves within these few steps.
-DRIFT = SnipConfig(
-    **SCHEDULE | {"refresh_every": 6, "apply_delay": 1, "refresh_on_drift": 0.8, "drift_every": 1},
-    loss_estimator="token-fisher",
-)
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 STEPS = 8
 ACCUMULATED = {"bf16": True, "gradient_accumulation_steps": 2}
@@ -130,40 +124,6 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Run:
     # The refresh of step 8 would be due after step 11, when training is over, and is left out.
     assert [(line["step"], line["applied_step"]) for line in run.refreshes] == [(2, 5), (5, 8)]
     return run
-
-
-@pytest.fixture(scope="module")
-def drifting(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = train(tmp_path_factory.mktemp("drifting"), DRIFT, **SAVING)
-    assert {line["refresh"] for line in run.history if line["event"] == "drift"} == {True, False}
-    return run
-
-
-@pytest.mark.parametrize("step", slow_but(range(1, STEPS), 4))
-def test_resuming_between_checks_and_early_refreshes_gives_the_uninterrupted_run(
-    drifting: Run, step: int, tmp_path: Path
-) -> None:
-    checkpoint = interrupted(drifting, step, tmp_path)
-    resumed = train(tmp_path, DRIFT, resume=checkpoint, **SAVING)
-    assert_same_end(resumed, drifting)
-    assert_same_states(resumed, drifting, range(step + 1, STEPS + 1))
-    assert without_seconds(resumed.history) == without_seconds(drifting.history)
-
-
-@pytest.mark.slow
-def test_a_state_with_another_ranking_or_last_probe_changes_the_run(drifting: Run, tmp_path: Path) -> None:
-    """What the comparison above would notice if the state lost it."""
-    early = next(line["step"] for line in drifting.history if line["event"] == "drift" and line["refresh"])
-    saved = state(drifting.folder, early - 1)
-    assert saved["pending"] is None
-    order = sorted(saved["ranking"], key=saved["ranking"].get)
-    reverse = dict(zip(order, sorted(saved["ranking"].values(), reverse=True), strict=True))
-    for index, change in enumerate(({"last_probe": early - 6}, {"ranking": {}}, {"ranking": reverse})):
-        folder = tmp_path / str(index)
-        checkpoint = interrupted(drifting, early - 1, folder)
-        (checkpoint / "snip_state.json").write_text(json.dumps(saved | change))
-        resumed = train(folder, DRIFT, resume=checkpoint, **SAVING)
-        assert without_seconds(resumed.history) != without_seconds(drifting.history)
 
 
 class _Power(TrainerCallback):

@@ -161,16 +161,6 @@ def test_the_global_target_is_a_share_of_the_measured_time_where_that_was_the_ta
     assert compare_constraints(by_time, table(errors)).single_objective == pytest.approx(5.0)
 
 
-def test_a_switching_cost_counts_changes_from_the_plan_before() -> None:
-    costly = plan("ab", {"switching_cost": 4.0})
-    with pytest.raises(ValueError, match="the switching cost counts changes from the plan in force before"):
-        compare_constraints(costly, table(ERRORS))
-    # One change costs 4 / 4. From b and d in FP4: going to a and b changes two; staying costs 14; the best global plan
-    # is a alone (three changes), for 4.
-    result = compare_constraints(costly, table(ERRORS), before=plan("bd").assignment)
-    assert (result.per_stage_objective, result.single_objective) == pytest.approx((8.0, 4.0))
-
-
 @pytest.mark.parametrize(
     ("made", "message"),
     [

@@ -19,12 +19,11 @@ from tiny_runs import SCHEDULE, history
 from snip_hf import PrecisionPlan, SnipConfig
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
-from snip_hf.estimation.pending import LAYER, ROWS
+from snip_hf.estimation.pending import ROWS
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.integrations.model_card import Training, model_card_section
 from snip_hf.integrations.trackers import Trackers
 from snip_hf.numerics.gemms import GEMMS
-from snip_hf.planning.drift import ranking
 from snip_hf.planning.forward_shares import forward_shares
 from snip_hf.planning.plan import PlanProvenance
 from snip_hf.planning.program import problem
@@ -53,8 +52,7 @@ def table_of(setting: Setting, seed: int = 0) -> DivergenceTable:
 def decided(setting: Setting) -> dict[str, dict[str, str]]:
     if not needs_probe(setting.config):
         return rule_assignment(setting)
-    before = {layer: dict.fromkeys(row, "fp8") for layer, row in setting.flops.items()}
-    return setting.assignment(ilp.solve(problem(setting, table_of(setting), before))["choices"])
+    return setting.assignment(ilp.solve(problem(setting, table_of(setting)))["choices"])
 
 
 def plan_of(setting: Setting, assignment: dict[str, dict[str, str]]) -> PrecisionPlan:
@@ -94,11 +92,8 @@ def test_every_stage_meets_the_share_of_its_forward_gemms_and_all_others_are_lea
 
 @pytest.mark.parametrize("policy", PROBED)
 def test_the_solution_is_the_best_of_all_choices_of_forward_formats(policy: str) -> None:
-    setting = setting_of(
-        plain_flops(4.0, 2.0, 1.0, 1.0), policy=policy, target_fp4_fraction=0.5, switching_cost=0.25, **FORWARD
-    )
-    before = {layer: dict.fromkeys(GEMMS, "fp8") for layer in setting.flops}
-    program = problem(setting, table_of(setting), before)
+    setting = setting_of(plain_flops(4.0, 2.0, 1.0, 1.0), policy=policy, target_fp4_fraction=0.5, **FORWARD)
+    program = problem(setting, table_of(setting))
     assert [group["name"] for group in program["groups"]] == [f"layers.{index}.fc:forward" for index in range(4)]
     assert [group["options"][-1]["weight"] for group in program["groups"]] == [0.5, 0.25, 0.125, 0.125]
     best = best_map(program)
@@ -137,18 +132,6 @@ def test_with_measured_time_the_share_is_one_of_the_forward_gemms_time() -> None
     assert found is not None
     assert (found.fp4_fraction, found.fp4_time_fraction) == (0.5, 0.8)
     assert found.describe() == "50.0% of the forward GEMMs alone (per stage: 50.0%) and 80.0% of their time"
-
-
-def test_layers_are_ranked_by_what_their_forward_gemms_cost() -> None:
-    """The ranking of checks between refreshes: other GEMMs, which are not decided, have no part in it."""
-    setting = setting_of(plain_flops(1.0, 1.0), policy="min-abs-err", **FORWARD)
-    figures = {"forward": (1.0, 2.0), LAYER: (9.0, 3.0)}
-    rows = [
-        Divergence(layer, gemm, "fp4", 0.0, 0.0, 1.0, 0.0, errors[index], 0.0)
-        for gemm, errors in figures.items()
-        for index, layer in enumerate(setting.flops)
-    ]
-    assert ranking(setting, DivergenceTable(1.0, tuple(rows))) == {"layers.0.fc": 1.0, "layers.1.fc": 2.0}
 
 
 def test_a_policy_of_ones_own_that_decides_on_backward_gemms_is_refused() -> None:

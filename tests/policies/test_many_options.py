@@ -83,8 +83,7 @@ def decided(setting: Setting, seed: int = 0) -> dict[str, dict[str, str]]:
     flops = {layer: dict(row) for layer, row in setting.flops.items()}
     if not needs_probe(setting.config):
         return rule_assignment(setting)
-    before = {layer: dict.fromkeys(GEMMS, "bf16") for layer in flops}
-    solution = ilp.solve(problem(setting, table_of(flops, setting.config.formats, seed), before))
+    solution = ilp.solve(problem(setting, table_of(flops, setting.config.formats, seed)))
     return setting.assignment(solution["choices"])
 
 
@@ -142,11 +141,8 @@ def test_the_solution_is_the_best_of_all_assignments(
     if budget == "speed":
         target = {"target_linear_speedup": 2.0, "rates": "mine"}
     for seed in range(2):
-        setting = setting_of(
-            flops, policy=policy, granularity=granularity, formats=formats, switching_cost=0.25, **target
-        )
-        before = {layer: dict.fromkeys(GEMMS, "fp8") for layer in flops}
-        program = problem(setting, table_of(flops, formats, seed), before)
+        setting = setting_of(flops, policy=policy, granularity=granularity, formats=formats, **target)
+        program = problem(setting, table_of(flops, formats, seed))
         best = best_map(program)
         assert best is not None
         solution = ilp.solve({**program, "solver": "highs", "relative_gap": 0.0})
@@ -160,8 +156,7 @@ def test_the_solution_is_the_best_of_all_assignments(
 def test_options_come_most_precise_first_and_bf16_costs_and_saves_nothing() -> None:
     flops = plain_flops(1.0, 3.0)
     setting = setting_by_layer(flops, formats=THREE, target_linear_speedup=2.0, rates="ideal")
-    before = {layer: dict.fromkeys(GEMMS, "fp8") for layer in flops}
-    program = problem(setting, table_of(flops, THREE), before)
+    program = problem(setting, table_of(flops, THREE))
     first, second = (group["options"] for group in program["groups"])
     assert [option["name"] for option in first] == ["bf16", "fp8", "fp4"]
     assert first[0] == {"name": "bf16", "cost": 0.0, "weight": 0.0}
@@ -183,8 +178,7 @@ def damage(fp8: float, fp4: float, layers: int = 4) -> DivergenceTable:
 
 
 def formats_chosen(setting: Setting, table: DivergenceTable) -> list[str]:
-    before = {layer: dict.fromkeys(GEMMS, "bf16") for layer in setting.flops}
-    return list(ilp.solve({**problem(setting, table, before), "relative_gap": 0.0})["choices"].values())
+    return list(ilp.solve({**problem(setting, table), "relative_gap": 0.0})["choices"].values())
 
 
 def test_beside_a_share_of_fp4_bf16_takes_all_the_rest_and_under_a_speed_up_fp8_has_a_place() -> None:
@@ -215,8 +209,7 @@ def test_a_total_of_0_in_the_least_precise_format_does_not_hide_what_the_others_
         rows.append(Divergence(layer, gemm, "fp4", 0.0, 0.0, 1.0, criterion=0.0))
     for policy in ("snip", "fisher"):
         setting = setting_by_layer(flops, policy=policy, target_fp4_fraction=0.0)
-        before = {layer: dict.fromkeys(GEMMS, "fp8") for layer in flops}
-        program = problem(setting, DivergenceTable(1.0, tuple(rows)), before)
+        program = problem(setting, DivergenceTable(1.0, tuple(rows)))
         assert [group["options"][0]["cost"] for group in program["groups"]] == [0.25, 0.75]
 
 

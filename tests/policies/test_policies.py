@@ -71,7 +71,7 @@ def decided(setting: Setting, seed: int = 0) -> dict[str, dict[str, str]]:
     """The assignment of a policy, as the controller gets it: the program's solution, or the rule's."""
     if not needs_probe(setting.config):
         return rule_assignment(setting)
-    solution = ilp.solve(problem(setting, random_table(dict(setting.flops), seed), uniform(dict(setting.flops))))
+    solution = ilp.solve(problem(setting, random_table(dict(setting.flops), seed)))
     return setting.assignment(solution["choices"])
 
 
@@ -448,13 +448,13 @@ def costs_of(program: dict[str, Any]) -> dict[str, list[float]]:
 
 def test_the_paper_s_costs_are_both_divergences_by_their_totals_in_fp4() -> None:
     flops, table = hand_table()
-    program = problem(setting_by_layer(flops, objective="paper"), table, uniform(flops))
+    program = problem(setting_by_layer(flops, objective="paper"), table)
     assert costs_of(program) == {
         "layers.0.fc": [pytest.approx(0.01 / 0.4 + 0.001 / 0.02), pytest.approx(0.1 / 0.4 + 0.015 / 0.02)],
         "layers.1.fc": [pytest.approx(0.02 / 0.4 + 0.002 / 0.02), pytest.approx(0.3 / 0.4 + 0.005 / 0.02)],
     }
     weights = {"loss_divergence_factor": 2.0, "weight_divergence_factor": 0.5}
-    weighted = problem(setting_by_layer(flops, objective="paper", **weights), table, uniform(flops))
+    weighted = problem(setting_by_layer(flops, objective="paper", **weights), table)
     assert costs_of(weighted)["layers.1.fc"] == [
         pytest.approx(2 * 0.02 / 0.4 + 0.5 * 0.002 / 0.02),
         pytest.approx(2 * 0.3 / 0.4 + 0.5 * 0.005 / 0.02),
@@ -464,7 +464,7 @@ def test_the_paper_s_costs_are_both_divergences_by_their_totals_in_fp4() -> None
 def test_additive_costs_are_the_loss_divergence_and_a_tenth_of_the_weight_divergence_s_square() -> None:
     flops, table = hand_table()
     total = 0.015**2 + 0.005**2
-    assert costs_of(problem(setting_by_layer(flops), table, uniform(flops))) == {
+    assert costs_of(problem(setting_by_layer(flops), table)) == {
         "layers.0.fc": [
             pytest.approx(0.01 / 0.4 + 0.1 * 0.001**2 / total),
             pytest.approx(0.1 / 0.4 + 0.1 * 0.015**2 / total),
@@ -480,7 +480,7 @@ def test_over_a_horizon_the_bias_grows_with_the_steps_and_the_rest_with_their_ro
     flops, table = hand_table()
     biases = {"layers.0.fc": 0.003, "layers.1.fc": 0.004}
     rows = tuple(dataclasses.replace(row, weight_bias=biases[row.layer]) for row in table.rows)
-    program = problem(setting_by_layer(flops, objective="horizon"), DivergenceTable(2.0, rows), uniform(flops))
+    program = problem(setting_by_layer(flops, objective="horizon"), DivergenceTable(2.0, rows))
     over_100 = {
         "layers.0.fc": (100 * 0.003) ** 2 + 100 * (0.015**2 - 0.003**2),
         "layers.1.fc": (100 * 0.004) ** 2 + 100 * (0.005**2 - 0.004**2),
@@ -498,16 +498,14 @@ def test_losses_below_0_are_scaled_by_their_sizes_and_keep_their_sign() -> None:
         dataclasses.replace(row, loss_divergence=-row.loss_divergence) if row.layer == "layers.0.fc" else row
         for row in table.rows
     )
-    costs = costs_of(
-        problem(setting_by_layer(flops, weight_divergence_factor=0.0), DivergenceTable(2.0, rows), uniform(flops))
-    )
+    costs = costs_of(problem(setting_by_layer(flops, weight_divergence_factor=0.0), DivergenceTable(2.0, rows)))
     assert costs["layers.0.fc"] == [pytest.approx(-0.01 / 0.4), pytest.approx(-0.1 / 0.4)]
     assert costs["layers.1.fc"] == [pytest.approx(0.02 / 0.4), pytest.approx(0.3 / 0.4)]
 
 
 def test_gemm_costs_use_the_rows_of_single_gemms_and_the_totals_of_whole_layers() -> None:
     flops, table = hand_table()
-    costs = costs_of(problem(setting_of(flops, granularity="gemm", objective="paper"), table, uniform(flops)))
+    costs = costs_of(problem(setting_of(flops, granularity="gemm", objective="paper"), table))
     assert list(costs) == [f"{layer}:{gemm}" for layer in flops for gemm in GEMMS]
     assert costs["layers.0.fc:grad_input"] == [pytest.approx(0.001 / 0.02), pytest.approx(0.004 / 0.02)]
     assert costs["layers.1.fc:forward"] == [pytest.approx(0.001 / 0.02), pytest.approx(0.1 / 0.4 + 0.004 / 0.02)]
@@ -516,9 +514,9 @@ def test_gemm_costs_use_the_rows_of_single_gemms_and_the_totals_of_whole_layers(
 @pytest.mark.parametrize(("policy", "fp8", "fp4"), [("min-abs-err", 3.0, 4.0), ("min-rel-err", 0.2, 0.3)])
 def test_error_policies_cost_the_operands_errors(policy: str, fp8: float, fp4: float) -> None:
     flops, table = hand_table()
-    costs = costs_of(problem(setting_by_layer(flops, policy=policy), table, uniform(flops)))
+    costs = costs_of(problem(setting_by_layer(flops, policy=policy), table))
     assert costs["layers.1.fc"] == [fp8, fp4]
-    by_gemm = costs_of(problem(setting_of(flops, policy=policy, granularity="gemm"), table, uniform(flops)))
+    by_gemm = costs_of(problem(setting_of(flops, policy=policy, granularity="gemm"), table))
     assert by_gemm["layers.1.fc:forward"] == ([0.5, 1.0] if policy == "min-abs-err" else [0.05, 0.2])
 
 
@@ -531,14 +529,14 @@ def test_criteria_are_costs_divided_by_their_total_in_fp4(policy: str) -> None:
         for row in table.rows
     )
     table = DivergenceTable(2.0, rows)
-    program = problem(setting_by_layer(flops, policy=policy, solver="highs"), table, uniform(flops))
+    program = problem(setting_by_layer(flops, policy=policy, solver="highs"), table)
     # And a thousandth of the share that is in FP4.
     assert costs_of(program) == {
         "layers.0.fc": [0.0, pytest.approx(0.25 + 0.25e-3)],
         "layers.1.fc": [0.0, pytest.approx(0.75 + 0.75e-3)],
     }
     assert program["solver"] == ("greedy" if policy == "greedy" else "highs")
-    by_gemm = costs_of(problem(setting_of(flops, policy=policy, granularity="gemm"), table, uniform(flops)))
+    by_gemm = costs_of(problem(setting_of(flops, policy=policy, granularity="gemm"), table))
     assert by_gemm["layers.1.fc:forward"] == [0.0, pytest.approx(0.125 + 0.25e-3)]
 
 
@@ -547,7 +545,7 @@ def test_a_criterion_that_is_not_there_decides_nothing(criterion: float | None, 
     flops, table = hand_table()
     table = DivergenceTable(2.0, tuple(dataclasses.replace(row, criterion=criterion) for row in table.rows))
     with pytest.raises(ValueError, match=f"policy='fisher' cannot decide: .*{message}"):
-        problem(setting_of(flops, policy="fisher"), table, uniform(flops))
+        problem(setting_of(flops, policy="fisher"), table)
 
 
 @pytest.mark.parametrize("policy", ["fisher", "hessian-trace", "greedy"])
@@ -564,7 +562,7 @@ def test_where_only_the_forward_gemm_costs_something_the_backward_pass_goes_firs
     for target in (1 / 3, 2 / 3, 7 / 9):
         options = {"policy": policy, "granularity": "gemm", "target_fp4_fraction": target, "solver": solver}
         setting = setting_of(flops, **options)
-        solution = ilp.solve(problem(setting, DivergenceTable(1.0, rows), uniform(flops)))
+        solution = ilp.solve(problem(setting, DivergenceTable(1.0, rows)))
         chosen = [name for name, fmt in solution["choices"].items() if fmt == "fp4"]
         assert len(chosen) == round(9 * target)
         assert sum(name.endswith("forward") for name in chosen) == max(0, len(chosen) - 6)
@@ -573,7 +571,7 @@ def test_where_only_the_forward_gemm_costs_something_the_backward_pass_goes_firs
 def test_weights_are_shares_of_the_stage_and_the_rest_comes_from_the_config() -> None:
     flops, table = hand_table()
     setting = setting_by_layer(flops, target_fp4_fraction=0.6, solver="highs", solver_time_limit=7.0, solver_gap=0.01)
-    program = problem(setting, table, uniform(flops))
+    program = problem(setting, table)
     weights = {group["name"]: [option["weight"] for option in group["options"]] for group in program["groups"]}
     assert weights == {"layers.0.fc": [0.0, pytest.approx(0.25)], "layers.1.fc": [0.0, pytest.approx(0.75)]}
     assert [[option["name"] for option in group["options"]] for group in program["groups"]] == [["fp8", "fp4"]] * 2
@@ -584,7 +582,7 @@ def test_weights_are_shares_of_the_stage_and_the_rest_comes_from_the_config() ->
         0.01,
         [],
     )
-    staged = problem(setting_by_layer(flops, target_fp4_fraction=0.6, stages=2), table, uniform(flops))
+    staged = problem(setting_by_layer(flops, target_fp4_fraction=0.6, stages=2), table)
     assert staged["constraints"] == [
         {"name": "stage 0", "groups": ["layers.0.fc"], "minimum": 0.6},
         {"name": "stage 1", "groups": ["layers.1.fc"], "minimum": 0.6},
@@ -592,25 +590,10 @@ def test_weights_are_shares_of_the_stage_and_the_rest_comes_from_the_config() ->
     assert [group["options"][1]["weight"] for group in staged["groups"]] == [1.0, 1.0]
 
 
-def test_the_switching_cost_is_paid_by_every_group_that_changes() -> None:
-    flops, table = hand_table()
-    in_force = {"layers.0.fc": dict.fromkeys(GEMMS, "fp8"), "layers.1.fc": dict.fromkeys(GEMMS, "fp4")}
-    free = costs_of(problem(setting_by_layer(flops), table, in_force))
-    paid = costs_of(problem(setting_by_layer(flops, switching_cost=0.5), table, in_force))
-    assert paid["layers.0.fc"] == [pytest.approx(free["layers.0.fc"][0]), pytest.approx(free["layers.0.fc"][1] + 0.25)]
-    assert paid["layers.1.fc"] == [pytest.approx(free["layers.1.fc"][0] + 0.25), pytest.approx(free["layers.1.fc"][1])]
-    in_force["layers.0.fc"] = {"forward": "fp8", "grad_input": "fp8", "grad_weight": "bf16"}
-    free = costs_of(problem(setting_of(flops, granularity="gemm"), table, in_force))
-    paid = costs_of(problem(setting_of(flops, granularity="gemm", switching_cost=0.6), table, in_force))
-    extra = {name: [b - a for a, b in zip(free[name], paid[name], strict=True)] for name in free}
-    assert extra["layers.0.fc:forward"] == [pytest.approx(0), pytest.approx(0.1)]
-    assert extra["layers.0.fc:grad_weight"] == [pytest.approx(0.1), pytest.approx(0.1)]
-
-
 def test_a_layer_without_rows_costs_nothing() -> None:
     flops, table = hand_table()
     flops["layers.2.fc"] = dict.fromkeys(GEMMS, 4.0)
-    assert costs_of(problem(setting_by_layer(flops), table, uniform(flops)))["layers.2.fc"] == [0.0, 0.0]
+    assert costs_of(problem(setting_by_layer(flops), table))["layers.2.fc"] == [0.0, 0.0]
 
 
 def test_a_table_of_zeros_gives_costs_of_zero() -> None:
@@ -621,7 +604,7 @@ def test_a_table_of_zeros_gives_costs_of_zero() -> None:
         for gemm in ROWS
         for fmt in SnipConfig().formats[::-1]
     ]
-    program = problem(setting_by_layer(flops), DivergenceTable(1.0, tuple(rows)), uniform(flops))
+    program = problem(setting_by_layer(flops), DivergenceTable(1.0, tuple(rows)))
     assert costs_of(program) == {"layers.0.fc": [0.0, 0.0], "layers.1.fc": [0.0, 0.0]}
     assert set(ilp.solve(program)["choices"].values()) <= {"fp8", "fp4"}
 
@@ -629,13 +612,13 @@ def test_a_table_of_zeros_gives_costs_of_zero() -> None:
 def test_ties_join_siblings_of_one_block_and_single_gemms_of_the_same_kind() -> None:
     flops = llama_flops(2)
     table = random_table(flops)
-    by_layer = problem(setting_by_layer(flops, ties=TIES), table, uniform(flops))["ties"]
+    by_layer = problem(setting_by_layer(flops, ties=TIES), table)["ties"]
     assert [[f"model.layers.{b}.self_attn.{name}_proj" for name in "qkv"] for b in range(2)] == by_layer[:2]
     assert len(by_layer) == 4
-    by_gemm = problem(setting_of(flops, ties=TIES, granularity="gemm"), table, uniform(flops))["ties"]
+    by_gemm = problem(setting_of(flops, ties=TIES, granularity="gemm"), table)["ties"]
     assert len(by_gemm) == 12
     assert ["model.layers.1.mlp.gate_proj:grad_input", "model.layers.1.mlp.up_proj:grad_input"] in by_gemm
-    alone = problem(setting_by_layer(flops, ties=(("q_proj", "Wqkv"),)), table, uniform(flops))["ties"]
+    alone = problem(setting_by_layer(flops, ties=(("q_proj", "Wqkv"),)), table)["ties"]
     assert alone == []
 
 
@@ -650,8 +633,8 @@ def test_the_solution_is_the_best_of_all_assignments(policy: str, granularity: s
     }
     for seed, target in enumerate((0.25, 0.5, 0.75)):
         options = {"policy": policy, "granularity": granularity, "ties": ties, "target_fp4_fraction": target}
-        setting = setting_of(flops, switching_cost=0.3, **options)
-        program = problem(setting, random_table(flops, seed), uniform(flops, "fp4"))
+        setting = setting_of(flops, **options)
+        program = problem(setting, random_table(flops, seed))
         best = best_map(program)
         assert best is not None
         solution = ilp.solve({**program, "solver": "highs", "relative_gap": 0.0})
@@ -700,7 +683,7 @@ def test_the_best_plans_by_flops_and_by_time_differ_and_each_meets_its_own_targe
     by_time = timed(by_flops, seconds)
     found = {}
     for name, setting in (("flops", by_flops), ("time", by_time)):
-        program = problem(setting, table, uniform(dict(setting.flops)))
+        program = problem(setting, table)
         best = best_map(program)
         solution = ilp.solve({**program, "solver": "highs", "relative_gap": 0.0})
         assert best is not None and solution["choices"] == best[1]

@@ -298,8 +298,7 @@ def test_a_run_decides_by_the_two_divergences_that_its_file_has(tmp_path: Path) 
     step, records = read_divergence(tmp_path / "snip" / "divergence-2.json")
     table = DivergenceTable(0.0, tuple(Divergence(**record) for record in records))
     assert step == 2 and all(row.weight_divergence > 0 < row.loss_divergence for row in of_layers(table).values())
-    start = {layer: dict.fromkeys(GEMMS, "fp8") for layer in plan.flops}
-    program = problem(Setting(config, plan.flops, plan.stages), table, start)
+    program = problem(Setting(config, plan.flops, plan.stages), table)
     assert Setting(config, plan.flops, plan.stages).assignment(ilp.solve(program)["choices"]) == plan.assignment
 
 

@@ -7,13 +7,28 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tiny_runs import SCHEDULE, train
 
+from snip_hf import SnipConfig
 from snip_hf.planning.plan import PrecisionPlan
 from snip_hf.records.load import load_recorded, load_run
 
-DATA = Path(__file__).parents[1] / "data" / "0dbc8b3"
-# Steps of the stored checkpoints: after the first refresh, and in the middle of the second one.
+# Steps of the checkpoints: after the first refresh, and in the middle of the second one.
 CHECKPOINTS = (5, 6)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of 8 steps: by layer in two stages, and by GEMM with measured times."""
+    folder = tmp_path_factory.mktemp("runs")
+    configs = {
+        "layer": SnipConfig(**SCHEDULE, granularity="layer", stages=2, target_fp4_fraction=0.5),
+        "gemm": SnipConfig(**SCHEDULE, granularity="gemm", budget="measured"),
+    }
+    for name, config in configs.items():
+        run = train(folder / name, config, max_steps=8, save_steps=1, save_strategy="steps")
+        shutil.copy(run.folder / "checkpoint-8" / "trainer_state.json", run.folder)
+    return folder
 
 
 def saved_plan(folder: Path) -> PrecisionPlan:
@@ -22,34 +37,33 @@ def saved_plan(folder: Path) -> PrecisionPlan:
 
 @pytest.mark.parametrize("name", ["layer", "gemm"])
 @pytest.mark.parametrize("step", CHECKPOINTS)
-def test_a_checkpoint_is_its_run_up_to_its_step(name: str, step: int) -> None:
-    folder = DATA / name / f"checkpoint-{step}"
-    whole, found = load_run(DATA / name), load_recorded(folder)
+def test_a_checkpoint_is_its_run_up_to_its_step(data: Path, name: str, step: int) -> None:
+    folder = data / name / f"checkpoint-{step}"
+    whole, found = load_run(data / name), load_recorded(folder)
     assert found.folder == folder
     assert found.refreshes == [refresh for refresh in whole.refreshes if refresh.decided_step <= step]
     assert len(found.refreshes) < len(whole.refreshes)
-    assert found.checks == [check for check in whole.checks if check.step <= step]
     assert list(found.divergences) == [probe for probe in whole.divergences if probe <= step]
     assert found.plans[-1][1].assignment == saved_plan(folder).assignment
     assert found.measured == saved_plan(folder).measured
     assert not any("differs" in note for note in found.notes)
 
 
-def test_a_checkpoint_alone_has_its_plan_and_its_configuration(tmp_path: Path) -> None:
-    source = DATA / "gemm" / "checkpoint-5"
+def test_a_checkpoint_alone_has_its_plan_and_its_configuration(data: Path, tmp_path: Path) -> None:
+    source = data / "gemm" / "checkpoint-5"
     shutil.copytree(source, tmp_path / "checkpoint-5")
-    shutil.copy(DATA / "gemm" / "trainer_state.json", tmp_path / "checkpoint-5")
+    shutil.copy(data / "gemm" / "trainer_state.json", tmp_path / "checkpoint-5")
     found = load_recorded(tmp_path / "checkpoint-5")
     ((step, plan),) = found.plans
     assert (step, plan.assignment) == (5, saved_plan(source).assignment)
     assert found.config["granularity"] == "gemm"
-    assert found.measured is not None and found.losses.keys() == load_run(DATA / "gemm").losses.keys()
-    assert (found.refreshes, found.checks, found.divergences) == ([], [], {})
+    assert found.measured is not None and found.losses.keys() == load_run(data / "gemm").losses.keys()
+    assert (found.refreshes, found.divergences) == ([], {})
     assert found.notes == ["There is no history around the checkpoint: its plan is all that is known of the run."]
 
 
-def test_a_checkpoint_of_another_run_than_its_history_says_so(tmp_path: Path) -> None:
-    shutil.copytree(DATA / "layer", tmp_path / "run")
+def test_a_checkpoint_of_another_run_than_its_history_says_so(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data / "layer", tmp_path / "run")
     state = tmp_path / "run" / "checkpoint-5" / "snip_state.json"
     document = json.loads(state.read_text())
     layer = next(iter(document["plan"]["assignment"]))
@@ -83,8 +97,8 @@ def test_a_folder_that_is_neither_a_run_nor_a_checkpoint_is_refused_as_no_run(tm
         load_recorded(tmp_path)
 
 
-def test_the_losses_of_a_pushed_checkpoint_are_found(tmp_path: Path) -> None:
-    shutil.copytree(DATA / "layer" / "snip", tmp_path / "snip")
+def test_the_losses_of_a_pushed_checkpoint_are_found(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data / "layer" / "snip", tmp_path / "snip")
     (tmp_path / "last-checkpoint").mkdir()
-    shutil.copy(DATA / "layer" / "trainer_state.json", tmp_path / "last-checkpoint")
-    assert load_run(tmp_path).losses == load_run(DATA / "layer").losses != {}
+    shutil.copy(data / "layer" / "trainer_state.json", tmp_path / "last-checkpoint")
+    assert load_run(tmp_path).losses == load_run(data / "layer").losses != {}

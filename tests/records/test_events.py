@@ -13,12 +13,10 @@ import pytest
 from events import counted_event, refresh_event, small_plan, start_event
 
 from snip_hf.planning.solver.process import SolverResult
-from snip_hf.records.events import DriftCheck, Event, Refresh, RefreshBegun, Start, later_event
+from snip_hf.records.events import Event, Refresh, RefreshBegun, Start, later_event
 from snip_hf.records.history import read_history
 from snip_hf.records.interventions import Alarm, Retarget
 
-HISTORIES = sorted((Path(__file__).parents[1] / "data").glob("*/*/snip/history.jsonl"))
-STATES = sorted((Path(__file__).parents[1] / "data").glob("*/*/checkpoint-6/snip_state.json"))
 BEGUN = RefreshBegun(
     step=2,
     loss=4.5,
@@ -48,24 +46,12 @@ EVENTS: list[Event] = [
     APPLIED,
     BEGUN.kept(3, small_plan(), "no"),
     RefreshBegun(step=6).kept(6, small_plan(), "no"),
-    DriftCheck(step=5, correlation=None, refresh=False, reason="no", seconds=0.5),
     counted_event(),
     counted_event(7, tokens={"a": 0.5}, changes={"a:forward": ("fp8", "fp4")}),
     ALARM,
     Alarm(step=9, figure="loss", value=None, limit=None, action="noted", reason="no", failures=3),
     RETARGET,
 ]
-
-
-@pytest.mark.parametrize("path", HISTORIES, ids=lambda path: path.parent.parent.name)
-def test_every_line_of_a_stored_history_is_written_again_to_the_byte(path: Path) -> None:
-    assert "".join(json.dumps(event.to_record()) + "\n" for event in read_history(path)) == path.read_text()
-
-
-@pytest.mark.parametrize("path", STATES, ids=lambda path: path.parent.parent.name)
-def test_a_refresh_under_way_of_a_stored_state_is_written_again_to_the_byte(path: Path) -> None:
-    record = json.loads(path.read_text())["pending"]["record"]
-    assert json.dumps(RefreshBegun.from_record(record).to_record()) == json.dumps(record)
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: f"{event.event}-{event.step}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from long_run import write_long_run
 from pages import Page, hash_of
-from written_runs import random_assignments, write_checks, write_divergence, write_losses, write_run
+from written_runs import random_assignments, write_divergence, write_losses, write_run
 
 from snip_hf import SnipConfig
 from snip_hf.records.load import load_run
@@ -25,7 +25,6 @@ def full_run(folder: Path) -> None:
     assignments = random_assignments(4)
     write_run(folder, assignments, kept=(2,))
     write_losses(folder / "trainer_state.json", 400)
-    write_checks(folder, 3)
     for step in (100, 300):
         write_divergence(folder, step, {(layer, "layer"): (0.1, 0.2) for layer in assignments[0]})
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from browser import Browser
 from long_run import write_long_run
-from written_runs import random_assignments, write_checks, write_divergence, write_losses, write_run
+from written_runs import random_assignments, write_divergence, write_losses, write_run
 
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
@@ -69,7 +69,6 @@ def page(tmp_path: Path) -> Path:
     plans = [dict.fromkeys(layers, "fp8"), {layer: "fp8" if layer == LAYER else "fp4" for layer in layers}]
     write_run(tmp_path / "run", [{x: dict.fromkeys(GEMMS, name) for x, name in plan.items()} for plan in plans])
     write_losses(tmp_path / "run" / "trainer_state.json", 400)
-    write_checks(tmp_path / "run", 3)
     write_divergence(tmp_path / "run", 100, {(layer, "layer"): (0.1, 0.2) for layer in layers})
     return write_page(tmp_path / "report.html", {"a run with a long name, on a phone": load_run(tmp_path / "run")})
 

@@ -10,7 +10,7 @@ from events import counted_event, refresh_event, small_plan, start_event
 
 from snip_hf import SnipConfig
 from snip_hf.records.coverage import Coverage
-from snip_hf.records.events import DriftCheck, Refresh
+from snip_hf.records.events import Refresh
 from snip_hf.records.interventions import Alarm, Retarget
 from snip_hf.reporting.quantities import quantities_in_force, quantities_of, settings, step_of
 
@@ -84,16 +84,6 @@ def test_stages_have_a_share_each_where_there_are_several() -> None:
 def test_numbers_that_are_not_finite_are_left_out() -> None:
     found = quantities_of(refresh_event(100, loss=math.nan, linear_speedup=math.inf))
     assert "snip/probed_loss" not in found and "snip/linear_speedup" not in found
-
-
-def test_a_check_has_its_correlation_and_whether_a_refresh_followed() -> None:
-    event = DriftCheck(step=7, correlation=0.5, refresh=True, reason=None, seconds=0.25)
-    assert step_of(event) == 7
-    assert quantities_of(event) == {
-        "snip/drift_correlation": 0.5,
-        "snip/drift_refreshes": 1.0,
-        "snip/drift_seconds": 0.25,
-    }
 
 
 def test_an_alarm_has_its_figure_and_another_target_its_number() -> None:

@@ -17,7 +17,7 @@ from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
-from written_runs import KINDS, random_assignments, write_checks, write_divergence, write_losses, write_run
+from written_runs import KINDS, random_assignments, write_divergence, write_losses, write_run
 
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
@@ -73,40 +73,6 @@ def test_a_refresh_that_failed_before_its_probe_has_a_line_without_figures(tmp_p
     assert ["100", "kept", "0.0000", "0", "-", "-", "-", "-", "-"] in rows(text)
     assert "Step 200: plan kept. ValueError: the loss is NaN.\n" in text
     assert write_figures(load_run(tmp_path)) == [tmp_path / "snip" / "plan.png"]
-
-
-def test_the_checks_are_printed_with_their_correlations_and_the_early_refreshes(tmp_path: Path) -> None:
-    write_run(tmp_path, random_assignments(3))
-    assert "Checks" not in printed(tmp_path)
-    write_checks(tmp_path, 16, correlation=None, reason="RuntimeError: out of [memory]")
-    run = load_run(tmp_path)
-    assert [check.step for check in run.checks] == list(range(10, 170, 10))
-    assert [refresh.step for refresh in run.refreshes] == [100, 200]
-    text = printed(tmp_path)
-    assert "Early refreshes, because the ranking had moved, at steps: 70, 140.\n" in text
-    lines = rows(text)
-    assert ["10", "0.999", "-"] in lines and ["70", "0.993", "early"] in lines and ["160", "-", "-"] in lines
-    assert "Step 160: check failed. RuntimeError: out of [memory]\n" in text
-    assert len(write_figures(run)) > 0
-
-
-def test_many_checks_are_thinned_to_twenty_rows(tmp_path: Path) -> None:
-    write_run(tmp_path, random_assignments(2))
-    write_checks(tmp_path, 300)
-    text = printed(tmp_path)
-    table = [row for row in rows(text[text.index("Checks") : text.index("Plan (")]) if row and row[0].isdigit()]
-    table = [row for row in table if len(row) == 3 and row[2] in ("-", "early")]
-    assert [row[0] for row in (table[0], table[-1])] == ["10", "3000"]
-    assert len(table) == 20
-
-
-def test_a_check_that_lacks_a_field_is_no_line_of_a_history(tmp_path: Path) -> None:
-    write_run(tmp_path, random_assignments(2))
-    path = tmp_path / "snip" / "history.jsonl"
-    start, *rest = path.read_text().splitlines(keepends=True)
-    path.write_text(start + '{"event": "drift", "step": 3, "refresh": false, "reason": null}\n' + "".join(rest))
-    with pytest.raises(ValueError, match=r"^Line 2 of .* is not a line of a snip-hf history: it has no entry 'corr"):
-        load_run(tmp_path)
 
 
 def test_a_run_that_continued_a_checkpoint_without_snip_starts_at_its_step(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Run:
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """The start, the refreshes and the checks of the ranking."""
+    """The start and the refreshes."""
     lines = [json.loads(line) for line in (folder / "snip" / "history.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] != "coverage"]
 

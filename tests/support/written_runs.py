@@ -91,14 +91,3 @@ def write_losses(path: Path, steps: int) -> None:
             log.append({"step": step, "eval_loss": 20 - step / 100, "eval_runtime": 1.0})
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"global_step": steps, "log_history": log}))
-
-
-def write_checks(folder: Path, count: int, **last: Any) -> None:
-    """Checks at steps 10, 20, ... with rank correlations that fall from 1 by a thousandth each."""
-    lines = [
-        {"event": "drift", "step": 10 * n, "correlation": 1 - n / 1000, "refresh": n % 7 == 0, "reason": None}
-        for n in range(1, count + 1)
-    ]
-    lines[-1] |= last
-    with open(folder / "snip" / "history.jsonl", "a") as file:
-        file.writelines(json.dumps(line | {"seconds": 0.5}) + "\n" for line in lines)

@@ -18,7 +18,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ParallelismConfig
 from own_loop import CONFIG, Loop
-from slow_cases import slow, slow_but
+from slow_cases import slow
 from small import text, tiny_llama
 from tiny_runs import (
     FAST,
@@ -35,7 +35,6 @@ from tiny_runs import (
 from torch import Tensor, nn
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, is_probing
-from snip_hf.estimation.divergence import divergences_at
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.kernels.backend import BACKENDS, register_backend
 from snip_hf.kernels.emulated import Emulated
@@ -52,7 +51,6 @@ from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.policies.setting import Setting
 from snip_hf.records import run_folder as run_folder_module
 from snip_hf.records.divergences import read_divergence
-from snip_hf.training import drift_check, step_probe
 from snip_hf.training.checks import check_launch
 from snip_hf.training.refresh import Solving, start_solver
 
@@ -221,13 +219,12 @@ def put(value: Any, *path: str) -> Callable[[dict[str, Any]], None]:
 
 
 INCOMPLETE = [
-    *[drop(key) for key in ("step", "config", "plan", "pending", "last_probe", "ranking")],
-    *[drop("pending", key) for key in ("step", "due", "problem", "record", "ranking")],
-    *[put(None, key) for key in ("step", "config", "plan", "ranking")],
-    *[put([1], key) for key in ("step", "config", "plan", "pending", "last_probe", "ranking")],
-    *[put("x", key) for key in ("step", "config", "plan", "pending", "last_probe", "ranking")],
-    *[put("x", "pending", key) for key in ("step", "due", "problem", "record", "ranking")],
-    put({"model.layers.0.mlp.up_proj": "x"}, "ranking"),
+    *[drop(key) for key in ("step", "config", "plan", "pending", "last_probe")],
+    *[drop("pending", key) for key in ("step", "due", "problem", "record")],
+    *[put(None, key) for key in ("step", "config", "plan")],
+    *[put([1], key) for key in ("step", "config", "plan", "pending", "last_probe")],
+    *[put("x", key) for key in ("step", "config", "plan", "pending", "last_probe")],
+    *[put("x", "pending", key) for key in ("step", "due", "problem", "record")],
     drop("pending", "record", "seconds"),
     drop("plan", "assignment"),
     drop("plan", "assignment", "model.layers.1.mlp.up_proj"),
@@ -281,16 +278,6 @@ def test_a_plan_that_is_due_at_the_next_refresh_is_applied_there(every: int, tmp
         (2 + every, 2 + 2 * every),
     ]
     loop.controller.close()
-
-
-def test_the_switching_cost_counts_against_the_plan_in_force(tmp_path: Path) -> None:
-    """With a cost that outweighs everything, no layer changes its format in the second refresh, nor at equal delays."""
-    for delay in (1, 3):
-        config = SnipConfig(first_refresh=2, refresh_every=3, apply_delay=delay, switching_cost=1e6, **FAST)
-        Loop(config, tmp_path / str(delay)).run(5 + delay).controller.close()
-        first, second = history(tmp_path / str(delay))[1:3]
-        assert first["layers_changed"] > 0
-        assert second["layers_changed"] == 0
 
 
 def test_every_micro_batch_has_rounding_numbers_of_its_own_and_each_step_starts_anew() -> None:
@@ -351,23 +338,12 @@ def test_the_divergences_are_told_the_tokens_and_labels_of_the_whole_micro_batch
     assert call["batch"].micro_batch == (8 * 24, 7 * 23 + 12)
 
 
-# ------------------------------------------------------------------------------------- checks between two refreshes
-
-
-def correlations(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
-    """Lets the checks find these rank correlations, one after the other, and then always 1."""
-    left = list(values)
-    monkeypatch.setattr(drift_check, "rank_correlation", lambda one, other: left.pop(0) if left else 1.0)
+# ------------------------------------------------------------------------------------------------------- criteria
 
 
 def events(folder: Path) -> list[tuple[Any, ...]]:
-    """(step, correlation, whether it refreshed) of the checks, (probe step, application) of the refreshes."""
-    return [
-        (line["step"], line["correlation"], line["refresh"])
-        if line["event"] == "drift"
-        else (line["step"], line["applied_step"])
-        for line in history(folder)[1:]
-    ]
+    """(probe step, application) of the refreshes."""
+    return [(line["step"], line["applied_step"]) for line in history(folder)[1:]]
 
 
 @pytest.mark.parametrize(
@@ -391,8 +367,7 @@ def test_a_run_decides_by_the_criterion_that_its_file_of_divergences_has(
     table = DivergenceTable(0.0, tuple(Divergence(**record) for record in records))
     assert step == 2 and sum(row.criterion for row in table.rows) > 0
     setting = Setting(config, plan.flops, plan.stages)
-    start = {layer: dict.fromkeys(GEMMS, "fp8") for layer in plan.flops}
-    assert setting.assignment(ilp.solve(problem(setting, table, start))["choices"]) == plan.assignment
+    assert setting.assignment(ilp.solve(problem(setting, table))["choices"]) == plan.assignment
     if granularity == "gemm" and policy in ("fisher", "greedy"):
         assert {formats["forward"] for formats in plan.assignment.values()} == {"fp8"}
 
@@ -422,7 +397,6 @@ def test_a_rule_is_in_force_before_the_first_step_and_stays(policy: str, tmp_pat
 # ------------------------------------------------------------------------------------------------------------- one plan
 
 
-DRIFT = {"first_refresh": 1, "refresh_every": 6, "apply_delay": 1, "drift_every": 2, "refresh_on_drift": 0.6, **FAST}
 STATIC = {"first_refresh": 2, "refresh_every": None, "apply_delay": 1, **FAST}
 
 
@@ -452,138 +426,9 @@ def test_a_first_plan_that_is_not_applied_is_tried_again(tmp_path: Path) -> None
     assert statuses == [(1, "kept", None), (2, "applied", 4)]
 
 
-def test_without_refreshes_a_plan_that_has_drifted_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    correlations(monkeypatch, 0.6, 0.59)
-    Loop(SnipConfig(**DRIFT | {"refresh_every": None}), tmp_path).run(9)
-    assert events(tmp_path) == [(1, 2), (3, 0.6, False), (5, 0.59, True), (5, 6), (7, 1.0, False), (9, 1.0, False)]
-
-
-def test_checks_and_refreshes_count_from_the_last_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    correlations(monkeypatch, 0.6, 0.59)
-    Loop(SnipConfig(**DRIFT), tmp_path).run(13)
-    assert events(tmp_path) == [
-        *[(1, 2), (3, 0.6, False), (5, 0.59, True), (5, 6)],
-        *[(7, 1.0, False), (9, 1.0, False), (11, 12), (13, 1.0, False)],
-    ]
-
-
-def test_there_is_no_check_while_a_plan_waits_for_its_application(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    correlations(monkeypatch, 0.0)
-    config = SnipConfig(**DRIFT | {"apply_delay": 2, "drift_every": 1})
-    Loop(config, tmp_path).run(8)
-    assert events(tmp_path) == [(1, 3), (4, 0.0, True), (4, 6), (7, 1.0, False), (8, 1.0, False)]
-
-
-@pytest.mark.parametrize(
-    ("token", "form", "early"),
-    [slow(None, "token-fisher", []), (5, "token-fisher", [14]), slow(5, "saliency", [])],
-)
-def test_an_abrupt_change_of_the_data_refreshes_early_and_the_same_data_does_not(
-    token: int | None, form: str, early: list[int], tmp_path: Path
-) -> None:
-    """Text at first, and from step 14 on, in all runs but one, nothing but the same token over and over. The ranking by
-    "saliency" hardly moves then."""
-    schedule = {"first_refresh": 8, "refresh_every": 99, "loss_estimator": form}
-    loop = Loop(SnipConfig(**DRIFT | schedule), tmp_path, dropout=0.0)
-
-    def batch(index: int) -> dict[str, Tensor]:
-        same = text(2, 64)
-        return same if token is None or loop.step < 14 else {name: torch.full((2, 64), token) for name in same}
-
-    loop.batch = batch
-    loop.run(7)
-    loop.optimizer.param_groups[0]["lr"] = 1e-5  # the model is trained no more, only its data may change
-    loop.run(16)
-    checks = [line for line in history(tmp_path) if line["event"] == "drift"]
-    assert [line["step"] for line in checks] == [10, 12, 14, 16]
-    assert [line["step"] for line in checks if line["refresh"]] == early
-    least = 0.9 if form == "saliency" else 0.75
-    assert all(line["correlation"] > least for line in checks if line["step"] < 14 or not early)
-    refreshes = [line for line in history(tmp_path) if line["event"] == "refresh"]
-    assert [(line["step"], line["status"]) for line in refreshes] == [(step, "applied") for step in (8, *early)]
-
-
-@pytest.mark.parametrize("policy", slow_but(["snip", "min-rel-err", "fisher", "greedy", "kl"], "snip", "fisher"))
-def test_a_check_leaves_no_trace(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {**DRIFT, "policy": policy}
-    expected = Loop(SnipConfig(**config | {"refresh_on_drift": None})).run(6)
-    correlations(monkeypatch)
-    loop = Loop(SnipConfig(**config)).run(5)
-    before = torch.get_rng_state()
-    loop.run(6)
-    assert not torch.equal(before, torch.get_rng_state())  # dropout draws
-    assert loop.losses == expected.losses
-    assert loop.formats() == expected.formats()
-    assert differing(weights(loop.model), weights(expected.model)) == []
-    assert all(layer.snip_recorder is None for layer in snip_linears(loop.model).values())
-    assert [p for p in loop.model.parameters() if p._post_accumulate_grad_hooks] == []
-
-
-def test_a_check_that_fails_keeps_the_plan_and_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        if kwargs["probes"] == 0:
-            raise RuntimeError("out of memory")
-        return divergences_at(*args, **kwargs)
-
-    expected = Loop(SnipConfig(**DRIFT | {"refresh_on_drift": None})).run(4)
-    monkeypatch.setattr(step_probe, "divergences_at", fail)
-    loop = Loop(SnipConfig(**DRIFT), tmp_path).run(4)
-    assert loop.losses == expected.losses
-    line = history(tmp_path)[-1]
-    assert line.pop("seconds") >= 0
-    reason = "RuntimeError: out of memory"
-    assert line == {"event": "drift", "step": 3, "correlation": None, "refresh": False, "reason": reason}
-    assert caplog.messages == [f"snip-hf: the check of step 3 failed, the plan in force stays: {reason}"]
-
-
-def test_a_check_of_a_loss_that_is_not_finite_or_a_batch_without_labels_says_so(tmp_path: Path) -> None:
-    loop = Loop(SnipConfig(**DRIFT), tmp_path).run(2)
-    loop.controller.capture({"input_ids": text(2, 24)["input_ids"]})
-    loop.controller.before_optimizer_step(3)
-    loop.controller.after_step(3)
-    norm = loop.model.model.norm.weight
-    with torch.no_grad():
-        kept = norm.clone()
-        norm.fill_(math.nan)
-    loop.step = 4
-    loop.controller.after_step(4)
-    loop.controller.capture(text(2, 24))
-    for layer in snip_linears(loop.model).values():
-        layer.weight.grad = torch.ones_like(layer.weight)
-    loop.controller.before_optimizer_step(5)
-    with torch.no_grad():
-        norm.copy_(kept)
-    first, second = [line["reason"] for line in history(tmp_path) if line["event"] == "drift"]
-    assert first.startswith("ValueError: The batch has no labels (its keys are input_ids)")
-    assert second == "ValueError: The loss of the probed micro-batch is nan; expected a finite number."
-
-
-def test_checks_compare_with_the_probe_of_the_plan_in_force_when_a_refresh_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    solve_with(monkeypatch, "", "raise SystemExit(1)", "")
-    correlations(monkeypatch, 0.0)
-    loop = Loop(SnipConfig(**DRIFT), tmp_path).run(2)
-    reference = loop.controller.state_dict()["ranking"]
-    loop.run(4)
-    assert events(tmp_path) == [(1, 2), (3, 0.0, True), (3, None)]
-    assert loop.controller.state_dict()["ranking"] == reference
-    loop.run(10)
-    assert events(tmp_path)[3:] == [(5, 1.0, False), (7, 1.0, False), (9, 10)]
-    assert loop.controller.state_dict()["ranking"] != reference
-    assert set(reference) == set(loop.formats())
-
-
-def test_without_the_option_nothing_is_ranked_and_the_schedule_is_a_grid(tmp_path: Path) -> None:
-    loop = Loop(SnipConfig(**DRIFT | {"refresh_on_drift": None, "refresh_every": 3}), tmp_path).run(8)
+def test_the_schedule_is_a_grid(tmp_path: Path) -> None:
+    Loop(SnipConfig(first_refresh=1, refresh_every=3, apply_delay=1, **FAST), tmp_path).run(8)
     assert events(tmp_path) == [(1, 2), (4, 5), (7, 8)]
-    assert loop.controller.state_dict()["ranking"] == {}
 
 
 # --------------------------------------------------------------------------------------------------- what is refused

@@ -83,7 +83,6 @@ HEALTHY: dict[str, tuple[int, dict[str, Any]]] = {
     # As long as it takes for the default's window to be half full, and a while longer.
     "by layer, defaults": (72, {"guard_window": 128}),
     "by GEMM, two stages": (24, {"guard_window": 16, "granularity": "gemm", "stages": 2}),
-    "checks of the ranking": (24, {"guard_window": 16, "refresh_on_drift": 0.5, "drift_every": 3}),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .pending import LAYER
@@ -32,13 +32,6 @@ class Divergence:
     """The same, each error divided by its operand's Frobenius norm."""
     criterion: float | None = None
     """What the policy's own criterion gives (`criterion`); None where the policy has none."""
-    price: float | None = None
-    """What the row costs in the integer program, where that is a mean over refreshes (`SnipConfig.estimate_memory`);
-    None: what the policy makes of this row."""
-
-    def with_price(self, price: float) -> Divergence:
-        """Returns the row with a price."""
-        return replace(self, price=price)
 
 
 @dataclass(frozen=True)
@@ -51,12 +44,8 @@ class DivergenceTable:
     """Last names of siblings that received the same tensor in every block; () of a measurement."""
 
     def to_records(self) -> list[dict[str, Any]]:
-        """Returns the rows as plain dicts; "price" only if a row has one."""
-        records = [dict(vars(row)) for row in self.rows]
-        if all(row.price is None for row in self.rows):
-            for record in records:
-                del record["price"]
-        return records
+        """Returns the rows as plain dicts."""
+        return [dict(vars(row)) for row in self.rows]
 
     def totals(self, fmt: str) -> dict[str, float]:
         """Returns the sums of the loss and weight divergence over all layers, each wholly in `fmt`."""

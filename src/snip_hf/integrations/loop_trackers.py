@@ -20,7 +20,7 @@ class Log(Protocol):
 
 
 def log_to(controller: SnipController, target: Accelerator | Log) -> None:
-    """Logs the events of a controller's run: shares, divergences, changes of the plan, times, drift (docs/trackers.md).
+    """Logs the events of a controller's run: shares, divergences, changes of the plan, times (docs/trackers.md).
 
     Call it once, after `accelerator.init_trackers` and before the first step. Steps are those that `after_step` gets.
     W&B leaves out what is logged at an earlier step than the last one, so log your own figures at the same steps.

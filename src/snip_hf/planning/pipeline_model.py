@@ -18,7 +18,7 @@ from ..numerics.formats import REFERENCE
 from ..policies.registry import needs_probe
 from ..policies.setting import Setting
 from ..policies.ties import names_of
-from .plan import Assignment, PrecisionPlan
+from .plan import PrecisionPlan
 from .program import problem
 from .solver.ilp import evaluate
 from .solver.process import SolverProcess
@@ -138,7 +138,7 @@ def pipeline_times(plan: PrecisionPlan, micro_batches: int | None = None) -> Pip
 
 
 def compare_constraints(
-    plan: PrecisionPlan, table: DivergenceTable, micro_batches: int | None = None, before: Assignment | None = None
+    plan: PrecisionPlan, table: DivergenceTable, micro_batches: int | None = None
 ) -> ConstraintComparison:
     """Solves the plan's problem again with one constraint over all layers in place of one per stage.
 
@@ -148,7 +148,6 @@ def compare_constraints(
         plan: with the config that it was made under in its provenance.
         table: the divergences that it was decided from (divergence-<step>.json).
         micro_batches: as in `pipeline_times`.
-        before: the assignment in force when it was decided; needed with a switching cost only.
 
     Raises:
         ValueError: there is nothing to compare: one stage, a plan made without divergences or from others than these,
@@ -156,18 +155,13 @@ def compare_constraints(
         SolverError: the solver found no other plan.
     """
     config = _config_of(plan)
-    if config.switching_cost > 0 and before is None:
-        raise ValueError(
-            "the switching cost counts changes from the plan in force before, which plan.json does not hold; see "
-            "`snip-hf report RUN`."
-        )
     foreign = [row.layer for row in table.rows if row.layer not in plan.assignment]
     if foreign:
         raise ValueError(f"the divergences are of another model: the plan has no layer {foreign[0]!r}.")
     check_ties_are_few(config, len(plan.assignment))
     everything = tuple(layer for stage in plan.stages for layer in stage)
     setting = Setting(config, plan.flops, (everything,), plan.measured, plan.tokens)
-    program = problem(setting.at_step(plan.provenance.step), table, before or plan.assignment)
+    program = problem(setting.at_step(plan.provenance.step), table)
     program["time_limit"] = min(program["time_limit"], _TIME_LIMIT)
     decided = {}
     for group in setting.groups(everything):

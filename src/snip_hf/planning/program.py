@@ -4,54 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config import POLICIES, SnipConfig
+from ..config import POLICIES
 from ..estimation.pending import LAYER
 from ..estimation.table import DivergenceTable
-from ..policies.registry import Cost, Policy, cost_of
-from ..policies.setting import Assignment, Setting
+from ..policies.registry import Policy, cost_of
+from ..policies.setting import Setting
 from ..policies.target import check_attainable, contributions, least_sum
 from ..policies.ties import tied_groups
 from .solver.process import solver_of
 
 
-def _price_of(config: SnipConfig, table: DivergenceTable) -> Cost:
-    """Returns what rows cost: the prices that they have, or what the policy makes of them."""
-    if any(row.price is None for row in table.rows):
-        return cost_of(config, table)
-    return lambda row: row.price or 0.0
-
-
-def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> dict[str, Any]:
+def problem(setting: Setting, table: DivergenceTable) -> dict[str, Any]:
     """Returns the integer program (`solver.ilp`) of a policy that needs a probe.
 
     Args:
         setting: config, FLOPs, stages and measured costs of the run.
         table: the divergences, with a row for every layer, GEMM and format.
-        in_force: the assignment in force, for the switching cost.
 
     Raises:
         ValueError: the policy cannot price the table, or the measured times show that no plan meets the target.
     """
     config = setting.config
     check_attainable(setting, config.formats)
-    cost = _price_of(config, table)
+    cost = cost_of(config, table)
     rows = {(row.layer, row.gemm, row.format): row for row in table.rows}
     groups, constraints = [], []
-    count = sum(len(setting.groups(stage)) for stage in setting.stages)
     policy: Policy = POLICIES[config.policy]
     for index, stage in enumerate(setting.stages):
         counted = contributions(setting, stage)
         for group, count_of in counted.items():
-            members = setting.members(group)
-            layer, gemm = members[0] if config.granularity == "gemm" else (group, LAYER)
+            layer, gemm = setting.members(group)[0] if config.granularity == "gemm" else (group, LAYER)
             options = []
             for fmt in reversed(config.formats):
-                changes = any(in_force[name][part] != fmt for name, part in members)
                 # BF16 has no row and costs nothing, as do layers that took no part in the probe (experts without
                 # tokens).
                 damage = cost(rows[layer, gemm, fmt]) if (layer, gemm, fmt) in rows else 0.0
-                extra = config.switching_cost / count * changes + policy.spare * count_of[fmt]
-                options.append({"name": fmt, "cost": damage + extra, "weight": count_of[fmt]})
+                options.append({"name": fmt, "cost": damage + policy.spare * count_of[fmt], "weight": count_of[fmt]})
             groups.append({"name": group, "options": options})
         constraints.append({"name": f"stage {index}", "groups": list(counted), "minimum": least_sum(setting)})
     return {

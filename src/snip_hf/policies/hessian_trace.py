@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..config import SnipConfig
 from ..estimation.criterion import LayerCriterion, Rows, forward_only
 from ..estimation.pending import Pending
 from ..estimation.products import product
@@ -59,12 +58,4 @@ class HessianTrace(LayerCriterion):
         return Pending(trace.clamp(min=0.0) / sums.w.numel() * sums.weight_error(name), forward_only)
 
 
-def _refuse_drift_checks(config: SnipConfig) -> None:
-    if config.refresh_on_drift is not None and config.fixed_plan is None:
-        raise ValueError(
-            f"refresh_on_drift={config.refresh_on_drift!r} with policy='hessian-trace' cannot work: a check takes no "
-            "derivatives, and so knows no trace. Set refresh_on_drift=None."
-        )
-
-
-register_criterion("hessian-trace", HessianTrace, check=_refuse_drift_checks)
+register_criterion("hessian-trace", HessianTrace)

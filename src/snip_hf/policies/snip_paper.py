@@ -39,7 +39,7 @@ Our readings, where the sources leave holes:
 
 Rows of single GEMMs hold the two terms of |dg|: that with a under "forward", that with b under "grad_input", 0 under
 "grad_weight", whose own errors both passes include. They are no divergences of single GEMMs, and so granularity "gemm"
-is refused. So are layers of several matrices, frozen ones, and `refresh_on_drift`, whose checks add no noise.
+is refused. So are layers of several matrices and frozen ones.
 """
 
 from __future__ import annotations
@@ -169,11 +169,6 @@ def _check(config: SnipConfig) -> None:
         raise ValueError(
             f"decides={config.decides!r} with policy='snip-paper' cannot work: the paper's estimate is one figure per "
             "linear, and does not tell its forward GEMM apart. Set decides='all', or policy='snip'."
-        )
-    if config.refresh_on_drift is not None:
-        raise ValueError(
-            f"refresh_on_drift={config.refresh_on_drift!r} with policy='snip-paper' cannot work: a check adds no "
-            "noise, and so knows no weight divergence. Set refresh_on_drift=None."
         )
 
 

@@ -77,5 +77,4 @@ def _row(value: object, where: str) -> dict[str, Any]:
         record[key] = number_of(row.get(key), f"{where}.{key}") or 0.0
     record["weight_bias"] = number_of(row.get("weight_bias"), f"{where}.weight_bias")
     record["criterion"] = number_of(row.get("criterion"), f"{where}.criterion")
-    price = number_of(row.get("price"), f"{where}.price")  # which earlier versions do not have
-    return record if price is None else record | {"price": price}
+    return record

@@ -268,41 +268,7 @@ class Refresh(RefreshBegun):
         return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DriftCheck:
-    """A check whether the ranking of the layers has moved (`refresh_on_drift`)."""
-
-    event: ClassVar[str] = "drift"
-
-    step: int
-    correlation: float | None
-    """None: the check failed, for `reason`."""
-    refresh: bool
-    """Whether a refresh followed at once."""
-    reason: str | None
-    seconds: float | None = None
-
-    def to_record(self) -> dict[str, Any]:
-        return {"event": self.event, **_values(self)}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> DriftCheck:
-        """Reads a line.
-
-        Raises:
-            ValueError: it is none of a check; names the field.
-        """
-        check_event(record, cls.event)
-        return cls(
-            step=step_of(entry_of(record, "step"), "step"),
-            correlation=number_of(entry_of(record, "correlation"), "correlation"),
-            refresh=bool(entry_of(record, "refresh")),
-            reason=text_of(entry_of(record, "reason"), "reason"),
-            seconds=number_of(record.get("seconds"), "seconds"),
-        )
-
-
-LaterEvent = Refresh | DriftCheck | Counted | Alarm | Retarget
+LaterEvent = Refresh | Counted | Alarm | Retarget
 Event = Start | LaterEvent
 
 
@@ -312,9 +278,7 @@ def later_event(record: Mapping[str, Any], cells: Mapping[str, str] | None = Non
     Raises:
         ValueError: it is none; names the field.
     """
-    if entry_of(record, "event") == DriftCheck.event:
-        return DriftCheck.from_record(record)
-    if record["event"] == Retarget.event:
+    if entry_of(record, "event") == Retarget.event:
         return Retarget.from_record(record)
     if record["event"] == Counted.event:
         return Counted.from_record(record, cells)
@@ -323,7 +287,7 @@ def later_event(record: Mapping[str, Any], cells: Mapping[str, str] | None = Non
     return Refresh.from_record(record, cells)
 
 
-def _values(event: RefreshBegun | DriftCheck) -> dict[str, Any]:
+def _values(event: RefreshBegun) -> dict[str, Any]:
     return {one.name: getattr(event, one.name) for one in fields(event)}
 
 

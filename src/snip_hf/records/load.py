@@ -27,7 +27,7 @@ from ..planning.plan import PrecisionPlan
 from .checkpoints import STATE_NAME, Checkpoint, read_checkpoint
 from .coverage import Counted
 from .divergences import read_divergence
-from .events import DriftCheck, Event, Refresh, Start
+from .events import Event, Refresh, Start
 from .history import read_history
 from .interventions import Alarm, Retarget
 from .losses import read_log
@@ -55,7 +55,6 @@ class Run:
     measured: MeasuredCost | None
     """The times in plan.json, which the history does not hold; None: there are none, or it cannot be used."""
     refreshes: list[Refresh]
-    checks: list[DriftCheck]
     counted: list[Counted]
     """What the plans cover, of each micro-batch that was counted; empty for a run of an earlier version."""
     divergences: dict[int, list[dict[str, Any]]]
@@ -142,8 +141,8 @@ def load_run(run_dir: str | os.PathLike[str], checkpoint: Checkpoint | None = No
     own = folder if checkpoint is None else checkpoint.folder
     log = read_log(own, notes)
     facts = {**start.versions, **log.facts}
-    checks, retargets = _of(DriftCheck, events), _of(Retarget, events)
-    found = plans, measured, refreshes, checks, counted, divergences, log.losses, facts
+    retargets = _of(Retarget, events)
+    found = plans, measured, refreshes, counted, divergences, log.losses, facts
     return Run(own, *found, notes, alarms, retargets)
 
 
@@ -163,7 +162,7 @@ def load_recorded(path: str | os.PathLike[str]) -> Run:
         return load_run(around, checkpoint)
     notes = ["There is no history around the checkpoint: its plan is all that is known of the run."]
     log, plans = read_log(folder, notes), [(checkpoint.step, checkpoint.plan)]
-    return Run(folder, plans, checkpoint.plan.measured, [], [], checkpoint.counted, {}, log.losses, log.facts, notes)
+    return Run(folder, plans, checkpoint.plan.measured, [], checkpoint.counted, {}, log.losses, log.facts, notes)
 
 
 def thinned(items: Sequence[T], count: int) -> list[T]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from ..budget_checks import FORWARD
 from ..config import POLICIES
 from ..estimation.coverage import Coverage
 from ..planning.forward_shares import forward_shares
-from ..planning.plan import Assignment, PrecisionPlan
+from ..planning.plan import PrecisionPlan
 from ..records.load import Run
 from ..records.values import short
 from ..schedule_checks import mean_share, read_shares, shares_text
@@ -86,14 +85,6 @@ def plan_in_force(run: Run) -> PrecisionPlan:
     return dataclasses.replace(run.plans[-1][1], measured=run.measured)
 
 
-def last_decided(run: Run) -> tuple[int, Assignment] | None:
-    """Returns the probe step of the last applied refresh, and the assignment that it replaced."""
-    applied = [refresh for refresh in run.refreshes if refresh.applied_step is not None]
-    if not applied:
-        return None
-    last = applied[-1]
-    # The guard may have raised formats since.
-    for (_, before), (begin, plan) in reversed(list(itertools.pairwise(run.plans))):
-        if (begin, plan.provenance.step) == (last.applied_step, last.step):
-            return last.step, before.assignment
-    return None
+def last_decided(run: Run) -> int | None:
+    """Returns the probe step of the last applied refresh."""
+    return max((refresh.step for refresh in run.refreshes if refresh.applied_step is not None), default=None)

@@ -269,7 +269,6 @@ def _own_charts(run: Run) -> list[dict[str, Any]]:
         ("Gap to the solver's bound", "", of("gap", 0, ((one.step, one.gap) for one in refreshes))),
         ("Layers changed", "layers", of("changed", 0, ((one.step, float(one.layers_changed)) for one in refreshes))),
         ("Speed of the linears", "times BF16", of("linears", 0, ((x.step, x.linear_speedup) for x in refreshes))),
-        ("Rank correlation with the last probe", "", of("checks", 0, ((x.step, x.correlation) for x in run.checks))),
     )
     return [{"title": title, "unit": unit, "series": series, "marks": []} for title, unit, series in charts]
 

@@ -13,7 +13,7 @@ from ..estimation.coverage import Coverage
 from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
 from ..records.coverage import Counted
-from ..records.events import DriftCheck, Event, Refresh, Start
+from ..records.events import Event, Refresh, Start
 from ..records.interventions import Alarm, Retarget
 
 PREFIX = "snip/"
@@ -44,12 +44,6 @@ def quantities_of(event: Event) -> dict[str, float]:
         found: dict[str, float | None] = {"fp4_share": round(plan.fp4_fraction, 4) if plan.is_share_known else None}
     elif isinstance(event, Counted):
         found = {"fp4_coverage": round(event.coverage.share, 4), "gemms_changed_by_tokens": len(event.changes)}
-    elif isinstance(event, DriftCheck):
-        found = {
-            "drift_correlation": event.correlation,
-            "drift_refreshes": float(event.refresh),
-            "drift_seconds": event.seconds,
-        }
     elif isinstance(event, Alarm):
         found = {
             "fp4_share": None if event.fp4_fraction is None else round(event.fp4_fraction, 4),

@@ -35,7 +35,7 @@ from .facts import (
 )
 from .figures import write_figures
 from .interventions import alarms_told, retargets_told
-from .tables import listed, name_text, new_table, number, plan_table, print_cost, print_stages, say
+from .tables import name_text, new_table, number, plan_table, print_cost, print_stages, say
 
 _MOST_ROWS = 20
 _MOST_REFRESHES = 200
@@ -108,12 +108,6 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         )
     kept = [refresh for refresh in run.refreshes if refresh.applied_step is None]
     _say_some(console, [f"Step {refresh.step}: plan kept. {refresh.reason}" for refresh in kept])
-    if run.checks:
-        console.print(drift_table(run))
-        early = listed([str(check.step) for check in run.checks if check.refresh]) or "none"
-        say(console, f"Early refreshes, because the ranking had moved, at steps: {early}.")
-    failed = [check for check in run.checks if check.reason is not None]
-    _say_some(console, [f"Step {check.step}: check failed. {check.reason}" for check in failed])
     for sentences in (alarms_told(run.alarms), retargets_told(run.retargets)):
         _say_some(console, sentences)
     if run.losses:
@@ -144,11 +138,7 @@ def _say_some(console: Console, sentences: list[str]) -> None:
 
 def _print_run_stages(run: Run, plan: PrecisionPlan, console: Console, micro_batches: int | None) -> None:
     decided = last_decided(run)
-    if decided is None:
-        print_stages(plan, console, micro_batches)
-    else:
-        step, before = decided
-        print_stages(plan, console, micro_batches, run.divergences.get(step), before)
+    print_stages(plan, console, micro_batches, None if decided is None else run.divergences.get(decided))
 
 
 def refresh_table(run: Run) -> Table:
@@ -172,16 +162,6 @@ def refresh_table(run: Run) -> Table:
         )
     if len(run.refreshes) > _MOST_REFRESHES:
         table.caption = f"{_MOST_REFRESHES} of {len(run.refreshes):,} refreshes."
-    return table
-
-
-def drift_table(run: Run) -> Table:
-    """Rank correlations of the checks with the refresh before them, at no more than `_MOST_ROWS` checks."""
-    table = new_table("Checks of the ranking")
-    for heading in ("step", "rank\ncorrelation", "refresh"):
-        table.add_column(heading, justify="right")
-    for check in thinned(run.checks, _MOST_ROWS):
-        table.add_row(str(check.step), number(check.correlation, ".3f"), "early" if check.refresh else "-")
     return table
 
 
@@ -216,9 +196,9 @@ def reason_table(run: Run) -> Table | None:
         ValueError, TypeError: the run's config is none that this version knows.
     """
     decided = last_decided(run)
-    if decided is None or decided[0] not in run.divergences:
+    if decided is None or decided not in run.divergences:
         return None
-    (step, before), plan = decided, plan_in_force(run)
+    step, plan = decided, plan_in_force(run)
     if plan.measured is None and run.config.get("budget") == "measured":
         return None
     if len(plan.stages) > _MOST_STAGES:
@@ -228,7 +208,7 @@ def reason_table(run: Run) -> Table | None:
     setting = Setting(config, plan.flops, plan.stages, plan.measured, plan.tokens)
     rows = tuple(Divergence(**record) for record in run.divergences[step])
     divergences = {(row.layer, row.gemm): row for row in rows if row.format == run.formats[0]}
-    program = problem(setting.at_step(step), DivergenceTable(0.0, rows), before)
+    program = problem(setting.at_step(step), DivergenceTable(0.0, rows))
     stage_of = {group: row["name"] for row in program["constraints"] for group in row["groups"]}
     prices, work = {}, setting.executed
     for group in program["groups"]:

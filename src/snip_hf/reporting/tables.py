@@ -16,7 +16,7 @@ from ..layers.labels import LayerLabels, split_layer
 from ..numerics.formats import FORMATS, REFERENCE
 from ..planning.forward_shares import forward_shares
 from ..planning.pipeline_model import ConstraintComparison, PipelineTimes, compare_constraints, pipeline_times
-from ..planning.plan import Assignment, PrecisionPlan
+from ..planning.plan import PrecisionPlan
 from ..planning.solver.solution import SolverError
 from ..text import printable
 
@@ -127,12 +127,11 @@ def print_stages(
     console: Console,
     micro_batches: int | None = None,
     records: Sequence[Mapping[str, Any]] | None = None,
-    before: Assignment | None = None,
 ) -> None:
     """Prints the stages, the pipeline's bubble and, from the records of the plan's divergences, what its stages save.
 
     Args:
-        micro_batches, before: as in `pipeline_model.compare_constraints`.
+        micro_batches: as in `pipeline_model.compare_constraints`.
         records: None means that there are none: no comparison.
     """
     times, forward = pipeline_times(plan, micro_batches), forward_shares(plan)
@@ -146,7 +145,7 @@ def print_stages(
     if records is not None:
         table = DivergenceTable(0.0, tuple(Divergence(**record) for record in records))
         try:
-            comparison = compare_constraints(plan, table, micro_batches, before)
+            comparison = compare_constraints(plan, table, micro_batches)
         except (ValueError, TypeError, SolverError) as error:  # a config of another version among them
             missing = str(error)
     console.print(bubble_table(times, comparison))

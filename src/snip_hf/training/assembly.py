@@ -28,7 +28,6 @@ from ..policies.target import check_attainable
 from ..records.event_writer import EventWriter
 from .checks import check_guard, check_model, check_parts
 from .coverage_check import CoverageCheck
-from .drift_check import DriftDetector
 from .gradients import GradientSource, find_source, warn_if_unscaled
 from .liger import keep_out_of_graphs
 from .plans import PlanInForce, first_plan, formats_in_use
@@ -54,7 +53,6 @@ class RunParts:
     probe: StepProbe
     in_force: PlanInForce
     refresher: Refresher
-    detector: DriftDetector
     coverage: CoverageCheck
     messages: RunMessages
 
@@ -100,13 +98,10 @@ def assemble(
     in_force = _first_in_force(bare, kernels.name, setting, processes, events, log)
     probe = StepProbe(bare, probed, setting.flops, layers, source, processes)
     refresher = Refresher(in_force, probe, events, solving, log, solver, finds_ties=config.ties == FOUND)
-    detector = DriftDetector(in_force, probe, events, solving.clock, log)
     coverage = CoverageCheck(bare, in_force, processes, events, log, accelerator)
     messages = RunMessages(config, kernels.name, log)
     events.add_tracker(messages.note)
-    return RunParts(
-        config, bare, kernels.name, layers, source, probe, in_force, refresher, detector, coverage, messages
-    )
+    return RunParts(config, bare, kernels.name, layers, source, probe, in_force, refresher, coverage, messages)
 
 
 def _checked_for_probe(model: nn.Module, config: SnipConfig, source: GradientSource, log: logging.Logger) -> SnipConfig:

@@ -12,10 +12,9 @@ from ..estimation.coverage import Coverage
 from ..estimation.shared_inputs import Ties
 from ..field_names import current_names
 from ..field_values import as_names
-from ..layers.state import plain_name, with_plain_names
+from ..layers.state import with_plain_names
 from ..parallel.ranks import Attempt, Ranks
 from ..planning.plan import PrecisionPlan
-from ..planning.price_memory import Prices, read_prices
 from ..planning.solver.process import SolverProcess
 from ..records.coverage import read_coverage
 from ..records.events import RefreshBegun
@@ -40,8 +39,6 @@ class PendingRefresh:
     problem: dict[str, Any]
     begun: RefreshBegun
     """What its event will say, so far."""
-    ranking: dict[str, float]
-    """What later checks compare with once the plan is applied."""
     process: SolverProcess | None = None
 
     @classmethod
@@ -51,11 +48,10 @@ class PendingRefresh:
         if not begun.seconds:
             raise ValueError("record has no entry 'seconds'")
         problem = dict(with_plain_names(saved["problem"]))
-        return cls(begun.step, int(saved["due"]), problem, begun, _read_ranking(saved["ranking"]))
+        return cls(begun.step, int(saved["due"]), problem, begun)
 
     def to_dict(self) -> dict[str, Any]:
-        parts = {"problem": self.problem, "record": self.begun.to_record(), "ranking": self.ranking}
-        return {"step": self.step, "due": self.due, **parts}
+        return {"step": self.step, "due": self.due, "problem": self.problem, "record": self.begun.to_record()}
 
     def stop(self) -> None:
         """Ends the solver, if it still runs."""
@@ -79,8 +75,6 @@ class SavedState:
     plan: PrecisionPlan
     pending: PendingRefresh | None
     last_probe: int | None
-    ranking: dict[str, float]
-    """Of the probe that the plan was made from; empty without such a probe, or if nothing is checked."""
     weights: str | None = None
     """Fingerprint of the weights that it was saved with; None: not known."""
     kernels: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -89,8 +83,6 @@ class SavedState:
     """The step to which a refresh was put off."""
     counted: CountedState | None = None
     """None: nothing was counted yet."""
-    prices: Prices = field(default_factory=dict)
-    """What is remembered of the refreshes so far (`SnipConfig.estimate_memory`)."""
     ties: Ties | None = None
     """Those in force; None: not known."""
     guard: dict[str, Any] = field(default_factory=dict)
@@ -112,12 +104,10 @@ class SavedState:
                 plan=PrecisionPlan.from_dict(state["plan"]),
                 pending=None if pending is None else PendingRefresh.of(pending),
                 last_probe=None if last_probe is None else int(last_probe),
-                ranking=_read_ranking(state["ranking"]),
                 weights=None if state.get("weights") is None else str(state["weights"]),
                 counted=_read_counted(state),
                 kernels={str(name): dict(entry) for name, entry in dict(state.get("kernels", {})).items()},
                 postponed=None if postponed is None else int(postponed),
-                prices=read_prices(with_plain_names(state.get("prices", {}))),
                 ties=tuple(as_names("ties", tie) for tie in state["ties"]) if "ties" in state else None,
                 guard=read_guard(state.get("guard", {})),
             )
@@ -139,12 +129,10 @@ class SavedState:
             "plan": self.plan.to_dict(),
             "pending": None if self.pending is None else self.pending.to_dict(),
             "last_probe": self.last_probe,
-            "ranking": self.ranking,
             "ties": [list(tie) for tie in self.ties or ()],
             **kernels,
             **postponed,
             **counted,
-            **({"prices": self.prices} if self.prices else {}),
             **({"guard": self.guard} if self.guard else {}),
         }
 
@@ -228,7 +216,3 @@ def _read_counted(state: Mapping[str, Any]) -> CountedState | None:
     if "coverage" not in state:
         return None
     return CountedState(None if state["coverage"] is None else read_coverage(state["coverage"]))
-
-
-def _read_ranking(saved: Mapping[str, Any]) -> dict[str, float]:
-    return {plain_name(str(layer)): float(cost) for layer, cost in dict(saved).items()}

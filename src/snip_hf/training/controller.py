@@ -2,8 +2,7 @@
 
 One refresh at optimizer step s: `capture` keeps the step's first micro-batch; `before_optimizer_step` probes it and
 starts the solver in a process of its own; training goes on; `after_step(s + apply_delay)` reads the solution, waiting
-for it only if it is not there yet, and applies it. Between refreshes, cheap checks may look whether the ranking of the
-layers has moved (`drift_check`); if so, the check's own step refreshes.
+for it only if it is not there yet, and applies it.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class SnipController:
         """Name of the backend in use."""
         self._expectation = Expectation(run.backend, run.layers.present, self._log, self.config.backend)
         self._layers, self._source, self._probe = run.layers, run.source, run.probe
-        self._in_force, self._refresher, self._detector = run.in_force, run.refresher, run.detector
+        self._in_force, self._refresher = run.in_force, run.refresher
         self._coverage, self._messages = run.coverage, run.messages
         self._guard = guard_of(run, self._schedule, self.processes, self._events, self._log)
         self._resuming = Resuming(run, self._schedule, self._events, self._log)
@@ -200,7 +199,7 @@ class SnipController:
         self.keep_weights(everything=self._micro_batch == 0)
         if self._micro_batch == 0:
             self._source.begin_step()
-        is_probed = self._micro_batch == 0 and (self._refreshes(step) or self._checks(step))
+        is_probed = self._micro_batch == 0 and self._refreshes(step)
         if is_probed and self._armed is None:
             self._armed = self._probe.watch()
         is_read = is_probed or (self.needs_probe and not self._has_labels) or not self._expectation.is_said
@@ -263,11 +262,9 @@ class SnipController:
             self._schedule.postpone(step)
             return
         # By the schedule and not by what was captured: the ranks have the schedule in common.
-        if refreshes or self._checks(step):
+        if refreshes:
             # With apply_delay = refresh_every the plan before is due after this very step, whose passes are done.
             self._refresher.apply_due(step)
-            refreshes = refreshes or self._detector.finds_drift(step, watch)
-        if refreshes:
             self._schedule.note_probe(step)
             self._layers.say_findings(self._log)
             self._coverage.count_again(step, watch)
@@ -372,9 +369,6 @@ class SnipController:
 
     def _refreshes(self, step: int) -> bool:
         return self._schedule.refreshes(step, self._refresher.is_planned(step))
-
-    def _checks(self, step: int) -> bool:
-        return self._refresher.is_idle and bool(self._in_force.ranking) and self._schedule.checks(step)
 
     def _disarm(self) -> StepWatch | None:
         """Ends what `capture` began for a refresh, and returns it."""

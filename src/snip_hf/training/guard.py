@@ -118,7 +118,7 @@ class Guard:
         plan = raised_plan(before, layers, self._config.formats)
         changes = before.changes(plan)
         if changes:
-            self._in_force.put(plan, self._in_force.ranking)
+            self._in_force.put(plan)
             self._in_force.save()
             self._refresher.drop(alarm.step, f"the guard raised formats after step {alarm.step}")
             if needs_probe(self._config):

@@ -129,8 +129,6 @@ class PlanInForce:
         self.plan = plan
         self.setting = setting
         self.model_name = model_name
-        self.ranking: dict[str, float] = {}
-        """Of the probe that the plan was made from; empty without such a probe, or if nothing is checked."""
         self._gave_up: float | None = None
         """The target that no plan could be made for."""
         self._model = model
@@ -138,21 +136,16 @@ class PlanInForce:
         self._measure = measure
         self._log = log
 
-    def put(self, plan: PrecisionPlan, ranking: dict[str, float]) -> None:
-        """Puts a plan in force.
-
-        Args:
-            plan: as `solved_plan` or a checkpoint has it.
-            ranking: of the probe that it was made from.
-        """
+    def put(self, plan: PrecisionPlan) -> None:
+        """Puts a plan in force, as `solved_plan` or a checkpoint has it."""
         plan.apply(self._model, elsewhere=self.setting.flops)
-        self.plan, self.ranking = plan, ranking
+        self.plan = plan
         # The decisions of the run count by the same times and tokens as the plan.
         self.setting = replace(self.setting, measured=plan.measured, tokens=plan.tokens)
 
-    def resume(self, plan: PrecisionPlan, ranking: dict[str, float], step: int) -> None:
+    def resume(self, plan: PrecisionPlan, step: int) -> None:
         """Puts the plan of a checkpoint of this step in force, as `put` does, and tells the log."""
-        self.put(plan, ranking)
+        self.put(plan)
         self._log.info("snip-hf: resumed at step %d: %s.", step, describe_plan(plan))
 
     def apply(self) -> None:
@@ -233,7 +226,7 @@ class PlanInForce:
         with self.keeping(step):
             plan = rule_plan(self.setting, self.model_name, step)
             changes = self.plan.changes(plan)
-            self.put(plan, {})
+            self.put(plan)
             self.save()
             self._events.add(self.begun(step).applied(step, plan, changes, None))
             self._gave_up = None

@@ -14,8 +14,6 @@ from typing import Any
 
 from ..estimation.memory import measured_peak
 from ..estimation.shared_inputs import Ties
-from ..planning.drift import ranking
-from ..planning.price_memory import Prices, with_memory
 from ..planning.program import problem
 from ..planning.solver.process import NEXT_SOLVER, SolverProcess, solver_of
 from ..planning.solver.solution import SolverError, SolverResult
@@ -74,8 +72,6 @@ class Refresher:
     ) -> None:
         self.pending: PendingRefresh | None = None
         """The refresh whose plan is not applied yet."""
-        self.prices: Prices = {}
-        """What is remembered of earlier refreshes (`SnipConfig.estimate_memory`)."""
         self._in_force = in_force
         self._probe = probe
         self._events = events
@@ -128,11 +124,6 @@ class Refresher:
             pending.process = self._start_solver(pending.problem)
             self.pending = pending
 
-    def restart(self, prices: Prices) -> None:
-        """Ends the solver that still runs, and remembers what a checkpoint does."""
-        self.stop()
-        self.prices = prices
-
     def tie(self, ties: Ties) -> None:
         """Ties the layers of these last names from now on, in decisions and in what kernels share."""
         if self._in_force.tie(ties):
@@ -174,20 +165,17 @@ class Refresher:
         if self._finds_ties:
             self.tie(table.ties)
             setting = self._in_force.setting
-        priced, prices = with_memory(setting, table, self.prices)
-        program = problem(setting.at_step(step), priced, self._in_force.plan.assignment) | {"solver": self._solver}
+        program = problem(setting.at_step(step), table) | {"solver": self._solver}
         memory = {"predicted": predicted, "measured": peak[0]}
         seconds = {"probe": self._solving.clock() - began, "solver": None, "waited": None}
-        self._events.folder.write_divergences(step, priced)
+        self._events.folder.write_divergences(step, table)
         divergence = {fmt: table.totals(fmt) for fmt in reversed(config.formats)}
         begun = self._in_force.begun(step)
         begun = replace(begun, loss=table.loss, divergence=divergence, memory_mib=memory, seconds=seconds)
         begun = replace(begun, kernels=self._probe.layers.figures)
-        ranked = {} if config.refresh_on_drift is None else ranking(setting, table)
         process = self._start_solver(program)
-        self.prices = prices
         self._probe.source.expect_gradients()
-        self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, ranked, process)
+        self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, process)
 
     def _say_no_update(self, step: int) -> None:
         if self._why_untrained():  # as the log has it since the start
@@ -237,7 +225,7 @@ class Refresher:
         pending.begun = pending.begun.with_seconds(solver=result.seconds, waited=self._solving.clock() - began)
         plan = solved_plan(self._in_force.setting, self._in_force.model_name, pending.step, result)
         changes = self._in_force.plan.changes(plan)
-        self._in_force.put(plan, pending.ranking)
+        self._in_force.put(plan)
         self._in_force.save()
         applied = pending.begun.applied(step, plan, changes, result)
         self._events.add(applied)

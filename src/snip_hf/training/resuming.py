@@ -32,22 +32,20 @@ class Resuming:
         run, schedule = self.run, self.schedule
         counted = None if run.coverage.is_due else CountedState(run.coverage.found)
         more: dict[str, Any] = {"kernels": run.layers.state_dict(), "counted": counted}
-        more |= {"postponed": schedule.postponed, "prices": run.refresher.prices}
+        more["postponed"] = schedule.postponed
         more["guard"] = {} if guard is None else guard.state()
         in_force, pending = run.in_force, run.refresher.pending
         more["ties"] = names_of(in_force.setting.config)
-        return SavedState(
-            config.to_dict(), step, in_force.plan, pending, schedule.last_probe, in_force.ranking, **more
-        ).to_dict()
+        return SavedState(config.to_dict(), step, in_force.plan, pending, schedule.last_probe, **more).to_dict()
 
     def restore(self, saved: SavedState, config: SnipConfig, guard: Guard | None) -> None:
         """Puts the parts into a saved state. The record loses what came after it, which is about to happen again."""
         run, folder = self.run, self.events.folder
         run.layers.load_state_dict(saved.kernels)
-        run.in_force.resume(saved.plan, saved.ranking, saved.step)
+        run.in_force.resume(saved.plan, saved.step)
         if saved.counted is not None:
             run.coverage.restore(saved.counted.coverage)
-        run.refresher.restart(saved.prices)
+        run.refresher.stop()
         if saved.ties is not None:
             run.refresher.tie(saved.ties)
         self.schedule.last_probe, self.schedule.postponed = saved.last_probe, saved.postponed

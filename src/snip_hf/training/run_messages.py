@@ -11,7 +11,7 @@ from ..kernels.backend import BACKENDS
 from ..numerics.formats import FORMATS
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import aims_at_share, needs_probe
-from ..records.events import DriftCheck, Event, Refresh
+from ..records.events import Event, Refresh
 from ..schedule_checks import shares_text
 from .plans import describe_plan
 
@@ -30,13 +30,10 @@ class RunMessages:
         self._has_begun, self._has_ended = False, False
         self._refreshes: list[bool] = []
         self._seconds: dict[str, list[float]] = {"probe": [], "solver": [], "waited": []}
-        self._checks = 0
 
     def note(self, event: Event) -> None:
         """Takes an event of the run, for what it came to."""
-        if isinstance(event, DriftCheck):
-            self._checks += 1
-        elif isinstance(event, Refresh):
+        if isinstance(event, Refresh):
             self._refreshes.append(event.applied_step is not None)
             for part, values in self._seconds.items():
                 seconds = event.seconds.get(part)
@@ -75,13 +72,12 @@ class RunMessages:
         self._has_ended = True
         applied, seconds = sum(self._refreshes), {part: math.fsum(values) for part, values in self._seconds.items()}
         self._log.info(
-            "snip-hf: ended after step %d: %s. New plans: %d; refreshes that kept the plan: %d; checks for drift: %d. "
+            "snip-hf: ended after step %d: %s. New plans: %d; refreshes that kept the plan: %d. "
             "Probes took %.1f s, solvers %.1f s beside training, which waited %.1f s for them.",
             step,
             describe_plan(plan),
             applied,
             len(self._refreshes) - applied,
-            self._checks,
             seconds["probe"],
             seconds["solver"],
             seconds["waited"],
@@ -102,13 +98,10 @@ def _refreshes(config: SnipConfig) -> str:
     if not needs_probe(config):
         return "none: the policy takes no probe"
     every = "no more" if config.refresh_every is None else f"then every {config.refresh_every} steps"
-    text = (
+    return (
         f"at step {config.first_refresh}, {every}; a plan is applied {config.apply_delay} steps later; until then "
         f"{FORMATS[config.format_at_start].label}"
     )
-    if config.refresh_on_drift is None:
-        return text
-    return f"{text}; earlier if rankings drift (checked every {config.drift_every} steps)"
 
 
 def _unmeasured(backend: str) -> str:

@@ -1,4 +1,4 @@
-"""The schedule of a run: at which optimizer steps it refreshes the plan, and at which it checks whether it should."""
+"""The schedule of a run: the optimizer steps at which it refreshes the plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Schedule:
     """Decides by the step alone, so that all ranks decide the same.
 
     Args:
-        config: when to refresh and to check.
+        config: when to refresh.
         max_steps: the last optimizer step, if it is known.
         log: is told which refresh is left out because training ends too early.
     """
@@ -43,15 +43,6 @@ class Schedule:
             is_planned: whether a plan for this step's target was made from a probe, or is about to be.
         """
         return self._is_scheduled(step, is_planned) and not self._is_too_late(step)
-
-    def checks(self, step: int) -> bool:
-        """Returns True if this step is one to check if the ranking has moved; if it refreshes, that goes first.
-
-        There is no check while a refresh is put off.
-        """
-        if self.last_probe is None or self.postponed is not None:
-            return False
-        return (step - self.last_probe) % self._config.drift_every == 0 and not self._is_too_late(step)
 
     def note_probe(self, step: int) -> None:
         """To be called at each refresh."""

@@ -39,6 +39,7 @@ def random(contracts: int, large: bool = False) -> Tensor:
     x[1:2], x[:, 3:4] = 0.0, -0.0
     x[2], x[3, :64], x[4, :64] = 2.0**-126 * x[2], 1e-40, 1e-30
     x[5, 32:64] = torch.arange(-16, 16) / 4 + 0.25  # ties where the largest number is 4
+    x[6, 96:128:2], x[6, 97:128:2] = 6.0, 0.5  # the scale is a power of two, and the next one loses the 0.5
     return x if contracts == 1 else x.t().contiguous()
 
 

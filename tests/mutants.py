@@ -1,0 +1,434 @@
+"""Breaks one line of the source at a time, and checks that a fast test fails.
+
+    python tests/mutants.py              # all mutants, some five minutes on one core
+    python tests/mutants.py adam-bias    # some of them
+    python tests/mutants.py --list
+
+Each mutant is a copy of `src` in which one piece of text is replaced; the tree itself is never edited. If its text no
+longer occurs exactly once, adapt its entry (`tests/test_mutants.py` fails until then). If it survives, write a test.
+
+Run it where the fast tests pass: a test that fails anyway kills every mutant. Exits with 1 unless all are killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 240
+
+
+class Mutant(NamedTuple):
+    """One fault: what stands in the source, what replaces it, and the tests that must notice."""
+
+    name: str
+    text: str
+    """Occurs exactly once in all files of `src`."""
+    replacement: str
+    tests: str
+    """Arguments of pytest; the first ones are files, or tests in files."""
+
+
+LAYER_SUMS = "tests/estimation/test_layer_sums.py"
+ROUNDING = "tests/numerics/test_rounding.py"
+ROUNDING_KERNELS = "tests/kernels/test_rounding_of_formats.py"
+FOLDING_KERNELS = "tests/kernels/test_tensor_scaled_kernel.py"
+RESPONSE = "tests/optimizers/test_response.py"
+
+MUTANTS = (
+    # Divergences: sums of a layer.
+    Mutant(
+        "bias-from-own-terms",
+        "mean = (total - own) / (self.pieces * (self.pieces - 1))",
+        "mean = total / self.pieces**2",
+        f"{LAYER_SUMS} -k average",
+    ),
+    Mutant(
+        "noise-of-micro-batches",
+        "count * own / self.pieces / batches + count * (count - 1 / batches) * mean",
+        "count * own / self.pieces + count * (count - 1) * mean",
+        f"{LAYER_SUMS} -k micro_batch",
+    ),
+    Mutant(
+        "elements-counted-twice", "* (by_token - elements), by_channel.bias", "* by_token, by_channel.bias", LAYER_SUMS
+    ),
+    Mutant(
+        "random-rounding-adds-up",
+        "return Squares(self.scale / self.micro_batches * elements, 0.0)",
+        "return Squares(self.scale * elements, 0.0)",
+        LAYER_SUMS,
+    ),
+    Mutant(
+        "parts-upside-down",
+        "return max(1, self.micro_batch_labelled) / max(1, self.labelled)",
+        "return max(1, self.labelled) / max(1, self.micro_batch_labelled)",
+        LAYER_SUMS,
+    ),
+    Mutant(
+        "two-errors-of-a-weight",
+        "both = forward[0] + grad_input[1] + of_both - of_first - of_second",
+        "both = forward[0] + grad_input[1] + of_both",
+        f"{LAYER_SUMS} -k quantizes_for_itself",
+    ),
+    Mutant(
+        "error-of-the-gradient",
+        "return self._joined(g, -self.g), self._joined(x, self.x)",
+        "return self._joined(g, self.g), self._joined(x, self.x)",
+        LAYER_SUMS,
+    ),
+    Mutant(
+        "fisher-of-the-product", ".addcmul_(self._g_w, self.x, value=-1)", ".addcmul_(self._g_w, self.x)", LAYER_SUMS
+    ),
+    Mutant(
+        "sample-stands-for-itself",
+        "            return every / sampled\n",
+        "            return 1.0\n",
+        "tests/estimation/test_layer_sums.py tests/estimation/test_samples.py",
+    ),
+    # Errors that tokens have in common.
+    Mutant(
+        "common-errors-without-bound",
+        "found_in_channel / in_channel[1], 0.0).clamp(0.0, 1.0)",
+        "found_in_channel / in_channel[1], 0.0)",
+        "tests/estimation/test_common_errors.py",
+    ),
+    Mutant(
+        "common-errors-in-channel",
+        "return share * (every - in_channel)",
+        "return share * every",
+        "tests/estimation/test_common_errors.py",
+    ),
+    Mutant(
+        "common-errors-of-one-token",
+        "        self._weights.diagonal().zero_()\n",
+        "",
+        "tests/estimation/test_common_errors.py",
+    ),
+    # The probe.
+    Mutant(
+        "half-of-a-central-difference",
+        "(p - m).div_(2 * epsilon)",
+        "(p - m).div_(epsilon)",
+        "tests/estimation/test_probe.py",
+    ),
+    Mutant(
+        "mean-of-ranks-without-labels",
+        "mean * count for mean, count in zip(means, labelled, strict=True)",
+        "mean for mean, count in zip(means, labelled, strict=True)",
+        "tests/estimation/test_divergence.py",
+    ),
+    Mutant(
+        "clipping-forgotten",
+        "clip_factor * _root(of_rows[gemm].step),",
+        "_root(of_rows[gemm].step),",
+        "tests/estimation/test_divergence.py",
+    ),
+    # Pooling over ranks.
+    Mutant(
+        "pooled-gradients-unweighted",
+        "parts = [sample.x, sample.grad_output * weight]",
+        "parts = [sample.x, sample.grad_output]",
+        "tests/estimation/test_pooling.py",
+    ),
+    Mutant(
+        "pooled-energies-linear",
+        "[energy * weight**2 for energy in",
+        "[energy * weight for energy in",
+        "tests/estimation/test_pooling.py",
+    ),
+    Mutant(
+        "pooled-amaxes-added",
+        "tuple(x.new_tensor(column).amax(0) for column",
+        "tuple(x.new_tensor(column).sum(0) for column",
+        "tests/estimation/test_pooling.py",
+    ),
+    # Optimizers' responses.
+    Mutant(
+        "adam-without-second-moment", "mean / divisor * (second_slope / (2 * unbiased2) / root)", "0 * mean", RESPONSE
+    ),
+    Mutant("adam-bias", "slope = ((1 - beta1) / unbiased1 - mean", "slope = ((1 - beta1) - mean", RESPONSE),
+    Mutant(
+        "adam-step-from-0",
+        'return float(self.state.get("step", 0)) + 1',
+        'return float(self.state.get("step", 0))',
+        RESPONSE,
+    ),
+    Mutant(
+        "nesterov-slope",
+        "moved, slope = gradient + momentum * moved, 1.0 + momentum * taken",
+        "moved, slope = gradient + momentum * moved, 1.0",
+        RESPONSE,
+    ),
+    Mutant(
+        "maximize-forgotten",
+        'return -gradient if self.group.get("maximize", False) else gradient',
+        "return gradient",
+        RESPONSE,
+    ),
+    Mutant(
+        "lion-units",
+        'return at.number("lr") * relative / (1 + relative.square()).sqrt(),',
+        'return at.number("lr") * relative / (1 + relative.abs()),',
+        f"{RESPONSE} -k lion",
+    ),
+    Mutant(
+        "bent-update-unclipped",
+        "* meaningful / (clip_factor * norm)",
+        "* meaningful / norm",
+        "tests/estimation/test_optimizer_step.py",
+    ),
+    # Policies and the program.
+    Mutant(
+        "snip-square-forgotten",
+        '"additive": lambda row: row.weight_divergence**2,',
+        '"additive": lambda row: row.weight_divergence,',
+        "tests/policies/test_policies.py",
+    ),
+    Mutant(
+        "snip-total-of-gemms",
+        "if row.format == name and row.gemm == LAYER)",
+        "if row.format == name)",
+        "tests/policies/test_policies.py tests/policies/test_snip_paper.py",
+    ),
+    Mutant(
+        "paper-noise-of-weights",
+        'forward = on_input * (errors["x"] + errors["w"])',
+        'forward = on_input * errors["x"]',
+        "tests/policies/test_snip_paper.py -k loops",
+    ),
+    Mutant(
+        "layers-first-or-last",
+        "return _block_order(setting, stage, lambda position: abs(position - 0.5))",
+        "return _block_order(setting, stage, lambda position: -abs(position - 0.5))",
+        "tests/policies/test_policies.py",
+    ),
+    Mutant(
+        "fill-keeps-what-is-not-needed",
+        "if missing + gains[unit] <= 0:",
+        "if False:",
+        "tests/policies/test_policies.py",
+    ),
+    Mutant(
+        "program-without-minimum",
+        '"minimum": least_sum(setting)}',
+        '"minimum": 0.0}',
+        "tests/policies/test_policies.py",
+    ),
+    Mutant(
+        "share-of-8-bits",
+        "share if FORMATS[name].counts_as_fp4 else 0.0 for name in formats",
+        "share if FORMATS[name].is_quantized else 0.0 for name in formats",
+        "tests/policies/test_policies.py",
+    ),
+    Mutant(
+        "speed-up-as-a-share",
+        "return 1 - 1 / config.target_linear_speedup",
+        "return config.target_linear_speedup - 1",
+        "tests/policies/test_many_options.py",
+    ),
+    # Shares and FLOPs.
+    Mutant(
+        "flops-of-multiplications",
+        "gemm = 2.0 * layer.in_features * layer.out_features",
+        "gemm = 1.0 * layer.in_features * layer.out_features",
+        "tests/costs/test_measured_cost.py",
+    ),
+    Mutant(
+        "tokens-of-experts-ignored",
+        "gemm: value * tokens_of_gemm(tokens, layer, gemm) for gemm, value in row.items()",
+        "gemm: value for gemm, value in row.items()",
+        "tests/planning/test_plan.py -k tokens",
+    ),
+    Mutant(
+        "share-of-gemms",
+        "math.fsum(weight for name, weight in pairs if FORMATS[name].counts_as_fp4)",
+        "math.fsum(1.0 for name, weight in pairs if FORMATS[name].counts_as_fp4)",
+        "tests/planning/test_plan.py",
+    ),
+    # Rounding by torch.
+    Mutant(
+        "ties-away-from-even",
+        "rounded = steps.round_().copysign_(x)",
+        "rounded = (steps.abs() + 0.5).floor_().copysign_(x)",
+        ROUNDING,
+    ),
+    Mutant("random-rounding-biased", "steps += random - 0.5", "steps += random - 0.4", ROUNDING),
+    Mutant("random-rounding-downwards", "steps += random - 0.5", "steps -= random", ROUNDING),
+    Mutant(
+        "scale-of-the-next-power",
+        "torch.where(field == 0, mantissa > _LEAST_POWER, mantissa > 0)",
+        "torch.where(field == 0, mantissa > _LEAST_POWER, mantissa >= 0)",
+        "tests/numerics/test_block_formats.py",
+    ),
+    Mutant("scale-below-normal", "target)).clamp_min(_SMALLEST_NORMAL)", "target))", ROUNDING),
+    Mutant(
+        "scale-of-nan",
+        "return torch.where(torch.isfinite(amax), scales, torch.nan)",
+        "return scales",
+        ROUNDING,
+    ),
+    Mutant(
+        "worst-of-two-targets",
+        "is_better = errors < least",
+        "is_better = errors > least",
+        "tests/numerics/test_block_formats.py",
+    ),
+    Mutant(
+        "rotation-without-signs",
+        "return _hadamard(runs * runs.new_tensor(signs(size))).view(x.shape)",
+        "return _hadamard(runs).view(x.shape)",
+        "tests/numerics/test_rotation.py",
+    ),
+    Mutant(
+        "ranks-draw-alike",
+        "return (high << 32) | low, rank * runs * shape[1] & _MASK32",
+        "return (high << 32) | low, 0",
+        "tests/numerics/test_rounding.py tests/numerics/test_every_value.py",
+    ),
+    # Rounding by Triton's kernels.
+    Mutant(
+        "kernel-sign-of-the-dither",
+        "steps += tl.where(bits_of(x) < 0, -dither, dither)",
+        "steps += dither",
+        ROUNDING_KERNELS,
+    ),
+    Mutant(
+        "kernel-ties",
+        "is_even = ((spacing - least) & 0x800000) != 0",
+        "is_even = ((spacing - least) & 0x800000) == 0",
+        ROUNDING_KERNELS,
+    ),
+    Mutant(
+        "kernel-scale-of-the-next-power",
+        "is_above = mantissa > tl.where(field == 0, 0x400000, 0)",
+        "is_above = mantissa >= tl.where(field == 0, 0x400000, 0)",
+        ROUNDING_KERNELS,
+    ),
+    Mutant("kernel-scale-of-the-tensor", "scale = rounded * of_tensor", "scale = rounded", ROUNDING_KERNELS),
+    Mutant(
+        "kernel-square-of-a-sum",
+        "own_both += (a + b) * (a + b)",
+        "own_both += a * a + b * b",
+        "tests/kernels/test_rounding_kernels.py -k two_gemms",
+    ),
+    Mutant("folding-random-offset", "(128.5 - 2.0**-9) * spacing", "128.5 * spacing", FOLDING_KERNELS),
+    Mutant(
+        "folding-exponent",
+        "own = tl.minimum(tl.maximum(((bits + _CARRY) >> 23) - _TOP_FIELD",
+        "own = tl.minimum(tl.maximum((bits >> 23) - _TOP_FIELD",
+        FOLDING_KERNELS,
+    ),
+    Mutant(
+        "folding-least-power", "return tl.maximum(power, tl.load(parameters + _LEAST))", "return power", FOLDING_KERNELS
+    ),
+    # Schedule, clipping, resuming.
+    Mutant(
+        "last-refresh-left-out",
+        "step + self._config.apply_delay > self.max_steps",
+        "step + self._config.apply_delay >= self.max_steps",
+        "tests/training/test_controller.py",
+    ),
+    Mutant(
+        "refresh-from-step-0",
+        "step >= first and (step - last) % every == 0",
+        "step >= first and step % every == 0",
+        "tests/training/test_controller.py tests/training/test_changing_shares.py",
+    ),
+    Mutant(
+        "clipping-squared",
+        "return (after / before) ** 0.5 if before > 0 else 1.0",
+        "return after / before if before > 0 else 1.0",
+        "tests/training/test_controller.py",
+    ),
+    Mutant(
+        "resumed-without-last-probe",
+        "self.schedule.last_probe, self.schedule.postponed = saved.last_probe, saved.postponed",
+        "self.schedule.postponed = saved.postponed",
+        "tests/training/test_resuming.py",
+    ),
+    Mutant(
+        "resumed-random-numbers",
+        "run.layers.set_step(saved.step + 1, 0)",
+        "run.layers.set_step(saved.step, 0)",
+        "tests/training/test_resuming.py",
+    ),
+)
+
+
+def places(mutant: Mutant, source: Path = ROOT / "src") -> list[Path]:
+    """Returns the files that hold a mutant's text, each as often as it occurs there."""
+    files = sorted(source.rglob("*.py"))
+    return [path for path in files for _ in range(path.read_text(encoding="utf-8").count(mutant.text))]
+
+
+def run_tests(source: Path, tests: list[str]) -> tuple[int | None, str]:
+    """Returns pytest's exit code, None after `SECONDS`, and what it printed."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(source),
+        # A mutant may have the size and the time of the file that it replaces.
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "--show-capture=no", "-p", "no:cacheprovider"]
+    try:
+        done = subprocess.run(
+            [*command, *tests], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None, ""
+    return done.returncode, done.stdout + done.stderr
+
+
+def outcome(mutant: Mutant, source: Path) -> str:
+    """Returns "killed", or why it was not; `source` is a copy of `src`, which is left as it was."""
+    found = places(mutant, source)
+    if len(found) != 1:
+        return f"not applicable: its text occurs {len(found)} times"
+    (path,) = found
+    before = path.read_text(encoding="utf-8")
+    path.write_text(before.replace(mutant.text, mutant.replacement), encoding="utf-8")
+    try:
+        code, printed = run_tests(source, mutant.tests.split())
+    finally:
+        path.write_text(before, encoding="utf-8")
+    if code in (1, None):
+        return "killed"
+    return "survived" if code == 0 else f"not applicable: pytest ended with {code}\n{printed[-2000:]}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to try; default: all")
+    parser.add_argument("--list", action="store_true", help="print the names and do nothing")
+    asked = parser.parse_args(arguments)
+    known = {mutant.name: mutant for mutant in MUTANTS}
+    if unknown := [name for name in asked.names if name not in known]:
+        parser.error(f"no mutant {unknown[0]!r}; --list prints all names")
+    chosen = [known[name] for name in asked.names] or list(MUTANTS)
+    if asked.list:
+        print(*known, sep="\n")
+        return 0
+    began, failures = time.monotonic(), 0
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        for mutant in chosen:
+            start = time.monotonic()
+            found = outcome(mutant, source)
+            failures += found != "killed"
+            print(f"{found:<10} {mutant.name} ({time.monotonic() - start:.0f} s)", flush=True)
+    print(f"{len(chosen) - failures} of {len(chosen)} killed in {time.monotonic() - began:.0f} s")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

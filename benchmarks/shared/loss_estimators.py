@@ -19,7 +19,7 @@ from snip_hf.estimation.samples import LayerSample
 from snip_hf.kernels.rounding import fake_quantize
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
-from snip_hf.optimizers.update_rules import Situation
+from snip_hf.optimizers.update_rules import UpdateContext
 
 from .weight_estimators import Point, hessian_traces, mean_square
 
@@ -82,7 +82,7 @@ def running_mean(point: Point, name: str) -> Tensor | None:
     """Returns the mean of a weight's (clipped) gradients as the optimizer holds it, (O, I), None if it holds none."""
     weight = point.layers[name].weight
     group = next(g for g in point.optimizer.param_groups if any(p is weight for p in g["params"]))
-    at = Situation(group, point.optimizer.state.get(weight, {}), weight.detach())
+    at = UpdateContext(group, point.optimizer.state.get(weight, {}), weight.detach())
     if at.state.get("exp_avg") is not None:
         # Adam's; Lion's has forgotten its start, and counts no steps.
         taken = 1 - group["betas"][0] ** float(at.state["step"]) if "step" in at.state else 1.0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from snip_hf.kernels import adam_slopes
 from snip_hf.kernels.adam_slopes import AdamNumbers, takes
-from snip_hf.optimizers.update_rules import Situation, adam
+from snip_hf.optimizers.update_rules import UpdateContext, adam
 
 LR, BETAS, EPS, STEP = 3e-3, (0.9, 0.95), 1e-8, 7.0
 GROUP = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": 0.1, "amsgrad": False}
@@ -39,7 +39,7 @@ def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor,
 def test_the_derivative_times_a_tangent_is_that_of_adam_s_rule(run: Run, dtype: torch.dtype) -> None:
     gradient, first, second, tangent = tensors(dtype)
     state = {"step": STEP - 1, "exp_avg": first, "exp_avg_sq": second}
-    _, slope, touched = adam(Situation(GROUP, state, torch.zeros(41, 67)), gradient, decoupled=True)
+    _, slope, touched = adam(UpdateContext(GROUP, state, torch.zeros(41, 67)), gradient, decoupled=True)
     for along in (tangent, torch.tensor(2.0).expand(41, 67)):
         found = run("adam_slopes", gradient, first, second, along, tuple(numbers()))
         torch.testing.assert_close(found, slope * along, rtol=1e-5, atol=float(slope.abs().max()) * 1e-6)

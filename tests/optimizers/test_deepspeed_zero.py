@@ -212,7 +212,7 @@ def test_a_weight_that_is_not_trained_is_named() -> None:
     assert zero.responses({"frozen": frozen}) == {}
     assert "frozen" not in zero.gradients({"frozen": frozen}, 1.0)
     with pytest.raises(KeyError, match=r"of shape \(2, 3\); expected one of the 1 parameters"):
-        zero.situation(frozen)
+        zero.context(frozen)
 
 
 def _of_deepspeed(name: str, base: type, **attributes: Any) -> Any:

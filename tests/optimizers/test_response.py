@@ -7,21 +7,28 @@ import logging
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from own_loop import Loop
 from shared import small_models as reference
 from slow_cases import slow_but
+from small import text, tiny_llama
+from tiny_runs import SCHEDULE, history, model_with_dropout, one_thread, train
 from torch import Tensor, nn, optim
 from torch.optim import SGD, Adam, AdamW
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from snip_hf.optimizers import known, update_rules
-from snip_hf.optimizers.response import Response, check_optimizer, responses
-from snip_hf.optimizers.update_rules import Situation, own_step
+from snip_hf import SnipConfig, SnipController
+from snip_hf.optimizers import response, update_rules
+from snip_hf.optimizers.own_step import own_step
+from snip_hf.optimizers.response import Response, check_optimizer, groups_of, parts_of, responses
+from snip_hf.optimizers.update_rules import UpdateContext
 
 SHAPES = {"first": (5, 7), "second": (4, 3)}
 Parameters = dict[str, nn.Parameter]
@@ -530,8 +537,8 @@ def check_own_differences(parameters: Parameters, optimizer: optim.Optimizer, st
         gradient, tangent, cotangent = (draw(seed)[name] for seed in (55, 56, 57))
         index = list(parameters).index(name)
         state = {key: value.double() for key, value in optimizer.state.get(parameters[name], {}).items()}
-        at = Situation(optimizer.param_groups[index], state, parameters[name].detach().double())
-        rule = known.AUTOGRAD[known.rule_name(type(optimizer))]
+        at = UpdateContext(optimizer.param_groups[index], state, parameters[name].detach().double())
+        rule = response.AUTOGRAD[response.rule_name(type(optimizer))]
         ends = [rule(at, gradient.double() + sign * step * tangent)[0] for sign in (1, -1)]
         difference = (ends[0] - ends[1]) / (2 * step)
         forward = answer.pushforward(gradient, tangent)
@@ -685,7 +692,7 @@ def test_the_model_that_an_optimizer_holds_is_neither_copied_nor_written_to(monk
     copied: list[Tensor] = []
     monkeypatch.setattr(nn.Parameter, "__deepcopy__", lambda self, memo: copied.append(self))
     monkeypatch.setattr(Tensor, "__deepcopy__", lambda self, memo: self.clone())
-    at = Situation(optimizer.param_groups[0], optimizer.state[weight], weight)
+    at = UpdateContext(optimizer.param_groups[0], optimizer.state[weight], weight)
     update, _ = own_step(optimizer, at, gradient)
     assert copied == []
     weight.grad = gradient
@@ -710,7 +717,7 @@ def test_a_scheduler_s_wrapper_around_step_is_not_run() -> None:
 def test_own_step_returns_what_the_real_step_subtracts_and_the_state_after_it() -> None:
     parameters, optimizer = trained(NUMERICAL["Adagrad"], 2)
     first = parameters["first"]
-    at = Situation(optimizer.param_groups[0], optimizer.state[first], first.detach())
+    at = UpdateContext(optimizer.param_groups[0], optimizer.state[first], first.detach())
     update, state = own_step(optimizer, at, draw(7)["first"])
     before = first.detach().clone()
     take_step(parameters, optimizer, draw(7))
@@ -850,3 +857,123 @@ def test_every_group_is_tried_with_its_own_hyperparameters() -> None:
     check_optimizer(Sometimes([{"params": [first], "normed": False}, {"params": [], "normed": True}]))
     with pytest.raises(TypeError, match=OTHERS):
         check_optimizer(Sometimes([{"params": [first], "normed": False}, {"params": [second], "normed": True}]))
+
+
+CONFIG = SnipConfig(**SCHEDULE)
+
+
+def split(model: nn.Module) -> tuple[optim.Muon, optim.AdamW]:
+    """Muon for the blocks' matrices, AdamW for the rest."""
+    matrices = {name for name, value in model.named_parameters() if value.dim() == 2 and "layers" in name}
+    named = dict(model.named_parameters())
+    rest = [value for name, value in named.items() if name not in matrices]
+    return optim.Muon([named[name] for name in sorted(matrices)], lr=2e-3), optim.AdamW(rest, lr=1e-3)
+
+
+class Combined(optim.Optimizer):
+    """As users write it: one optimizer to the outside, several inside."""
+
+    def __init__(self, *optimizers: optim.Optimizer) -> None:
+        self.optimizers = list(optimizers)
+        self.defaults: dict[str, Any] = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        return {key: value for one in self.optimizers for key, value in one.state.items()}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.optimizers:
+            one.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self.optimizers:
+            one.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(index): one.state_dict() for index, one in enumerate(self.optimizers)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for index, one in enumerate(self.optimizers):
+            one.load_state_dict(state_dict[str(index)])
+
+
+def two() -> tuple[dict[str, nn.Parameter], list[optim.Optimizer]]:
+    weights = {name: nn.Parameter(torch.ones(2, 2)) for name in ("first", "second")}
+    return weights, [optim.SGD([weights["first"]], lr=0.5), optim.SGD([weights["second"]], lr=0.25)]
+
+
+@pytest.mark.parametrize("around", [list, tuple, lambda both: dict(enumerate(both)), lambda both: Combined(*both)])
+def test_each_weight_is_answered_for_by_its_own_optimizer(around: Any) -> None:
+    weights, both = two()
+    together = SimpleNamespace(optimizer=around(both))  # as Accelerate wraps it
+    assert check_optimizer(together) == parts_of(together) == both
+    assert [group["lr"] for group in groups_of(together)] == [0.5, 0.25]
+    found = {name: answer.update(torch.ones(2, 2)) for name, answer in responses(together, weights).items()}
+    assert {name: update.unique().tolist() for name, update in found.items()} == {"first": [0.5], "second": [0.25]}
+
+
+def test_each_of_a_list_may_be_wrapped() -> None:
+    _, both = two()
+    assert parts_of([SimpleNamespace(optimizer=one) for one in both]) == both
+
+
+def test_one_of_several_that_cannot_be_differentiated_is_refused_by_name() -> None:
+    weights, (first, _) = two()
+    with pytest.raises(TypeError, match=r"^Cannot differentiate the update of torch\.optim\.rprop\.Rprop: "):
+        check_optimizer([first, optim.Rprop([weights["second"]])])
+    with pytest.raises(TypeError, match=r"^Cannot differentiate the update of builtins\.str: it is no torch\.optim"):
+        check_optimizer([first, "adamw"])
+
+
+def test_a_trainer_with_muon_and_adamw_in_one_object_refreshes_its_plan(tmp_path: Path) -> None:
+    model = model_with_dropout()
+    combined = Combined(*split(model))
+    scheduler = optim.lr_scheduler.LambdaLR(combined.optimizers[0], lambda step: 1.0)
+    run = train(tmp_path, CONFIG, model=model, trainer={"optimizers": (combined, scheduler)}, max_steps=4)
+    ((step, status, weight),) = [
+        (line["step"], line["status"], line["divergence"]["fp4"]["weight"]) for line in run.refreshes
+    ]
+    assert (step, status) == (2, "applied") and weight > 0
+
+
+def _own_loop(folder: Path, replaced_at: int) -> list[str]:
+    model = tiny_llama(hidden=32)
+    both = list(split(model))
+    controller = SnipController(model, both, SnipConfig(**SCHEDULE | {"refresh_every": 12}), output_dir=folder)
+    with one_thread():
+        for step in range(1, 15):
+            if step == replaced_at:
+                both[0] = split(model)[0]
+            batch = text(2, 24, step)
+            controller.capture(batch)
+            model(**batch).loss.backward()
+            controller.before_optimizer_step(step)
+            for optimizer in both:
+                optimizer.step()
+                optimizer.zero_grad()
+            controller.after_step(step)
+        controller.close()
+    return [line["reason"] or "" for line in history(folder) if line["event"] == "refresh"]
+
+
+def test_a_loop_of_one_s_own_gives_both_and_the_one_of_the_layers_is_missed_when_it_is_replaced(tmp_path: Path) -> None:
+    reasons = _own_loop(tmp_path, replaced_at=4)
+    assert reasons[0] == ""
+    assert reasons[1].startswith(
+        "ValueError: The Muon that training began with has not taken the last 10 steps: another optimizer trains the "
+        "model"
+    )
+
+
+def test_another_one_that_trains_no_layer_may_stand_still(tmp_path: Path) -> None:
+    loop = Loop(CONFIG, tmp_path)
+    assert len(loop.optimizer.param_groups) == 1
+    idle = optim.AdamW([nn.Parameter(torch.ones(2))], lr=1e-3)
+    loop.controller.close()
+    loop.controller = SnipController(loop.model, [loop.optimizer, idle], CONFIG, output_dir=tmp_path)
+    loop.run(7)
+    assert [line["status"] for line in history(tmp_path) if line["event"] == "refresh"] == ["applied"]

@@ -66,7 +66,7 @@ def observe(zero: ZeroOptimizer, weights: dict[str, Any]) -> dict[str, Any]:
     answers, gradients = zero.responses(weights), zero.gradients(weights, factor)
     found: dict[str, Any] = {"factor": factor, "rule": zero.rule}
     for name, weight in weights.items():
-        at = zero.situation(weight)
+        at = zero.context(weight)
         found[name] = {
             "gradient": zero.gradient(weight).clone(),
             "group": {key: value for key, value in at.group.items() if key != "params"},

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .update_rules import Autograd, Elementwise, Situation, adam, lion
+from .update_rules import Autograd, Elementwise, UpdateContext, adam, lion
 
 
 def dequantized(codes: Tensor, table: Tensor, largest: Tensor) -> Tensor:
@@ -31,16 +31,16 @@ def dequantized(codes: Tensor, table: Tensor, largest: Tensor) -> Tensor:
     return (numbers * largest.repeat_interleave(block)[: codes.numel()]).view(codes.shape)
 
 
-def unpacked(at: Situation) -> Situation:
-    """Returns the situation with the states as the rules know them: dequantized, and by their names in torch."""
+def unpacked(at: UpdateContext) -> UpdateContext:
+    """Returns the context with the states as the rules know them: dequantized, and by their names in torch."""
     state: dict[str, Any] = {"step": at.state.get("step", 0)}
     for name, number in (("exp_avg", 1), ("exp_avg_sq", 2)):
         if f"state{number}" in at.state:
             state[name] = _numbers(at, number)
-    return Situation({**at.group, "amsgrad": False}, state, at.parameter)
+    return UpdateContext({**at.group, "amsgrad": False}, state, at.parameter)
 
 
-def _numbers(at: Situation, number: int) -> Tensor:
+def _numbers(at: UpdateContext, number: int) -> Tensor:
     device = at.parameter.device
     held: Tensor = at.state[f"state{number}"].to(device)
     if held.dtype != torch.uint8:
@@ -52,12 +52,12 @@ def _numbers(at: Situation, number: int) -> Tensor:
     return torch.stack([dequantized(*pair) for pair in zip(held, [table] * len(held), largest, strict=True)])
 
 
-def adamw(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def adamw(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Adam and AdamW, whose weight decay is decoupled alike."""
     return adam(unpacked(at), gradient, decoupled=True)
 
 
-def ademamix(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def ademamix(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """AdEMAMix (arXiv:2409.03137): Adam with a second, slow average in its numerator."""
     at = unpacked(at)
     lr, eps, step = at.number("lr"), at.number("eps"), at.step
@@ -76,7 +76,7 @@ def ademamix(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return lr * mixed / divisor, torch.where(touched, lr * slope, 0), touched
 
 
-def _scheduled(at: Situation) -> tuple[float, float, float, float]:
+def _scheduled(at: UpdateContext) -> tuple[float, float, float, float]:
     """Returns AdEMAMix's three betas and alpha at this step; `t_alpha` and `t_beta3` are the ends of warm-ups."""
     beta1, beta2, beta3 = (float(beta) for beta in at.group["betas"])
     alpha, ends = at.number("alpha"), at.group.get("t_beta3")
@@ -88,7 +88,7 @@ def _scheduled(at: Situation) -> tuple[float, float, float, float]:
     return beta1, beta2, beta3, alpha
 
 
-def rmsprop(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def rmsprop(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """RMSprop, which is not centred and has no momentum."""
     at = unpacked(at)
     lr, eps, beta = at.number("lr"), at.number("eps"), float(at.group["betas"][0])
@@ -101,7 +101,7 @@ def rmsprop(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return lr * update, torch.where(touched, lr * (1 - update * ((1 - beta) * gradient / root)) / divisor, 0), touched
 
 
-def smoothed_lion(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def smoothed_lion(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Lion, smoothed as `update_rules.lion`."""
     return lion(unpacked(at), gradient)
 
@@ -131,7 +131,7 @@ def refusal(optimizer: Any) -> str | None:
     return None
 
 
-def situation_of(optimizer: Any, group: Mapping[str, Any], parameter: Tensor) -> Situation:
-    """Returns the situation of a parameter, with what `GlobalOptimManager` overrides for it."""
+def context_of(optimizer: Any, group: Mapping[str, Any], parameter: Tensor) -> UpdateContext:
+    """Returns the context of a parameter, with what `GlobalOptimManager` overrides for it."""
     overrides = optimizer.mng.pid2config.get(id(parameter), {})
-    return Situation({**group, **overrides}, optimizer.state.get(parameter, {}), parameter.detach())
+    return UpdateContext({**group, **overrides}, optimizer.state.get(parameter, {}), parameter.detach())

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from ..parallel.wrappers import deepspeed_engine, has_class
 from ..text import WITHOUT_PROBE
-from .known import rule_name
-from .response import AnalyticResponse, Response
-from .update_rules import ELEMENTWISE, Situation
+from .response import AnalyticResponse, Response, rule_name
+from .update_rules import ELEMENTWISE, UpdateContext
 
 # DeepSpeed's classes for stages 1 and 2, and where each keeps the model's weights: parameter group -> weights.
 _WEIGHTS = {"DeepSpeedZeroOptimizer": "bit16_groups", "BF16_Optimizer": "bf16_groups"}
@@ -187,7 +186,7 @@ class ZeroOptimizer:
         gradient: Tensor = safe_get_full_grad(weight)
         return gradient.detach().to(torch.float32)
 
-    def situation(self, weight: Tensor) -> Situation:
+    def context(self, weight: Tensor) -> UpdateContext:
         """Returns what the next update of this weight knows besides its gradient, for the rule `rule`. Collective.
 
         The state and the weight are whole: FP32 master weight, and state in FP32.
@@ -205,7 +204,7 @@ class ZeroOptimizer:
         if not group.get("bias_correction", True):
             state["step"] = math.inf  # where 1 - beta^step has become 1
         # DeepSpeed's own Adams have no AMSGrad and do not say so.
-        return Situation({"amsgrad": False, **group}, state, safe_get_full_fp32_param(weight).detach())
+        return UpdateContext({"amsgrad": False, **group}, state, safe_get_full_fp32_param(weight).detach())
 
     def responses(self, weights: Mapping[str, Tensor]) -> dict[str, Response]:
         """Returns name -> response for the weights that the optimizer updates, as `response.responses` does.
@@ -216,8 +215,8 @@ class ZeroOptimizer:
             name: _Spread(self._blank(weight), self, weight) for name, weight in weights.items() if self.holds(weight)
         }
 
-    def _blank(self, weight: Tensor) -> Situation:
-        return Situation(self._group(weight), {}, weight.detach())
+    def _blank(self, weight: Tensor) -> UpdateContext:
+        return UpdateContext(self._group(weight), {}, weight.detach())
 
     def gradients(self, weights: Mapping[str, Tensor], factor: float) -> Mapping[str, Tensor]:
         """Returns name -> gradient times `factor` (that of `clip_factor`) of the weights that the optimizer updates.
@@ -260,7 +259,7 @@ class ZeroOptimizer:
 
 @dataclass(frozen=True)
 class _Spread(Response):
-    """A response whose situation is spread over the ranks. Every method is collective."""
+    """A response whose context is spread over the ranks. Every method is collective."""
 
     zero: ZeroOptimizer
     weight: Tensor
@@ -270,7 +269,7 @@ class _Spread(Response):
         return True
 
     def gathered(self) -> Response:
-        return AnalyticResponse(self.zero.situation(self.weight), ELEMENTWISE[self.zero.rule])
+        return AnalyticResponse(self.zero.context(self.weight), ELEMENTWISE[self.zero.rule])
 
     def update(self, gradient: Tensor) -> Tensor:
         return self.gathered().update(gradient)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .update_rules import Autograd, Situation, adafactor_of_transformers
+from .update_rules import Autograd, UpdateContext, adafactor_of_transformers
 
 # APOLLO lets the norm of its step grow by this factor from step to step (arXiv:2410.01623).
 _GROWTH = 1.01
@@ -40,7 +40,7 @@ class _Projection(NamedTuple):
         return matrix if self.right is None else matrix @ self.right
 
 
-def galore_adamw(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def galore_adamw(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """GaLoreAdamW."""
     if "rank" not in at.group:
         return _adamw(at, gradient), _everywhere(gradient)
@@ -48,7 +48,7 @@ def galore_adamw(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return at.number("scale") * projection.up(_adamw(at, projection.down(gradient))), _everywhere(gradient)
 
 
-def galore_adafactor(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def galore_adafactor(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """GaLoreAdafactor."""
     if "rank" not in at.group:
         return adafactor_of_transformers(at, gradient)
@@ -57,7 +57,7 @@ def galore_adafactor(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return at.number("scale") * projection.up(update), _everywhere(gradient)
 
 
-def apollo(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def apollo(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """APOLLOAdamW, with the limit on the growth of its step."""
     if "rank" not in at.group:
         return _adamw(at, gradient), _everywhere(gradient)
@@ -76,12 +76,12 @@ def apollo(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return rate * math.sqrt(at.number("scale")) * scaled, _everywhere(gradient)
 
 
-def _adamw(at: Situation, gradient: Tensor) -> Tensor:
+def _adamw(at: UpdateContext, gradient: Tensor) -> Tensor:
     """The update of AdamW as transformers once had it: eps is added before the correction of the bias."""
     return _rate(at) * _direction(at, gradient)
 
 
-def _rate(at: Situation) -> float:
+def _rate(at: UpdateContext) -> float:
     """Returns the learning rate, with Adam's correction of the bias, and less the weight decay, which comes after."""
     lr = at.number("lr")
     beta1, beta2 = (float(beta) for beta in at.group["betas"])
@@ -89,7 +89,7 @@ def _rate(at: Situation) -> float:
     return lr * correction * (1 - lr * at.number("weight_decay"))
 
 
-def _direction(at: Situation, gradient: Tensor) -> Tensor:
+def _direction(at: UpdateContext, gradient: Tensor) -> Tensor:
     beta1, beta2 = (float(beta) for beta in at.group["betas"])
     first = at.average("exp_avg", gradient, 1 - beta1)
     second = at.average("exp_avg_sq", gradient.square(), 1 - beta2)
@@ -98,7 +98,7 @@ def _direction(at: Situation, gradient: Tensor) -> Tensor:
     return torch.where(touched, first / (torch.where(touched, second, 1).sqrt() + at.number("eps")), 0)
 
 
-def _projection(at: Situation, gradient: Tensor) -> _Projection:
+def _projection(at: UpdateContext, gradient: Tensor) -> _Projection:
     """Returns the projection of the step."""
     projector = at.state.get("projector")
     # GaLore's are all of singular vectors; APOLLO's others are drawn.
@@ -114,13 +114,13 @@ def _projection(at: Situation, gradient: Tensor) -> _Projection:
     return _Projection(held, None) if _is_left(at, gradient) else _Projection(None, held)
 
 
-def _is_left(at: Situation, gradient: Tensor) -> bool:
+def _is_left(at: UpdateContext, gradient: Tensor) -> bool:
     """Returns True if the gradient is projected from the left, which makes it lower."""
     is_wide = gradient.shape[0] < gradient.shape[1]
     return {"std": is_wide, "reverse_std": not is_wide, "left": True, "right": False}[at.group["proj_type"]]
 
 
-def _singular_projection(at: Situation, gradient: Tensor) -> _Projection:
+def _singular_projection(at: UpdateContext, gradient: Tensor) -> _Projection:
     """Returns GaLore's first projection, on the gradient's largest singular vectors."""
     rank = int(at.group["rank"])
     left, _, right = torch.linalg.svd(gradient.detach(), full_matrices=False)
@@ -129,7 +129,7 @@ def _singular_projection(at: Situation, gradient: Tensor) -> _Projection:
     return _Projection(left[:, :rank], None) if _is_left(at, gradient) else _Projection(None, right[:rank])
 
 
-def _random_projection(at: Situation, gradient: Tensor) -> _Projection:
+def _random_projection(at: UpdateContext, gradient: Tensor) -> _Projection:
     """Returns APOLLO's projection, which is drawn anew, by the next seed, every `update_proj_gap` steps."""
     projector, rank, is_left = at.state.get("projector"), int(at.group["rank"]), _is_left(at, gradient)
     if projector is not None and int(at.step - 1) % projector.update_proj_gap:

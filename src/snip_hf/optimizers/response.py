@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,14 +25,43 @@ from torch import Tensor
 
 from ..parallel.sharding import is_sharded
 from ..text import WITHOUT_PROBE
-from .bitsandbytes_states import smoothed_lion, unpacked
-from .known import AUTOGRAD, DEFAULT, ELEMENTWISE, is_tried, refusal, rule_name, shown_name, situation_of, way
-from .parts import parts_of
-from .trial_weights import SHAPES, trial
-from .update_rules import SLOPES, Autograd, Elementwise, Situation, lion, own_step
+from . import bitsandbytes_states, low_rank, update_rules
+from .own_step import SHAPES, own_step, trial
+from .update_rules import SLOPES, Autograd, Elementwise, UpdateContext, lion
 
 logger = logging.getLogger(__name__)
 
+ELEMENTWISE: Mapping[str, Elementwise] = {
+    **update_rules.ELEMENTWISE,
+    **bitsandbytes_states.ELEMENTWISE,
+}
+AUTOGRAD: Mapping[str, Autograd] = {
+    **update_rules.AUTOGRAD,
+    **bitsandbytes_states.AUTOGRAD,
+    **low_rank.AUTOGRAD,
+}
+DEFAULT = "adamw_torch' or 'adamw_torch_fused"
+"""What the Trainer's `optim` may be in any case."""
+
+# Packages whose rules are tested with the versions that snip-hf supports.
+_TESTED_PACKAGES = ("torch", "torchao", "transformers")
+# Packages in which several modules have classes of one name.
+_BY_MODULE = ("galore_torch", "apollo_torch")
+# Their states are not one number per element, or lie elsewhere.
+_UNSHARDED = ("bitsandbytes", "galore_torch", "apollo_torch", "grokadamw")
+_IN_BACKWARD = "it updates weights within the backward pass, so that the gradients of a step are never there together"
+_NO_FP64 = "no rule describes it, and its kernels take no FP64, in which differences of its steps are taken"
+_LITTLE_MEMORY = "adafactor' or 'paged_adamw_8bit', which need little memory too, or '" + DEFAULT
+_REFUSED: Mapping[str, tuple[str, str]] = {
+    "lomo_optim.Lomo": (_IN_BACKWARD, _LITTLE_MEMORY),
+    "lomo_optim.AdaLomo": (_IN_BACKWARD, _LITTLE_MEMORY),
+    "transformers.LayerWiseDummyOptimizer": (_IN_BACKWARD, "galore_adamw' or 'apollo_adamw"),
+    "galore_torch.adamw8bit.AdamW8bit": (
+        "it gives bitsandbytes the arguments of an old version, which now mean max_unorm=100 and skip_zeros=True",
+        "galore_adamw' or 'adamw_8bit",
+    ),
+}
+_OF_PACKAGES = ("optimi.StableAdamW", "grokadamw.GrokAdamW")
 # Numerical steps: this part of the gradient's element, and this part of the root mean square of all elements.
 RELATIVE_STEP = 1e-3
 LEAST_STEP = 1e-5
@@ -50,7 +79,7 @@ class Response(ABC):
     the parameter's units. Nothing is written, and nothing is kept between calls.
     """
 
-    at: Situation
+    at: UpdateContext
 
     @property
     def is_spread(self) -> bool:
@@ -204,7 +233,7 @@ def responses(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, 
     for name, parameter in parameters.items():
         if id(parameter) in groups and parameter.requires_grad:
             part, group = groups[id(parameter)]
-            found[name] = _response(part, situation_of(part, group, parameter))
+            found[name] = _response(part, context_of(part, group, parameter))
     return _with_steps(found)
 
 
@@ -237,7 +266,7 @@ def trained_by(optimizer: Any) -> Callable[[Tensor], bool]:
     return lambda parameter: parameter.requires_grad and id(parameter) in held
 
 
-def _response(optimizer: torch.optim.Optimizer, at: Situation) -> Response:
+def _response(optimizer: torch.optim.Optimizer, at: UpdateContext) -> Response:
     rule = rule_name(type(optimizer))
     if rule in ELEMENTWISE:
         return AnalyticResponse(at, ELEMENTWISE[rule])
@@ -298,7 +327,7 @@ def _try(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: tupl
     at, gradients = trial(optimizer, group, shape, torch.float32)
     # Decoupled weight decay drops out of the difference; coupled decay would turn some of Lion's signs around.
     before, after = (own_step(optimizer, at, gradient)[0] for gradient in gradients)
-    if AUTOGRAD.get(rule_name(type(optimizer))) in (lion, smoothed_lion):
+    if AUTOGRAD.get(rule_name(type(optimizer))) in (lion, bitsandbytes_states.smoothed_lion):
         return _no_lion(at, gradients, after - before)
     answer = _response(optimizer, at)
     expected = answer.update(gradients[1]) - answer.update(gradients[0])
@@ -325,15 +354,15 @@ def _not_elementwise(optimizer: torch.optim.Optimizer, group: Mapping[str, Any],
     return None
 
 
-def _no_lion(at: Situation, gradients: tuple[Tensor, Tensor], change: Tensor) -> str | None:
+def _no_lion(at: UpdateContext, gradients: tuple[Tensor, Tensor], change: Tensor) -> str | None:
     """Returns why `update_rules.lion` does not describe an optimizer; None if it does.
 
     Args:
-        at: a weight's situation.
+        at: a weight's context.
         gradients: two gradients.
         change: of the optimizer's own step, from the first gradient to the second.
     """
-    at = unpacked(at) if "state1" in at.state else at
+    at = bitsandbytes_states.unpacked(at) if "state1" in at.state else at
     momentum = at.state.get("exp_avg")
     if momentum is None or momentum.dtype != torch.float32:
         return "it is named Lion but holds no momentum in full precision as state 'exp_avg'"
@@ -342,3 +371,109 @@ def _no_lion(at: Situation, gradients: tuple[Tensor, Tensor], change: Tensor) ->
     if not torch.allclose(change / at.number("lr"), after - before, atol=0.1):
         return "it is named Lion but does not subtract lr * sign(beta1 * momentum + (1 - beta1) * gradient)"
     return None
+
+
+def rule_name(kind: type) -> str:
+    """Returns the key under which `ELEMENTWISE` or `AUTOGRAD` has this class, if it has it."""
+    package = kind.__module__.split(".")[0]
+    if kind.__name__ == "Lion" and package != "bitsandbytes":
+        return "Lion"
+    return f"{kind.__module__ if package in _BY_MODULE else package}.{kind.__qualname__}"
+
+
+def shown_name(kind: type) -> str:
+    """Returns the name by which messages call this class: with its package, but for torch's own."""
+    return rule_name(kind).removeprefix("torch.")
+
+
+def way(kind: type) -> str:
+    """Returns how the updates of this class are differentiated: "analytic", "autograd" or "numerical"."""
+    name = rule_name(kind)
+    return "analytic" if name in ELEMENTWISE else "autograd" if name in AUTOGRAD else "numerical"
+
+
+def is_tried(kind: type) -> bool:
+    """Returns True if the step of this class is compared at the start with its rule."""
+    name = rule_name(kind)
+    return name.split(".")[0] not in _TESTED_PACKAGES or way(kind) == "numerical"
+
+
+def refusal(optimizer: Any) -> tuple[str, str] | None:
+    """Returns why this optimizer cannot be differentiated, whatever its rule, and what to use instead; None if it can.
+
+    The latter are values of the Trainer's `optim`.
+    """
+    kind = type(optimizer)
+    name, package = rule_name(kind), kind.__module__.split(".")[0]
+    if name in _REFUSED:
+        return _REFUSED[name]
+    if way(kind) == "numerical":
+        return (_NO_FP64, "adamw_8bit' or 'adamw_torch") if package == "bitsandbytes" else None
+    if package in _UNSHARDED and any(is_sharded(one) for group in optimizer.param_groups for one in group["params"]):
+        return "its states cannot be put together where FSDP2 shards the weights", DEFAULT
+    reason = None
+    if package == "bitsandbytes":
+        reason = bitsandbytes_states.refusal(optimizer)
+    elif name in _OF_PACKAGES:
+        reason = _refused_option(optimizer)
+    return None if reason is None else (reason, DEFAULT)
+
+
+def context_of(optimizer: Any, group: Mapping[str, Any], parameter: Tensor) -> UpdateContext:
+    """Returns what the optimizer's next update of a parameter of this group depends on, besides the gradient."""
+    name = rule_name(type(optimizer))
+    if name == "grokadamw.GrokAdamW":
+        return _grok_context_of(optimizer, group, parameter)
+    if name.startswith("bitsandbytes."):
+        return bitsandbytes_states.context_of(optimizer, group, parameter)
+    return UpdateContext(group, optimizer.state.get(parameter, {}), parameter.detach())
+
+
+def _grok_context_of(optimizer: Any, group: Mapping[str, Any], parameter: Tensor) -> UpdateContext:
+    """Returns the context of a parameter of GrokAdamW's, which keeps states in the group, on the CPU.
+
+    Its momentum depends on the number of the parameter in the group.
+    """
+    trained = [one for one in group["params"] if one.requires_grad]
+    index = next((number for number, one in enumerate(trained) if one is parameter), 0)
+    held = group.get("state", {}).get(parameter, {})
+    state = {key: value.to(parameter.device) if isinstance(value, Tensor) else value for key, value in held.items()}
+    options = {key: value for key, value in group.items() if key != "state"}
+    return UpdateContext(options, {**state, "index": index}, parameter.detach())
+
+
+def _refused_option(optimizer: Any) -> str | None:
+    """Returns why one of these optimizers cannot be differentiated, although it has a rule; None if it can."""
+    for group in optimizer.param_groups:
+        if group.get("gradient_release"):
+            return "with gradient_release it steps within the backward pass"
+        if group.get("grokking_signal_fns"):
+            return "its grokking_signal_fns decide how it averages gradients"
+    return None
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """Returns the optimizers that take the steps; what is no torch optimizer is returned as it is.
+
+    Looked through are wrappers (`.optimizer`, as Accelerate's), lists, tuples and dicts of optimizers, and objects that
+    hold such a collection as `.optimizers`, as users combine Muon for matrices and AdamW for the rest.
+    """
+    return list(_parts(optimizer))
+
+
+def _parts(optimizer: Any) -> Iterator[Any]:
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    several = optimizer if isinstance(optimizer, list | tuple | dict) else getattr(optimizer, "optimizers", None)
+    if isinstance(several, Mapping):
+        several = list(several.values())
+    if not isinstance(several, list | tuple) or not several:
+        yield optimizer
+        return
+    for one in several:
+        yield from _parts(one)
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Returns the parameter groups of all parts."""
+    return [group for part in parts_of(optimizer) for group in part.param_groups]

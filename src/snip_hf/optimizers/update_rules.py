@@ -3,56 +3,53 @@
 Rules are pure functions of the gradient, laid out as the model stores the weight, in the gradient's dtype; nothing is
 written. An elementwise rule returns (update, slope, meaningful): h(g), h'(g) and where h' has a meaning. An autograd
 rule returns (update, meaningful) and is differentiated with `torch.func`. Decoupled weight decay does not depend on the
-gradient and is left out. For optimizers without a rule there is `own_step`.
+gradient and is left out. Optimizers without a rule are differentiated by their own steps (`own_step`).
+
+The schedule-free optimizers (arXiv:2405.15682; package schedulefree) hold two sequences of weights: z takes the steps
+of the base optimizer, and the model computes gradients at y, an interpolation of z and the running average x. The
+parameter is y between the optimizer's `train()` and `eval()`, so h is the amount that one step subtracts from y. z
+moves by another multiple of the same change. Weight decay and the pull of y towards z are left out.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch import Tensor
 
 from ..kernels import adam_slopes as kernels
-from ..numerics.random_state import RandomState
 from ..parallel.sharding import own_part, whole
-from ..python_state import Shared, binding_kept
 
 # Lion's sign(c) becomes c / sqrt(c^2 + s^2) with s this part of mean|c| (ours; docs/method.md). For normal c, a change
 # of c by 20% of its mean size (about what FP4 does to a gradient) is then first-order to 2%, and a quarter of all
 # elements carries the sum of squares. With 0.1 that were 23% and 6% of the elements; larger ones are less of a sign.
 LION_SMOOTHING = 0.5
-# bitsandbytes' managers of all its optimizers.
-_COMMON = ("GlobalOptimManager", "GlobalPageManager")
-# Types of values that refer to no parameter.
-_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+# torch adds this to a norm before it divides by it to clip.
+_CLIP_EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class Situation:
+class UpdateContext:
     """What a step knows besides the gradient: the parameter, its group, its state (empty before the first step)."""
 
     group: Mapping[str, Any]
     state: Mapping[str, Any]
     parameter: Tensor
 
-    def gathered(self) -> Situation:
-        """Returns the situation of the whole parameter; collective."""
+    def gathered(self) -> UpdateContext:
+        """Returns the context of the whole parameter; collective."""
         state = {key: whole(value) if isinstance(value, Tensor) else value for key, value in self.state.items()}
-        return Situation(self.group, state, whole(self.parameter))
+        return UpdateContext(self.group, state, whole(self.parameter))
 
-    def of_own_part(self) -> Situation:
-        """Returns the situation of what this process holds of the parameter."""
+    def of_own_part(self) -> UpdateContext:
+        """Returns the context of what this process holds of the parameter."""
         state = {key: own_part(value) if isinstance(value, Tensor) else value for key, value in self.state.items()}
-        return Situation(self.group, state, own_part(self.parameter))
+        return UpdateContext(self.group, state, own_part(self.parameter))
 
     def number(self, key: str) -> float:
         """Returns a hyperparameter that may be a tensor (capturable, torchao) as a float."""
@@ -83,7 +80,7 @@ class Situation:
         return float(_rms(self.parameter.to(torch.float32)))
 
 
-def sgd(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sgd(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """torch.optim.SGD: momentum, dampening, Nesterov, coupled decay."""
     lr, momentum = at.number("lr"), at.number("momentum")
     gradient = gradient + at.number("weight_decay") * at.parameter
@@ -100,7 +97,7 @@ def sgd(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return lr * moved, torch.full_like(gradient, lr * slope), torch.ones_like(gradient, dtype=torch.bool)
 
 
-def adam(at: Situation, gradient: Tensor, decoupled: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def adam(at: UpdateContext, gradient: Tensor, decoupled: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Adam and AdamW, of torch (foreach, fused, capturable, amsgrad) and of torchao (quantized states)."""
     lr, eps, step = at.number("lr"), at.number("eps"), at.step
     beta1, beta2 = (float(beta) for beta in at.group["betas"])
@@ -125,7 +122,7 @@ def adam(at: Situation, gradient: Tensor, decoupled: bool = False) -> tuple[Tens
     return lr * mean / divisor, torch.where(touched, lr * slope, 0), touched
 
 
-def adam_slopes(at: Situation, gradient: Tensor, tangent: Tensor, decoupled: bool = False) -> Tensor | None:
+def adam_slopes(at: UpdateContext, gradient: Tensor, tangent: Tensor, decoupled: bool = False) -> Tensor | None:
     """Returns h'(gradient) * tangent of `adam` from one kernel; None for tensors or options that it does not take."""
     first, second = at.state.get("exp_avg"), at.state.get("exp_avg_sq")
     is_coupled = not (decoupled or at.group.get("decoupled_weight_decay", False)) and at.number("weight_decay") != 0
@@ -151,7 +148,7 @@ def adam_slopes(at: Situation, gradient: Tensor, tangent: Tensor, decoupled: boo
     return kernels.adam_slopes(gradient, at.state["exp_avg"], at.state["exp_avg_sq"], tangent, numbers)
 
 
-def lion(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def lion(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Lion (arXiv:2302.06675), smoothed (ours): sign(c) -> c / sqrt(c^2 + s^2), s = LION_SMOOTHING * mean|c|.
 
     Of the layout that lion-pytorch has (state "exp_avg").
@@ -164,7 +161,7 @@ def lion(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return at.number("lr") * relative / (1 + relative.square()).sqrt(), (size > 0).expand_as(mixed)
 
 
-def muon(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def muon(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """torch.optim.Muon, for weights of two dimensions.
 
     Its own step runs the Newton-Schulz iteration in BF16; here it runs in the gradient's dtype (our model of it).
@@ -191,7 +188,7 @@ def _newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], ste
     return wide.t() if matrix.shape[0] > matrix.shape[1] else wide
 
 
-def adafactor(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def adafactor(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """torch.optim.Adafactor. Of a vector's squares it keeps each, of a matrix's those of rows and columns."""
     floor, least_size = at.group["eps"]
     floor = torch.finfo(at.parameter.dtype).eps if floor is None else float(floor)
@@ -211,7 +208,7 @@ def adafactor(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return rate * _clipped(gradient * second.rsqrt(), at.number("d")), touched
 
 
-def adafactor_of_transformers(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def adafactor_of_transformers(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """transformers.optimization.Adafactor with all its options."""
     group, step = at.group, at.step
     floor, least_size = (float(eps) for eps in group["eps"])
@@ -255,9 +252,106 @@ def _norm(tensor: Tensor) -> Tensor:
     return norm
 
 
-Elementwise = Callable[[Situation, Tensor], tuple[Tensor, Tensor, Tensor]]
-Autograd = Callable[[Situation, Tensor], tuple[Tensor, Tensor]]
-Slopes = Callable[[Situation, Tensor, Tensor], Tensor | None]
+def schedule_free_sgd(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """SGDScheduleFree."""
+    rate = _rate_of_y(at, _warmed_up(at), at.number("momentum"))
+    return rate * gradient, torch.full_like(gradient, rate), torch.ones_like(gradient, dtype=torch.bool)
+
+
+def schedule_free_adamw(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """AdamWScheduleFree."""
+    return _schedule_free_step(at, gradient, _rate_of_y(at, _warmed_up(at), float(at.group["betas"][0])))
+
+
+def schedule_free_radam(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """RAdamScheduleFree: SGD, or no step at all, until the average of the squares holds enough of them."""
+    beta1, beta2 = (float(beta) for beta in at.group["betas"])
+    step = float(at.group["k"]) + 1
+    most = 2 / (1 - beta2) - 1
+    held = most - 2 * step * beta2**step / (1 - beta2**step)
+    is_adaptive = held > 4
+    if is_adaptive:
+        rectification = ((held - 4) * (held - 2) * most / ((most - 4) * (most - 2) * held)) ** 0.5
+    else:
+        rectification = float(not at.group["silent_sgd_phase"])
+    rate = _rate_of_y(at, at.number("lr") * rectification, beta1)
+    if is_adaptive:
+        return _schedule_free_step(at, gradient, rate)
+    return rate * gradient, torch.full_like(gradient, rate), torch.ones_like(gradient, dtype=torch.bool)
+
+
+def _schedule_free_step(at: UpdateContext, gradient: Tensor, rate: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The step of Adam without momentum."""
+    beta2, eps = float(at.group["betas"][1]), at.number("eps")
+    unbiased = 1 - beta2 ** (float(at.group["k"]) + 1)
+    second = at.average("exp_avg_sq", gradient.square(), 1 - beta2)
+    root = (second / unbiased).sqrt_()
+    divisor = root + eps
+    normalized = gradient / divisor
+    # grouped so that nothing underflows
+    slope = (1 - normalized * ((1 - beta2) * gradient / unbiased / root)) / divisor
+    touched = second > 0
+    return rate * normalized, torch.where(touched, rate * slope, 0), touched
+
+
+def _warmed_up(at: UpdateContext) -> float:
+    """Returns the learning rate of the step."""
+    done, steps = float(at.group["k"]), float(at.group["warmup_steps"])
+    return at.number("lr") * ((done + 1) / steps if done < steps else 1.0)
+
+
+def _rate_of_y(at: UpdateContext, rate: float, momentum: float) -> float:
+    """Returns by how many times the base optimizer's direction y moves, where z moves by `rate` times it."""
+    largest = max(rate, at.number("lr_max"))
+    weight = (float(at.group["k"]) + 1) ** at.number("r") * largest ** at.number("weight_lr_power")
+    total = at.number("weight_sum") + weight
+    taken = weight / total if total > 0 else 0.0
+    return rate * (1 - momentum * (1 - taken))
+
+
+def stable_adamw(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """StableAdamW (arXiv:2304.13013; package torch-optimi): AdamW, clipped where gradients outgrow their average."""
+    eps, step = at.number("eps"), float(at.group.get("step", 0)) + 1
+    taken1, taken2 = ((1 - beta) / (1 - beta**step) for beta in (at.number("beta1"), at.number("beta2")))
+    first = at.average("exp_avg", gradient, taken1)
+    second = at.average("exp_avg_sq", gradient.square(), taken2)
+    growth = (gradient.square() / second.clamp(min=eps * eps)).mean().sqrt()
+    touched = second > 0
+    # 1 where nothing was ever seen, so that no derivative is infinite there.
+    update = first / (torch.where(touched, second, 1).sqrt() + eps)
+    # The decay shrinks with the learning rate, and so depends on the gradient.
+    decay = at.number("weight_decay") / (at.number("max_lr") if at.group["decouple_lr"] else 1.0)
+    return at.number("lr") / growth.clamp(min=1) * (update + decay * at.parameter), touched
+
+
+def grokadamw(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """GrokAdamW (package grokadamw): AdamW on gradients, clipped weight by weight, to which their average is added."""
+    group, beta1, beta2 = at.group, *(float(beta) for beta in at.group["betas"])
+    bound = at.number("gradient_clipping")
+    if bound > 0:
+        gradient = gradient * (bound / (torch.linalg.vector_norm(gradient) + _CLIP_EPS)).clamp(max=1)
+    kept = at.number("alpha_init") * math.exp(-at.number("grokking_signal_decay_rate") * _signal(group))
+    amplified = gradient + at.number("lamb") * at.average("grok_ema", gradient, 1 - kept)
+    of_layer = beta1 * (1 - at.number("gamma")) ** int(at.state.get("index", 0))
+    first = at.average("exp_avg", amplified, 1 - of_layer)
+    second = at.average("exp_avg_sq", amplified.square(), 1 - beta2)
+    touched = second > 0
+    update = first / (torch.where(touched, second, 1).sqrt() + at.number("eps"))
+    return at.number("lr") * math.sqrt(1 - beta2**at.step) / (1 - beta1**at.step) * update, touched
+
+
+def _signal(group: Mapping[str, Any]) -> float:
+    """Returns how far the loss of evaluation is above that of training, as GrokAdamW takes it from its group."""
+    of_training, of_evaluation = group.get("train_loss"), group.get("eval_loss")
+    if of_training is None or of_evaluation is None:
+        return 0.0
+    largest = max(of_training, of_evaluation)
+    return float(max(0, of_evaluation - of_training) / largest) if largest > 0 else 0.0
+
+
+Elementwise = Callable[[UpdateContext, Tensor], tuple[Tensor, Tensor, Tensor]]
+Autograd = Callable[[UpdateContext, Tensor], tuple[Tensor, Tensor]]
+Slopes = Callable[[UpdateContext, Tensor, Tensor], Tensor | None]
 _adamw = partial(adam, decoupled=True)
 
 # By package and class, so that transformers and torchao need not be imported.
@@ -267,6 +361,9 @@ ELEMENTWISE: Mapping[str, Elementwise] = {
     "torch.AdamW": _adamw,
     **{f"torchao.Adam{bits}": adam for bits in ("8bit", "4bit", "Fp8")},
     **{f"torchao.AdamW{bits}": _adamw for bits in ("8bit", "4bit", "Fp8")},
+    "schedulefree.AdamWScheduleFree": schedule_free_adamw,
+    "schedulefree.RAdamScheduleFree": schedule_free_radam,
+    "schedulefree.SGDScheduleFree": schedule_free_sgd,
 }
 # Rules whose derivative may come from a kernel.
 SLOPES: Mapping[Elementwise, Slopes] = {adam: adam_slopes, _adamw: partial(adam_slopes, decoupled=True)}
@@ -276,89 +373,6 @@ AUTOGRAD: Mapping[str, Autograd] = {
     "transformers.Adafactor": adafactor_of_transformers,
     # No library that we require has one; `response.check_optimizer` tries whether a class of this name is Lion.
     "Lion": lion,
+    "optimi.StableAdamW": stable_adamw,
+    "grokadamw.GrokAdamW": grokadamw,
 }
-
-
-def own_step(optimizer: torch.optim.Optimizer, at: Situation, gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """Takes a step of the optimizer's own with copies of parameter, state and group, in the gradient's dtype.
-
-    No hook sees it.
-
-    Returns:
-        What it subtracts from the parameter, and the state after it.
-    """
-    twin = object.__new__(type(optimizer))
-    parameter = nn.Parameter(at.parameter.to(gradient.dtype, copy=True))
-    parameter.grad = gradient.clone()
-    # Whatever refers to the real optimizer refers to the copy.
-    memo: dict[int, Any] = {id(optimizer): twin}
-    # Hooks are not run, and a scheduler's wrapper around `step` would step the real one.
-    own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups", "step")}
-    own |= {key: OrderedDict() for key in own if key.startswith("_optimizer_")}
-    options = {key: value for key, value in at.group.items() if key != "params"}
-    memo.update(_stand_ins(optimizer, [own, options, at.state]))
-    memo[id(at.parameter)] = parameter
-    # What all optimizers of a package have in common holds weights and states of all of them.
-    memo.update((id(value), value) for value in own.values() if type(value).__name__ in _COMMON)
-    for name, value in own.items():
-        setattr(twin, name, copy.deepcopy(value, memo))
-    twin.param_groups = [{**copy.deepcopy(options, memo), "params": [parameter]}]
-    twin.state = defaultdict(dict)
-    if at.state:
-        twin.state[parameter] = {key: _copied(value, at.parameter, gradient, memo) for key, value in at.state.items()}
-    random_state = RandomState.now()
-    try:
-        with _without_global_hooks():
-            type(optimizer).step(twin)
-        state = dict(twin.state[parameter])
-    finally:
-        random_state.restore()
-    return at.parameter.to(gradient.dtype) - parameter.detach(), state
-
-
-def _stand_ins(optimizer: torch.optim.Optimizer, copied: Sequence[Any]) -> dict[int, nn.Parameter]:
-    """Returns the id of each parameter and buffer that an optimizer or a model that it holds has -> one without memory.
-
-    So a copy of an optimizer that holds its model takes no memory for it, and can neither read nor write weights.
-
-    Args:
-        optimizer: has the parameters.
-        copied: what is copied of it. If nothing in that can refer to a parameter, nothing is returned.
-    """
-    parts = [part for value in copied for part in _parts_in(value)]
-    if all(isinstance(part, _PLAIN) or type(part) is Tensor for part in parts):
-        return {}
-    tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for model in (part for part in parts if isinstance(part, nn.Module)):
-        tensors += [*model.parameters(), *model.buffers()]
-    return {id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad) for one in tensors}
-
-
-def _parts_in(value: Any) -> Iterator[Any]:
-    """Yields what plain containers hold, or the value if it is none."""
-    if not isinstance(value, dict | list | tuple | set):
-        yield value
-        return
-    for part in value.values() if isinstance(value, dict) else value:
-        yield from _parts_in(part)
-
-
-@contextmanager
-def _unhooked() -> Iterator[None]:
-    """Takes away the hooks that run before and after the steps of all optimizers."""
-    every = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
-    with binding_kept(every):
-        for hooks in every:
-            hooks.clear()
-        yield
-
-
-_without_global_hooks = Shared(_unhooked)
-
-
-def _copied(value: Any, parameter: Tensor, gradient: Tensor, memo: dict[int, Any]) -> Any:
-    """Returns a deep copy; tensors of numbers per element are cast as the parameter is, step counts are not."""
-    copied = copy.deepcopy(value, memo)
-    if isinstance(copied, Tensor) and copied.is_floating_point() and copied.shape == parameter.shape:
-        return copied.to(gradient.dtype)
-    return copied

@@ -22,9 +22,7 @@ from ..estimation.samples import read
 from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunHook
 from ..optimizers.deepspeed_zero import BeforeStep, ZeroOptimizer, find_zero
-from ..optimizers.known import shown_name
-from ..optimizers.parts import groups_of
-from ..optimizers.response import check_optimizer, responses, trained_by
+from ..optimizers.response import check_optimizer, groups_of, responses, shown_name, trained_by
 from ..parallel.ranks import Attempt, Ranks
 from ..parallel.sharding import is_fully_sharded, own_part
 from ..text import WITHOUT_PROBE

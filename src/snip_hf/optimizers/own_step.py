@@ -1,0 +1,141 @@
+"""An optimizer's own step, taken on copies: for optimizers without a rule, and to try on a throwaway weight."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from ..numerics.random_state import RandomState
+from ..python_state import Shared, binding_kept
+from .update_rules import UpdateContext
+
+# bitsandbytes' managers of all its optimizers.
+_COMMON = ("GlobalOptimManager", "GlobalPageManager")
+# Types of values that refer to no parameter.
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+SHAPES = ((8, 12), (64, 64))
+"""Some optimizers treat small weights in another way (8-bit states from 4,096 elements on)."""
+
+
+def own_step(optimizer: torch.optim.Optimizer, at: UpdateContext, gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Takes a step of the optimizer's own with copies of parameter, state and group, in the gradient's dtype.
+
+    No hook sees it.
+
+    Returns:
+        What it subtracts from the parameter, and the state after it.
+    """
+    twin = object.__new__(type(optimizer))
+    parameter = nn.Parameter(at.parameter.to(gradient.dtype, copy=True))
+    parameter.grad = gradient.clone()
+    # Whatever refers to the real optimizer refers to the copy.
+    memo: dict[int, Any] = {id(optimizer): twin}
+    # Hooks are not run, and a scheduler's wrapper around `step` would step the real one.
+    attributes = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups", "step")}
+    attributes |= {key: OrderedDict() for key in attributes if key.startswith("_optimizer_")}
+    options = {key: value for key, value in at.group.items() if key != "params"}
+    memo.update(_stand_ins(optimizer, [attributes, options, at.state]))
+    memo[id(at.parameter)] = parameter
+    # What all optimizers of a package have in common holds weights and states of all of them.
+    memo.update((id(value), value) for value in attributes.values() if type(value).__name__ in _COMMON)
+    for name, value in attributes.items():
+        setattr(twin, name, copy.deepcopy(value, memo))
+    twin.param_groups = [{**copy.deepcopy(options, memo), "params": [parameter]}]
+    twin.state = defaultdict(dict)
+    if at.state:
+        twin.state[parameter] = {key: _copied(value, at.parameter, gradient, memo) for key, value in at.state.items()}
+    random_state = RandomState.now()
+    try:
+        with _without_global_hooks():
+            type(optimizer).step(twin)
+        state = dict(twin.state[parameter])
+    finally:
+        random_state.restore()
+    return at.parameter.to(gradient.dtype) - parameter.detach(), state
+
+
+def _stand_ins(optimizer: torch.optim.Optimizer, copied: Sequence[Any]) -> dict[int, nn.Parameter]:
+    """Returns the id of each parameter and buffer that an optimizer or a model that it holds has -> one without memory.
+
+    So a copy of an optimizer that holds its model takes no memory for it, and can neither read nor write weights.
+
+    Args:
+        optimizer: has the parameters.
+        copied: what is copied of it. If nothing in that can refer to a parameter, nothing is returned.
+    """
+    parts = [part for value in copied for part in _parts_in(value)]
+    if all(isinstance(part, _PLAIN) or type(part) is Tensor for part in parts):
+        return {}
+    tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for model in (part for part in parts if isinstance(part, nn.Module)):
+        tensors += [*model.parameters(), *model.buffers()]
+    return {id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad) for one in tensors}
+
+
+def _parts_in(value: Any) -> Iterator[Any]:
+    """Yields what plain containers hold, or the value if it is none."""
+    if not isinstance(value, dict | list | tuple | set):
+        yield value
+        return
+    for part in value.values() if isinstance(value, dict) else value:
+        yield from _parts_in(part)
+
+
+@contextmanager
+def _unhooked() -> Iterator[None]:
+    """Takes away the hooks that run before and after the steps of all optimizers."""
+    every = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    with binding_kept(every):
+        for hooks in every:
+            hooks.clear()
+        yield
+
+
+_without_global_hooks = Shared(_unhooked)
+
+
+def _copied(value: Any, parameter: Tensor, gradient: Tensor, memo: dict[int, Any]) -> Any:
+    """Returns a deep copy; tensors of numbers per element are cast as the parameter is, step counts are not."""
+    copied = copy.deepcopy(value, memo)
+    if isinstance(copied, Tensor) and copied.is_floating_point() and copied.shape == parameter.shape:
+        return copied.to(gradient.dtype)
+    return copied
+
+
+def trial(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: tuple[int, int], dtype: torch.dtype
+) -> tuple[UpdateContext, tuple[Tensor, Tensor]]:
+    """Returns a throwaway weight's context after two steps with a group's hyperparameters, and two more gradients."""
+    device = group["params"][0].device
+    generator = torch.Generator().manual_seed(0)
+    weight, *draws = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(5))
+    options = {key: value for key, value in group.items() if key not in ("params", "state")}
+    # A schedule may be at 0 now.
+    options["lr"] = torch.ones_like(group["lr"]) if isinstance(group.get("lr"), Tensor) else 1.0
+    # A schedule-free optimizer takes no step before `train()`.
+    if "train_mode" in options:
+        options["train_mode"] = True
+    at = UpdateContext(options, _first_state(optimizer, options, weight), weight)
+    for gradient in draws[:2]:
+        at = UpdateContext(options, own_step(optimizer, at, gradient)[1], at.parameter)
+    return at, (draws[2], draws[3])
+
+
+def _first_state(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], weight: Tensor) -> dict[str, Any]:
+    """Returns what the optimizer holds of a weight before its first step: for most, nothing."""
+    if type(optimizer).__module__ == "apollo_torch.apollo":
+        return {"seed": 1}
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return {}
+    # It makes its state when it is built; newer versions make what is missing in the step, that of torch 2.11 does not.
+    built = torch.optim.Adagrad(
+        [weight], initial_accumulator_value=options["initial_accumulator_value"], fused=options["fused"]
+    )
+    return dict(built.state[weight])

@@ -53,8 +53,7 @@ OTHER: dict[str, Any] = {
     "probes": 2,
     "probe_tokens": None,
     "probe_batch_tokens": None,
-    "probe_memory_mib": 512,
-    "loss_estimator": "norm",
+    "loss_estimator": "token-fisher",
     "policy": "random",
     "fixed_plan": "plan.json",
     "objective": "paper",
@@ -267,10 +266,10 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "format of your own is registered first: by `snip_hf.register_format`, or by `--import MODULE` on the command "
         "line.",
     ),
-    ({"objective": "sum"}, "objective='sum' is not known; expected one of additive, horizon, paper."),
+    ({"objective": "sum"}, "objective='sum' is not known; expected one of additive, paper."),
     (
         {"loss_estimator": "hessian"},
-        "loss_estimator='hessian' is not known; expected one of saliency, token-fisher, taylor, norm.",
+        "loss_estimator='hessian' is not known; expected one of saliency, token-fisher.",
     ),
     ({"solver": "gurobi"}, "solver='gurobi' is not known; expected one of auto, cbc, highs, greedy."),
     (
@@ -311,7 +310,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         for name in (*INTEGERS, *FLOATS)
         for sign in (1, -1)
     ),
-    ({"probe_memory_mib": 0}, "probe_memory_mib=0 is too small; expected None or at least 1 (MiB)."),
     (
         {"probe_batch_tokens": 127},
         "probe_batch_tokens=127 is too small; expected None or at least 128 (one tile).",
@@ -387,7 +385,6 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("refresh_every", 10.0, "refresh_every=10.0 has type float; expected int | None."),
     ("first_refresh", True, "first_refresh=True has type bool; expected int."),
     ("apply_delay", "10", "apply_delay='10' has type str; expected int."),
-    ("probe_memory_mib", 0.5, "probe_memory_mib=0.5 has type float; expected int | None."),
     ("formats", "fp4", "formats='fp4' has type str; expected tuple[str, ...]."),
     ("formats", ("fp4", 8), "formats: got ('fp4', 8); expected a list of names."),
     ("start_format", 8, "start_format=8 has type int; expected str | None."),
@@ -709,7 +706,6 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "guard_spike": 6.0,
         "guard_window": 128,
         "guard_patience": 50,
-        "probe_memory_mib": None,
         "loss_estimator": "saliency",
         "objective": "additive",
         "loss_divergence_factor": 1.0,

@@ -53,7 +53,6 @@ def test_without_arguments_the_config_is_the_default() -> None:
         ("refresh_every", "~", None),
         ("refresh_every", "1000", 1000),
         ("probe_tokens", "None", None),
-        ("probe_memory_mib", "512", 512),
         ("start_format", "bf16", "bf16"),
         ("granularity", "layer", "layer"),
         ("solver_gap", "1e-3", 1e-3),

@@ -14,12 +14,14 @@ from torch import Tensor
 from snip_hf import SnipConfig
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.layer_sums import LayerSums
+from snip_hf.estimation.pending import read_all
 from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.kernels.rounding import fake_quantize
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.optimizers.update_rules import UpdateContext
+from snip_hf.policies.snip_paper import PaperEstimate
 
 from .weight_estimators import Point, hessian_traces, mean_square
 
@@ -100,7 +102,7 @@ def _of_sample(part: LayerSample, weight: Tensor, fmt: str, error: float) -> dic
     trace = part.tokens**2 * float(squares.mean())
     return {
         "token-fisher": terms.loss_divergence(fmt, "token-fisher"),
-        "norm": terms.loss_divergence(fmt, "norm"),
+        "norm": read_all([PaperEstimate(terms).pending_loss_divergence(fmt, "")])[0],
         "absolute-error": absolute,
         "relative-error": relative,
         "fisher-trace": trace,

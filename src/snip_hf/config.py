@@ -48,8 +48,8 @@ class DoesNotFit(ValueError):
 Granularity = Literal["layer", "gemm"]
 Decides = Literal["all", "forward"]
 Budget = Literal["flops", "measured"]
-Objective = Literal["additive", "horizon", "paper"]
-LossEstimator = Literal["saliency", "token-fisher", "taylor", "norm"]
+Objective = Literal["additive", "paper"]
+LossEstimator = Literal["saliency", "token-fisher"]
 Solver = Literal["auto", "cbc", "highs", "greedy"]
 Guard = Literal["off", "raise"]
 _CHOICES = {
@@ -76,6 +76,7 @@ _REMOVED_FIELDS = {
     "switching_cost": "raise refresh_every to change plans less often",
     "estimate_memory": "raise refresh_every to change plans less often, or probes to make estimates less noisy",
     "guard_noise": "guard='raise' raises the formats of layers and adds no noise",
+    "probe_memory_mib": "a probe stays within the memory of a training step; set probe_tokens to keep less",
     "guard_failures": "a callback can go back to a checkpoint (docs/reliability.md, Rolling back)",
 }
 # A field and one of its former values -> what to use instead.
@@ -84,6 +85,9 @@ _REMOVED_VALUES = {
     ("guard", "roll-back"): (
         "set guard='raise'; a callback can go back to a checkpoint (docs/reliability.md, Rolling back)"
     ),
+    ("objective", "horizon"): "set objective='additive', whose plans trained as well",
+    ("loss_estimator", "taylor"): "set loss_estimator='token-fisher', which is the same without the first-order part",
+    ("loss_estimator", "norm"): "set loss_estimator='saliency', or policy='snip-paper' for the paper's norms",
 }
 # What each sets and why: docs/config.md.
 _PRESETS: dict[str, dict[str, Any]] = {
@@ -214,16 +218,11 @@ class SnipConfig(_FieldNames):
     """Tokens that the probe's passes run on, of all ranks together. None: the whole micro-batch.
     They are whole sequences, spread evenly over the micro-batch, at least one per rank, and stand for all of it
     (ours)."""
-    probe_memory_mib: int | None = None
-    """Most MiB that a probe may hold beyond the model.
-    It then keeps fewer tokens if it has to, and runs blocks twice (`estimation.room`), which changes no number. None:
-    tokens are not bounded; the rest stays within what a training step takes."""
     loss_estimator: LossEstimator = "saliency"
-    """Estimator of the loss divergence: "saliency", "token-fisher", "taylor" or "norm".
+    """Estimator of the loss divergence: "saliency" or "token-fisher".
     "saliency" (after ScaleBITS): magnitudes of the first-order effects of the weight's elements; its plans ended
     slightly below those of "token-fisher" (docs/results-loss-forms.md), but it is no estimate of the loss's rise.
-    "token-fisher" (ours): the rise by curvature, which training does not take away. "taylor" (ours): with the
-    first-order effect of the weight's error, nearest to the rise at this very step. "norm": first order, from norms."""
+    "token-fisher" (ours): the rise by curvature, which training does not take away."""
 
     # Objective: who decides, and what for
 
@@ -232,10 +231,9 @@ class SnipConfig(_FieldNames):
     fixed_plan: str | None = None
     """Path of a plan file to apply before the first step and hold fixed; `policy` and `decides` are then not asked."""
     objective: Objective = "additive"
-    """What the program minimises: "additive", "horizon" or "paper".
+    """What the program minimises: "additive" or "paper".
     Both divergences are divided by their totals with everything in the least precise format. "additive" (ours):
-    dL + 0.1 dW^2, since independent errors add in squares. "horizon" (ours): the same with dW^2 as it grows over 100
-    steps. "paper": Q = dL + dW."""
+    dL + 0.1 dW^2, since independent errors add in squares. "paper": Q = dL + dW."""
     loss_divergence_factor: float = 1.0
     """Multiplies the loss divergence's part of the objective."""
     weight_divergence_factor: float = 1.0

@@ -17,7 +17,6 @@ _AT_LEAST: dict[str, tuple[int, str]] = {
     "probes": (1, "at least 1"),
     "probe_tokens": (128, "None or at least 128 (one tile)"),
     "probe_batch_tokens": (128, "None or at least 128 (one tile)"),
-    "probe_memory_mib": (1, "None or at least 1 (MiB)"),
     "timing_tokens": (1, "None or at least 1"),
     "stages": (1, "None, a number of at least 1, or lists of names"),
     "guard_window": (8, "at least 8"),

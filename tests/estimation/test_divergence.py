@@ -292,7 +292,6 @@ def with_probe(
     [
         (SnipConfig(probe_tokens=None), {}),
         (SnipConfig(probe_tokens=None, probes=3, seed=4), {"step": 7}),
-        (SnipConfig(probe_tokens=128, loss_estimator="norm"), {"step": 2}),
         (SnipConfig(probe_tokens=128, loss_estimator="saliency"), {"step": 2}),
         (SnipConfig(probe_tokens=None), {"micro_batches": 4}),
         (
@@ -484,8 +483,7 @@ def over_ranks(
     [
         (SnipConfig(probe_tokens=None, probes=2), {}),
         (SnipConfig(probe_tokens=512, loss_estimator="token-fisher"), {"micro_batches": 4, "clip_factor": 0.25}),
-        (SnipConfig(probe_tokens=256, probe_batch_tokens=512, loss_estimator="taylor"), {"clip_factor": 0.5}),
-        (SnipConfig(probe_tokens=512, loss_estimator="norm"), {"probes": 0}),
+        (SnipConfig(probe_tokens=256, probe_batch_tokens=512), {"clip_factor": 0.5}),
         (SnipConfig(probe_tokens=512, loss_estimator="saliency"), {"probes": 0}),
         (SnipConfig(policy=CRITERIA[0], probe_tokens=512, probes=2), {}),
         *(slow(SnipConfig(policy=policy, probe_tokens=512, probes=2), {}) for policy in CRITERIA[1:]),

@@ -15,8 +15,8 @@ from torch.nn.functional import relu
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.kinks import RELATIVE_WIDTH, smooth_kinks
+from snip_hf.estimation.memory import NO_SAVINGS, Savings
 from snip_hf.estimation.probe import Probe, ProbeSettings, run_probe
-from snip_hf.estimation.room import NO_THRIFT, Thrift
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Processes
@@ -163,12 +163,14 @@ INPUTS = tokens(rows=8, length=64)
 def probed(
     model: nn.Module,
     step: float = 1e-3,
-    thrift: Thrift = NO_THRIFT,
+    savings: Savings = NO_SAVINGS,
     processes: Processes | None = None,
     inputs: Mapping[str, Tensor] = INPUTS,
 ) -> Probe:
     pullbacks = dict.fromkeys(snip_linears(model), lambda z: z * 1.0)
-    return run_probe(model, Batch.of(inputs), pullbacks, ProbeSettings(1, relative_step=step, thrift=thrift), processes)
+    return run_probe(
+        model, Batch.of(inputs), pullbacks, ProbeSettings(1, relative_step=step, savings=savings), processes
+    )
 
 
 def test_derivatives_do_not_depend_on_the_step_of_the_difference() -> None:
@@ -193,8 +195,8 @@ def tensors_of(sample: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_blocks_that_are_recomputed_give_the_same_numbers(reentrant: bool | None) -> None:
-    thrift = NO_THRIFT if reentrant is not None else Thrift(("layers.0", "layers.1"), frozenset(("layers.0.up",)))
-    assert equal(probed(kinked(reentrant=reentrant), thrift=thrift), probed(kinked()))
+    savings = NO_SAVINGS if reentrant is not None else Savings(("layers.0", "layers.1"), frozenset(("layers.0.up",)))
+    assert equal(probed(kinked(reentrant=reentrant), savings=savings), probed(kinked()))
 
 
 def test_a_pipeline_s_chunks_give_the_numbers_of_the_whole() -> None:
@@ -223,5 +225,5 @@ def test_a_pass_without_derivatives_is_torch_s_own() -> None:
 @pytest.mark.gpu
 def test_blocks_that_torch_recomputes_in_threads_of_its_own_give_the_same_numbers() -> None:
     inputs = {name: value.cuda() for name, value in INPUTS.items()}
-    thrift = Thrift(("layers.0", "layers.1"))
-    assert equal(probed(kinked().cuda(), thrift=thrift, inputs=inputs), probed(kinked().cuda(), inputs=inputs))
+    savings = Savings(("layers.0", "layers.1"))
+    assert equal(probed(kinked().cuda(), savings=savings, inputs=inputs), probed(kinked().cuda(), inputs=inputs))

@@ -19,6 +19,7 @@ from snip_hf.estimation.pending import read_all
 from snip_hf.estimation.replayed_sums import Replays, cuda_graph
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.estimation.whole_layer import Figures, Task, WholeLayer
+from snip_hf.policies.kl import KL
 
 TOKENS, SAMPLED, OUTPUTS, INPUTS = 600, 256, 48, 40
 FORMATS = ("mxfp4", "fp8-tensor", "fp4")
@@ -52,7 +53,7 @@ def layer(index: int, device: str = "cpu", outputs: int = OUTPUTS) -> tuple[Whol
     amaxes = x.abs().amax() * 1.5, grad_output.abs().amax() * (1 + index)
     dots = [drawn(*rows)], [drawn(*columns) / TOKENS]
     sample = LayerSample(TOKENS, x, grad_output, *dots, energies=(3.0 + index, 1.0), amaxes=amaxes)
-    return WholeLayer(f"layer {index}", (drawn(outputs, INPUTS),), None, (drawn(outputs, INPUTS).abs(),)), sample
+    return WholeLayer(f"layer {index}", (drawn(outputs, INPUTS),), (drawn(outputs, INPUTS).abs(),)), sample
 
 
 def task(replays: Replays | None, **changes: Any) -> Task:
@@ -129,8 +130,8 @@ def test_what_is_no_function_of_tensors_alone_is_not_captured() -> None:
     replays = Replays(refuse)
     for index in range(3):
         whole, sample = layer(index)
-        expected = results(whole.figures(sample, task(None, loss_estimator="norm"), KEYS, None))
-        assert results(whole.figures(sample, task(replays, loss_estimator="norm"), KEYS, None)) == expected
+        expected = results(whole.figures(sample, task(None, criterion=KL), KEYS, None))
+        assert results(whole.figures(sample, task(replays, criterion=KL), KEYS, None)) == expected
 
 
 def test_another_form_of_the_loss_is_compiled_before_it_is_captured() -> None:

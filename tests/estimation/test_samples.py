@@ -11,8 +11,8 @@ from torch import Tensor
 from snip_hf.config import SnipConfig
 from snip_hf.estimation import samples as samples_module
 from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.memory import Savings
 from snip_hf.estimation.probe import Probe, ProbeSettings, run_probe
-from snip_hf.estimation.room import Thrift
 from snip_hf.estimation.samples import Recorder, Rows, SamplePlan, recording
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.layer import Dispatch, SnipLayer
@@ -94,7 +94,7 @@ def test_rows_of_several_calls_or_ranks_are_sorted_by_matrix_and_their_tokens_fo
 def test_what_passes_do_twice_changes_no_number(build: object) -> None:
     """Neither the activations and moved weights that the probe makes again, nor the model's own checkpointing."""
 
-    def probe(thrift: bool, is_checkpointed: bool) -> Probe:
+    def probe(savings: bool, is_checkpointed: bool) -> Probe:
         model = build(0)  # type: ignore[operator]
         convert_model(model, SnipConfig())
         if is_checkpointed:
@@ -102,8 +102,8 @@ def test_what_passes_do_twice_changes_no_number(build: object) -> None:
             model.train()
         layers = snip_linears(model)
         pullbacks = {name: torch.ones_like(layer.weight).mul for name, layer in layers.items()}
-        twice = Thrift(("model.layers.0", "model.layers.1"), frozenset(layers))
-        settings = ProbeSettings(probes=2, thrift=twice if thrift else Thrift())
+        twice = Savings(("model.layers.0", "model.layers.1"), frozenset(layers))
+        settings = ProbeSettings(probes=2, savings=twice if savings else Savings())
         return run_probe(model, Batch.of(text(2, 48)), pullbacks, settings)
 
     expected = probe(False, False)

@@ -34,10 +34,10 @@ from snip_hf.parallel.ranks import Processes, Ranks
 
 CHOICES = SnipConfig().formats[::-1]
 HIDDEN, INNER, VOCABULARY, LENGTH = 12, 20, 17, 33
-# What a table's figures are asked for: a form of SNIP's loss divergence, or the criterion of a policy.
-FORMS = ("token-fisher", "taylor", "saliency", "norm", "fisher")
+# An estimator of the loss divergence ("norm": that of the policy "snip-paper"), or the criterion of a policy.
+FORMS = ("token-fisher", "saliency", "norm", "fisher")
 # Those that are sums over tokens, whatever the tokens are.
-SUMS = ("token-fisher", "taylor", "fisher")
+SUMS = ("token-fisher", "fisher")
 MASKS = (1.0, 1 / 2, 1 / 8)
 Inputs = dict[str, Tensor]
 # (Layer, format) -> figure.
@@ -120,7 +120,8 @@ def masked(labels: Tensor, share: float) -> Tensor:
 
 
 def config_of(form: str) -> SnipConfig:
-    options = {"policy": "fisher"} if form == "fisher" else {"loss_estimator": form}
+    policies = {"fisher": {"policy": "fisher"}, "norm": {"policy": "snip-paper"}}
+    options = policies.get(form, {"loss_estimator": form})
     return SnipConfig(probe_tokens=None, probe_batch_tokens=None, **options)
 
 
@@ -211,8 +212,7 @@ def truth(model: Pointwise, inputs: Inputs, form: str, name: str, fmt: str) -> f
         square = float((g @ weight.double() / labels).square().sum()) * mean_square
         square += float(gradient_w.square().sum() * error_w.square().mean())
         return square**0.5
-    rise = sum(float((call.own_gradient * call.error).sum(1).square().sum()) for call in calls) / (2 * labels)
-    return rise + float((gradient_w * error_w).sum()) if form == "taylor" else rise
+    return sum(float((call.own_gradient * call.error).sum(1).square().sum()) for call in calls) / (2 * labels)
 
 
 # ---------------------------------------------------------------------------------------------------------------- masks

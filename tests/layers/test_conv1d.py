@@ -182,7 +182,7 @@ def after_two_steps(kind: type[torch.optim.Optimizer], model: nn.Module) -> torc
 )
 def test_divergences_are_those_of_linears(kind: type[torch.optim.Optimizer], policy: str, noise: float) -> None:
     """Differences of passes, which the policy snip takes, multiply FP32's rounding by 1000."""
-    config = SnipConfig(policy=policy, loss_estimator="taylor", **EXACT)
+    config = SnipConfig(policy=policy, loss_estimator="token-fisher", **EXACT)
     found = []
     for layer in (Conv1D, nn.Linear):
         model = gpt2(layer)

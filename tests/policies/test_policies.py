@@ -476,33 +476,6 @@ def test_additive_costs_are_the_loss_divergence_and_a_tenth_of_the_weight_diverg
     }
 
 
-def test_over_a_horizon_the_bias_grows_with_the_steps_and_the_rest_with_their_root() -> None:
-    flops, table = hand_table()
-    biases = {"layers.0.fc": 0.003, "layers.1.fc": 0.004}
-    rows = tuple(dataclasses.replace(row, weight_bias=biases[row.layer]) for row in table.rows)
-    program = problem(setting_by_layer(flops, objective="horizon"), DivergenceTable(2.0, rows))
-    over_100 = {
-        "layers.0.fc": (100 * 0.003) ** 2 + 100 * (0.015**2 - 0.003**2),
-        "layers.1.fc": (100 * 0.004) ** 2 + 100 * (0.005**2 - 0.004**2),
-    }
-    total = sum(over_100.values())
-    assert {name: costs[1] for name, costs in costs_of(program).items()} == {
-        "layers.0.fc": pytest.approx(0.1 / 0.4 + 0.1 * over_100["layers.0.fc"] / total),
-        "layers.1.fc": pytest.approx(0.3 / 0.4 + 0.1 * over_100["layers.1.fc"] / total),
-    }
-
-
-def test_losses_below_0_are_scaled_by_their_sizes_and_keep_their_sign() -> None:
-    flops, table = hand_table()
-    rows = tuple(
-        dataclasses.replace(row, loss_divergence=-row.loss_divergence) if row.layer == "layers.0.fc" else row
-        for row in table.rows
-    )
-    costs = costs_of(problem(setting_by_layer(flops, weight_divergence_factor=0.0), DivergenceTable(2.0, rows)))
-    assert costs["layers.0.fc"] == [pytest.approx(-0.01 / 0.4), pytest.approx(-0.1 / 0.4)]
-    assert costs["layers.1.fc"] == [pytest.approx(0.02 / 0.4), pytest.approx(0.3 / 0.4)]
-
-
 def test_gemm_costs_use_the_rows_of_single_gemms_and_the_totals_of_whole_layers() -> None:
     flops, table = hand_table()
     costs = costs_of(problem(setting_of(flops, granularity="gemm", objective="paper"), table))

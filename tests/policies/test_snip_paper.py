@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 import zlib
 from pathlib import Path
@@ -22,10 +23,13 @@ from torch import Tensor, nn
 from snip_hf import SnipConfig, SnipController, convert_model, estimate_divergence, measure_divergence
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import divergences_at, gradients_of, weights_of
+from snip_hf.estimation.extrapolation import BatchSizes
+from snip_hf.estimation.layer_sums import LayerSums
 from snip_hf.estimation.memory import probe_memory
 from snip_hf.estimation.noise import PLACES, Noise
 from snip_hf.estimation.optimizer_step import OptimizerStep
-from snip_hf.estimation.pending import LAYER
+from snip_hf.estimation.pending import LAYER, read_all
+from snip_hf.estimation.samples import LayerSample
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.kernels import rounding
 from snip_hf.layers.state import snip_linears
@@ -38,7 +42,7 @@ from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
 from snip_hf.policies.registry import cost_of
 from snip_hf.policies.setting import Setting
-from snip_hf.policies.snip_paper import RELATIVE_NOISE
+from snip_hf.policies.snip_paper import RELATIVE_NOISE, PaperEstimate
 from snip_hf.records.divergences import read_divergence
 
 EVERY: dict[str, Any] = {"probe_tokens": None, "probe_batch_tokens": None}
@@ -48,6 +52,28 @@ Rows = dict[tuple[str, str], Divergence]
 
 def of_layers(table: DivergenceTable) -> Rows:
     return {(row.layer, row.format): row for row in table.rows if row.gemm == LAYER}
+
+
+# ------------------------------------------------------------------------------------------------------ loss divergence
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+@pytest.mark.parametrize("n", [300, 128])
+def test_the_loss_divergence_is_the_written_out_formula(n: int, fmt: str) -> None:
+    """Also where the layer saw 300 of the batch's 500 tokens, a fourth of a micro-batch by its labels."""
+    generator = torch.Generator().manual_seed(1)
+    sample = LayerSample(300, torch.randn(n, 12, generator=generator), 0.01 * torch.randn(n, 9, generator=generator))
+    w = torch.randn(9, 12, generator=generator)
+    x, g, scale = sample.x.double(), sample.grad_output.double(), 300 / n
+    e_x = fake_quantize(sample.x, FORMATS[fmt], ROW_TILE).double() - x
+    e_w = fake_quantize(w, FORMATS[fmt], SQUARE_TILE).double() - w.double()
+    dx, dw = g @ w.double(), scale * (g.t() @ x)
+    on_x = float((scale * dx.square().sum()) * (scale * e_x.square().sum())) / 12
+    on_w = float(dw.square().sum() * e_w.square().sum()) / (9 * 12)
+    for batch, count, parts in ((None, 300, 1), (BatchSizes(500, 70, 1000, 280), 500, 4)):
+        estimate = PaperEstimate(LayerSums(sample, w, None, 1, batch, formats=(fmt,)))
+        (found,) = read_all([estimate.pending_loss_divergence(fmt, "saliency")])
+        assert found == pytest.approx(math.sqrt(on_x / count / parts + on_w), rel=1e-4)
 
 
 # -------------------------------------------------------------------------------------------------------------- oracles

@@ -556,23 +556,6 @@ def test_a_run_of_one_stage_says_so(tmp_path: Path) -> None:
     assert "Pipeline (" not in text
 
 
-def test_the_recurring_part_of_the_weight_divergence_is_read_for_the_prices(tmp_path: Path) -> None:
-    write_staged_run(tmp_path, objective="horizon")
-    path = tmp_path / "snip" / "divergence-100.json"
-    document = json.loads(path.read_text())
-    for record in document["records"]:
-        record |= {"loss_divergence": 0.0, "weight_divergence": 1.0 * (record["format"] == "fp4")}
-        # All of one layer's divergence comes back at every step, none of the others'.
-        biased = record["layer"] == "model.layers.0.self_attn.q_proj"
-        record["weight_bias"] = 1.0 if biased and record["format"] == "fp4" else None
-    path.write_text(json.dumps(document))
-    lines = [line for line in rows(printed(tmp_path)) if len(line) == 7 and line[0] in ("0", "1")]
-    prices = {tuple(line[1:3]): float(line[5]) for line in lines}
-    # Over 100 steps: 100^2 for the one, 100 for each of the others, as shares of their sum of 10,500, times a tenth.
-    assert prices["0", "q_proj"] == pytest.approx(0.1 * 10_000 / 10_500 / (3 / 18), abs=1e-3)
-    assert prices["2", "q_proj"] == pytest.approx(0.1 * 100 / 10_500 / (3 / 18), abs=1e-3)
-
-
 def test_the_coverage_is_told_with_the_share_of_the_whole_model_and_the_reasons(tmp_path: Path) -> None:
     write_run(tmp_path, random_assignments(2))
     assert "The plan decides on" not in printed(tmp_path), "a run of an earlier version"

@@ -68,9 +68,9 @@ class LayerCriterion:
         """Returns row -> squared weight divergence, as `LayerSums.weight_divergences`; by default that of the sums."""
         return self.sums.pending_weight_divergences(name, keys)
 
-    def pending_loss_divergence(self, name: str, form: str, gradient: Tensor | None) -> Pending[float]:
+    def pending_loss_divergence(self, name: str, form: str) -> Pending[float]:
         """Returns the loss divergence, as `LayerSums.loss_divergence`; by default that of the sums."""
-        return self.sums.pending_loss_divergence(name, form, gradient)
+        return self.sums.pending_loss_divergence(name, form)
 
 
 def forward_only(figures: list[float]) -> Rows:

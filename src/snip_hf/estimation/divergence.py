@@ -35,7 +35,7 @@ from .counted import find_counted
 from .criterion import LayerCriterion
 from .extrapolation import BatchSizes
 from .loss_scale import without_loss_scale
-from .memory import kept_tokens
+from .memory import MIB, NO_SAVINGS, PassSizes, Savings, find_savings, kept_tokens, step_memory
 from .moved_weights import random_directions
 from .objective import Compute, objective_of
 from .optimizer_step import OptimizerStep, RelativeUpdates, of_matrices
@@ -44,7 +44,6 @@ from .pending import LAYER
 from .pooling import pooled
 from .probe import Probe, ProbeSettings, run_probe
 from .replayed_sums import Replays
-from .room import MIB, NO_THRIFT, Passes, Thrift, default_room, find_thrift
 from .samples import LayerSample
 from .shared_inputs import Ties, ties_of
 from .table import Divergence, DivergenceTable
@@ -213,36 +212,35 @@ class _Estimate:
         along_noise, moves = self._criterion.along_noise, self._settings.noise is None
         pullbacks = dict.fromkeys(self._layers, _same) if along_noise else updates.pullbacks()
         pullbacks = pullbacks if moves else {}
-        settings = replace(self._settings, thrift=self._thrift(self._settings.probes if pullbacks else 0))
+        settings = replace(self._settings, savings=self._savings(self._settings.probes if pullbacks else 0))
         others = self._optimizer_step.others if moves and not along_noise else None
         return updates, run_probe(self._model, self._batch, pullbacks, settings, self._processes, self._tokens, others)
 
-    def _thrift(self, probes: int) -> Thrift:
-        """Returns what the passes do twice; the same on all ranks, which may have to gather weights for it together."""
+    def _savings(self, probes: int) -> Savings:
+        """Returns what the passes compute twice; the same on all ranks, which may gather weights for it together."""
         config, layers, tokens = self._config, self._layers, max(self._tokens)
         if self._processes.run is not None:  # which may cut backward passes in ways of its own
-            return NO_THRIFT
+            return NO_SAVINGS
         found = self._optimizer_step.responses
         elementwise = (
             layers
             if self._criterion.along_noise
             else [name for name, response in found.items() if name in layers and isinstance(response, AnalyticResponse)]
         )
-        bound = config.probe_memory_mib
         ranks = self._processes.data.size
-        room = default_room(self._model, layers, self._step_tokens, ranks) if bound is None else bound * MIB
+        bound = step_memory(self._model, layers, self._step_tokens, ranks)
         noisy = 0 if self._settings.noise is None else 2 * self._settings.probes
-        passes = Passes(tokens, kept_tokens(config, tokens, ranks), probes, ranks, noisy)
-        thrift = find_thrift(self._model, layers, elementwise, room, passes)
-        if thrift != NO_THRIFT and self._processes.everyone.is_first:
+        sizes = PassSizes(tokens, kept_tokens(config, tokens, ranks), probes, ranks, noisy)
+        savings = find_savings(self._model, layers, elementwise, bound, sizes)
+        if savings != NO_SAVINGS and self._processes.everyone.is_first:
             logger.info(
                 "snip-hf: to stay within %d MiB, the probe computes the activations of %d blocks and the moved weights "
                 "of %d layers twice.",
-                room / MIB,
-                len(thrift.recomputed),
-                len(thrift.remade),
+                bound / MIB,
+                len(savings.recomputed),
+                len(savings.remade),
             )
-        return thrift
+        return savings
 
     def _whole_layers(
         self, owned: Container[str], updates: RelativeUpdates, clip_factor: float
@@ -251,22 +249,16 @@ class _Estimate:
 
         All are given as matrices (O, I). What is sharded is made whole, by all ranks together, one layer at a time.
         """
-        responses, gradients = self._optimizer_step.responses, self._optimizer_step.gradients
+        responses = self._optimizer_step.responses
         for name, layer in self._layers.items():
             is_spread = is_sharded(layer.weight) or (name in responses and responses[name].is_spread)
             if name not in owned and not is_spread:
                 continue
             weight = whole(layer.weight.detach())
-            needs_gradient = self._config.loss_estimator == "taylor" and name in gradients
-            gradient = whole(gradients[name]) if needs_gradient else None
             pushforward = updates.pushforward(name, clip_factor)
             if name in owned:
-                of_gradient = None
-                if gradient is not None:
-                    unclipped = gradient.to(torch.float32) / (clip_factor or 1.0)
-                    of_gradient = layer.matrices(unclipped)
                 push = None if pushforward is None else of_matrices(pushforward, layer)
-                yield WholeLayer(name, layer.matrices(weight), of_gradient, push)
+                yield WholeLayer(name, layer.matrices(weight), push)
 
     def _figures(self, layer: WholeLayer, sample: LayerSample) -> list[Figures]:
         """Sets the sums of one layer under way, for each format."""

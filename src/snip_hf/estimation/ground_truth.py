@@ -49,8 +49,8 @@ def measure_divergence(
 ) -> DivergenceTable:
     """Measures the divergences of every layer, GEMM and format, each quantized alone, on one batch.
 
-    The loss divergence is the measured relative rise of the loss, of either sign. "token-fisher" and "taylor" estimate
-    it; the default, "saliency", does not.
+    The loss divergence is the measured relative rise of the loss, of either sign. "token-fisher" estimates it;
+    the default, "saliency", does not.
 
     Args:
         model: as in `estimate_divergence`, and so are the next three.

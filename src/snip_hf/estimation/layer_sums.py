@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, reduce
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -89,7 +88,7 @@ class LayerSums:
         self._of_weight: dict[str, WeightErrors] = {}
         self._weight_errors = self._squared_weight_errors()
         # What eX meets: (n, O) x (O, I); and eG: (n, I) x (I, O).
-        self._g_w = product(self.g, self.w)
+        self.g_w = product(self.g, self.w)
         self._rough_x, self._rough_g, w = roughly(self.x), roughly(self.g), roughly(self.w)
         x_dots, g_dots = (list(map(roughly, dots)) for dots in (sample.x_dot, sample.grad_output_dot))
         meets_x = [rough_product(g_dot, w) for g_dot in g_dots]
@@ -254,28 +253,17 @@ class LayerSums:
             return sums[1] * bend(self.sizes, pushforward, change, sums[0], sums[1, 1])
         return sums[1]
 
-    def loss_divergence(self, name: str, form: str, gradient: Tensor | None = None) -> float:
+    def loss_divergence(self, name: str, form: str) -> float:
         """Returns the loss divergence (not yet relative to the loss) of quantizing the forward GEMM.
 
         Args:
             name: format.
             form: one of `SnipConfig.loss_estimator`.
-            gradient: of the weight, (O, I), over all that the step has seen; for "taylor".
         """
-        return read_all([self.pending_loss_divergence(name, form, gradient)])[0]
+        return read_all([self.pending_loss_divergence(name, form)])[0]
 
-    def pending_loss_divergence(self, name: str, form: str, gradient: Tensor | None = None) -> Pending[float]:
+    def pending_loss_divergence(self, name: str, form: str) -> Pending[float]:
         """As `loss_divergence`, not waiting for the device."""
-        if form == "norm":
-            # Per token of the batch and not of the layer: so the figures of experts add up to that of a dense layer.
-            # Sums of |G|^2 fall with the number of labels, over which the loss is a mean.
-            elements = max(1, self.batch.tokens) * self.x.shape[1] * self.batch.parts
-            on_x = self._g_w.square().sum() * (self.rounded("x", name, 1) - self.x).square().sum() / elements
-            on_w = product(self.g.t(), self.x).square().sum() * self.weight_error(name) / self.w.numel()
-            return Pending((self.sizes.token_ratio * (on_x + on_w).sqrt())[None], itemgetter(0))
-        if form == "taylor" and gradient is not None:
-            rise = self.finishing.fisher_factor * self.fisher_sum(name)
-            return Pending(rise + (gradient * (self.rounded("w", name, 1) - self.w)).sum(), itemgetter(0))
         return self.finishing.loss_divergence(form, self.loss_sum(name, form))
 
     def loss_sum(self, name: str, form: str) -> Tensor:
@@ -295,9 +283,9 @@ class LayerSums:
         if is_split(self.g, w):  # E = Q(X) eW^T + eX W^T
             error = self._of_weight[name].first
             along = rough_product(self._rough_g, w - self.w if error is None else error)
-            along = rises_of_tokens(along, self._g_w, self.x, x)
+            along = rises_of_tokens(along, self.g_w, self.x, x)
         else:
-            along = product(self.g, w).mul_(x).addcmul_(self._g_w, self.x, value=-1).sum(1)
+            along = product(self.g, w).mul_(x).addcmul_(self.g_w, self.x, value=-1).sum(1)
         return along.square_().sum()[None]
 
     def errors(self, name: str) -> dict[str, tuple[float, float]]:

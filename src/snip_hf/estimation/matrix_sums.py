@@ -220,16 +220,12 @@ class MatrixSums:
         moved = torch.stack([norms([changes])[0], norms([changes.sum(0)])[0]]).square_()
         return moved * bend(self.sizes, pushforward, change, of_gradient, moved[1])
 
-    def pending_loss_divergence(self, name: str, form: str, gradient: Sequence[Tensor] | None = None) -> Pending[float]:
-        """As `LayerSums.pending_loss_divergence`; `gradient` of each matrix."""
-        if form in ("saliency", "norm"):
-            found = self._saliencies[name] if form == "saliency" else self._norm_form(name)
-            return Pending(found[None], itemgetter(0))
+    def pending_loss_divergence(self, name: str, form: str) -> Pending[float]:
+        """As `LayerSums.pending_loss_divergence`."""
+        if form == "saliency":
+            return Pending(self._saliencies[name][None], itemgetter(0))
         along = self._by_token.sums(self._along[name][:, None])
         rise = self.batch.labelled / 2 * self.sizes.scale * along.square().sum()
-        if form == "taylor" and gradient is not None:
-            for w, own in zip(self._matrices, gradient, strict=True):
-                rise = rise + (own * (fake_quantize(w, FORMATS[name], OPERANDS["w"], 1) - w)).sum()
         return Pending(rise[None], itemgetter(0))
 
     @cached_property
@@ -247,16 +243,6 @@ class MatrixSums:
         for index, rows, _ in self._parts():
             if rows.stop > rows.start:
                 yield self._matrices[index].to(torch.float32), product(self.g[rows].t(), self.x[rows])
-
-    def _norm_form(self, name: str) -> Tensor:
-        elements = max(1, self.batch.tokens) * self.x.shape[1] * self.batch.parts
-        error_x = self.rounded("x", name, 1) - self.x
-        on_x = self._g_w.square().sum() * error_x.square().sum() / elements
-        nothing = torch.zeros_like(self._matrices[0], dtype=torch.float32)  # no matrix need have rows
-        total = reduce(torch.add, (gradient for _, gradient in self._gradients()), nothing)
-        size = self._matrices[0].numel() * len(self._matrices)
-        on_w = total.square().sum() * self._weight_errors[name][0] / size
-        return self.sizes.token_ratio * (on_x + on_w).sqrt()
 
     def pending_errors(self, name: str) -> Pending[dict[str, tuple[float, float]]]:
         """As `LayerSums.pending_errors`; norms are over all matrices."""

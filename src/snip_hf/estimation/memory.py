@@ -1,48 +1,152 @@
-"""The memory that a probe takes beyond the model, and the number of tokens that it may keep within a bound.
+"""The memory of a probe: what it holds, and what its passes compute twice so that they hold less.
 
-Counts everything that a probe keeps alive between passes: FP32 copies of weights, their gradients, and the samples of
-all layers. Does not count the activations of the running pass, which is in FP32 (`probe_batch_tokens` says how many
-tokens it runs on), nor what is computed of one layer at a time, before the passes and after them. `room` sees to it
-that activations and copies of weights stay within bounds.
+A pass in FP32 holds the activations of every block and a moved FP32 copy of every swapped weight. A block that is
+recomputed (activation checkpointing) holds its input only; if all blocks are, their moved weights can be made again
+each time a layer runs. Either changes no number.
+
+By default a probe stays within the memory that a training step of this model and micro-batch needs while its loss is
+computed, less the gradients, which exist beside a probe. So it needs no more than the step that it belongs to.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..config import POLICIES, SnipConfig
-from ..layers.state import snip_linears
+from ..layers.layer import SnipLayer
+from ..layers.selection import head_of
+from ..layers.state import block_of, one_per_weight, snip_linears
 from ..numerics.gemms import TILE
-from ..parallel.sharding import own_part
-from ..text import WITHOUT_PROBE
-from .passes import frozen_in_a_pass
+from ..parallel.sharding import is_sharded, own_part
+from .passes import frozen_in_a_pass, recomputes_already
 
-logger = logging.getLogger(__name__)
-
-_MIB = 2**20
+MIB = 2**20
+# Any GPU that trains has this much free; below it, recomputing is not worth its time.
+LEAST_BOUND = 1024 * MIB
 _FP32 = 4  # bytes
+# Bytes per token and feature into or out of a swapped layer, in a pass: 4 for the feature, the rest for norms,
+# attention and activation functions (measured for Llamas on a GPU).
+_IN_A_PASS = 4.55
+# The same in a compiled BF16 training step (Llamas: 1.34 if quantized operands are not saved, 1.67 if they are).
+_IN_A_STEP = 4 / 3
+# Per token and word of the vocabulary: FP32 logits, their logarithms and their gradients.
+_PER_WORD = 12
+
+
+@dataclass(frozen=True)
+class Savings:
+    """What the passes of a probe compute twice in order to hold less."""
+
+    recomputed: tuple[str, ...] = ()
+    """Blocks, by their names in plans, whose activations are recomputed in the backward pass."""
+    remade: frozenset[str] = frozenset()
+    """Layers whose moved weights are made again, if that can be done (`moved_weights.can_be_remade`)."""
+
+
+NO_SAVINGS = Savings()
+
+
+class PassSizes(NamedTuple):
+    """The sizes of a probe's passes."""
+
+    tokens: int
+    kept: int
+    """Sampled tokens per layer."""
+    probes: int
+    """Number of random directions; 0: a single pass."""
+    ranks: int = 1
+    """Ranks that share sharded weights."""
+    noisy: int = 0
+    """Passes with noise; the differences that each shows are kept."""
+
+
+def step_memory(model: nn.Module, layers: Mapping[str, SnipLayer], tokens: int, ranks: int = 1) -> float:
+    """Returns the bytes that a training step holds while its loss is computed, less the gradients.
+
+    A function of sizes only, so that equal runs do equal work.
+
+    Args:
+        model: a converted model, without wrappers.
+        layers: the swapped layers.
+        tokens: tokens of the micro-batch that is trained on.
+        ranks: number of ranks that share sharded weights.
+    """
+    features = dict.fromkeys(map(block_of, layers), 0.0)
+    for name, layer in layers.items():
+        features[block_of(name)] += _features(layer)
+    per_token = sum(features.values()) * _IN_A_STEP
+    if recomputes_already(model):  # inputs of blocks, in FP32 under autocast, and one block
+        inputs = {block_of(name): layers[name].in_features for name in reversed(list(layers))}
+        per_token = sum(inputs.values()) * _FP32 + max(features.values()) * _IN_A_STEP
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    gradients = sum(_elements(parameter, ranks) * parameter.element_size() for parameter in trained)
+    return max(LEAST_BOUND, tokens * (per_token + _PER_WORD * _vocabulary(model)) - gradients)
+
+
+def find_savings(
+    model: nn.Module, layers: Mapping[str, SnipLayer], remakeable: Collection[str], bound: float, sizes: PassSizes
+) -> Savings:
+    """Returns what a probe has to compute twice to stay within `bound` bytes, or to come as near as it can.
+
+    The first blocks are recomputed, as few as are needed: their backward passes come last, when the activations of all
+    others are gone.
+
+    Args:
+        model: a converted model, without wrappers.
+        layers: the swapped layers.
+        remakeable: layers whose directions can be computed within a pass.
+        bound: bytes.
+        sizes: sizes of the passes.
+    """
+    members: dict[str, list[str]] = {}
+    for name in layers:
+        members.setdefault(block_of(name), []).append(name)
+    features = [sum(_features(layers[name]) for name in names) for names in members.values()]
+    activations = [_IN_A_PASS * sizes.tokens * one for one in features]
+    inputs = [_FP32 * sizes.tokens * layers[names[0]].in_features for names in members.values()]
+    samples = _FP32 * sizes.kept * sum(features)
+    # Samples of the passes before: of this direction's first side, of the directions before, and of noise.
+    sides = sizes.probes + (sizes.probes > 1) + sizes.noisy
+    moved = sum(_elements(layer.weight, sizes.ranks) for layer in one_per_weight(layers).values()) * bool(sizes.probes)
+    logits = _PER_WORD * sizes.tokens * _vocabulary(model)
+    most = 0 if recomputes_already(model) else len(members)
+
+    def peak(recomputed: int) -> float:
+        """Returns what is held when the loss is computed, or when the first block's backward pass runs."""
+        count = recomputed if most else len(members)
+        at_loss = sides * samples + sum(activations[count:]) + logits
+        # Half as much again for the gradients within a block.
+        at_end = (sides + 1) * samples + 1.5 * max(activations[:count], default=0.0)
+        return _FP32 * moved + sum(inputs[:count]) + max(at_loss, at_end)
+
+    for recomputed in range(most + 1):
+        if peak(recomputed) <= bound:
+            return Savings(tuple(members)[:recomputed])
+    return Savings(tuple(members)[:most], frozenset(remakeable if sizes.probes else ()))
 
 
 def probe_memory(model: nn.Module, probes: int, tokens: int, is_noisy: bool = False) -> float:
-    """Returns the MiB that `probe.run_probe` holds beyond the model at most, activations not counted.
+    """Returns the MiB that a probe keeps between passes: FP32 copies of weights, their gradients, and samples.
+
+    Activations of the running pass, and what is computed of one layer at a time, are not counted.
 
     Args:
-        model: a converted model, without wrappers. Every layer is taken to run once per pass.
+        model: a converted model, without wrappers. Every layer is assumed to run once per pass.
         probes: number of probes, as in `ProbeSettings`.
         tokens: tokens kept per layer, with all rows that they have there.
-        is_noisy: whether passes add noise in place of moving weights, as `ProbeSettings.noise` says.
+        is_noisy: whether passes add noise in place of moving weights (`ProbeSettings.noise`).
     """
     noisy, probes = (2 * probes, 0) if is_noisy else (0, probes)
     layers = snip_linears(model)
     moved = {id(layer.weight) for layer in layers.values() if layer.weight.requires_grad and probes > 0}
-    # As in `counted`; which of them the optimizer holds is not known here.
+    # Parameters beside frozen swapped weights move too; it is not known here which of them the optimizer holds.
     moves_others = probes > 0 and not all(layer.weight.requires_grad for layer in layers.values())
     frozen = frozen_in_a_pass(model)
     total = 0
@@ -59,8 +163,7 @@ def probe_memory(model: nn.Module, probes: int, tokens: int, is_noisy: bool = Fa
     # At the end of a probe's second pass: X and G of both its sides; X, G and the derivatives of the probes before.
     # Of passes with noise: X and G of the last one, and without noise; the differences of those between.
     held = {0: 1, 1: 2}.get(probes, probes + 2) + noisy
-    features = sum((layer.in_features + layer.out_features) * layer.rows_per_token for layer in layers.values())
-    return (total + _FP32 * tokens * features * held) / _MIB
+    return (total + _FP32 * tokens * sum(map(_features, layers.values())) * held) / MIB
 
 
 def adds_noise(config: SnipConfig) -> bool:
@@ -68,39 +171,10 @@ def adds_noise(config: SnipConfig) -> bool:
     return POLICIES[config.policy].criterion.noise is not None
 
 
-def bounded(config: SnipConfig, model: nn.Module) -> SnipConfig:
-    """Returns the config with as many `probe_tokens` as `probe_memory_mib` allows, in whole runs of 128.
-
-    Raises:
-        ValueError: the bound is too small for 128 tokens.
-    """
-    bound = config.probe_memory_mib
-    if bound is None:
-        return config
-    is_noisy = adds_noise(config)
-    fixed, least = (probe_memory(model, config.probes, tokens, is_noisy) for tokens in (0, TILE))
-    if least > bound:
-        raise ValueError(
-            f"probe_memory_mib={bound} is too small: 128 tokens per layer and the FP32 copies of this model's weights "
-            f"take {math.ceil(least)} MiB ({math.ceil(fixed)} without the tokens). Raise it to at least "
-            f"{math.ceil(least)}, set it to None, or use {WITHOUT_PROBE}."
-        )
-    fitting = int((bound - fixed) / (least - fixed)) * TILE
-    if config.probe_tokens is not None and config.probe_tokens <= fitting:
-        return config
-    logger.info(
-        "snip-hf: probe_memory_mib=%d lets the probe keep at most %d tokens per layer (probe_tokens=%s).",
-        bound,
-        fitting,
-        config.probe_tokens,
-    )
-    return replace(config, probe_tokens=fitting)
-
-
 def kept_tokens(config: SnipConfig, tokens: int, ranks: int = 1) -> int:
-    """Returns how many tokens per layer a rank holds at most, of the tokens that its part of the probe runs on.
+    """Returns how many tokens per layer a rank holds at most, of those that its part of the probe runs on.
 
-    With several ranks, each keeps its own part, and receives the others' parts for the layers that it owns.
+    With several ranks, each keeps its own part and receives the others' parts for the layers that it owns.
     """
     if ranks > 1:
         own = tokens if config.probe_tokens is None else min(tokens, math.ceil(config.probe_tokens / ranks))
@@ -112,10 +186,11 @@ def kept_tokens(config: SnipConfig, tokens: int, ranks: int = 1) -> int:
 
 @contextmanager
 def measured_peak(weight: Tensor) -> Iterator[list[float | None]]:
-    """Gives a list that after the context holds its peak of CUDA memory, beyond what was allocated before, in MiB.
+    """Yields a list that afterwards holds the peak of allocated CUDA memory within the context, beyond what was
+    allocated before, in MiB.
 
-    Nothing is reset, so that the peak statistics of the program stay its own: where the process had reached a higher
-    peak before, the context's own is not known and the list holds None. So it does where `weight` is not on CUDA.
+    Nothing is reset, so that the program's own peak statistics stay as they are: if the process had reached a higher
+    peak before, the context's peak is unknown and the list holds None. So it does if `weight` is not on CUDA.
     """
     peak: list[float | None] = [None]
     if weight.device.type != "cuda":
@@ -125,4 +200,20 @@ def measured_peak(weight: Tensor) -> Iterator[list[float | None]]:
     yield peak
     after = torch.cuda.max_memory_allocated(weight.device)
     if after > before:
-        peak[0] = (after - allocated) / _MIB
+        peak[0] = (after - allocated) / MIB
+
+
+def _features(layer: SnipLayer) -> float:
+    """Returns the features into and out of a layer, per token with all its rows."""
+    return (layer.in_features + layer.out_features) * layer.rows_per_token
+
+
+def _elements(parameter: nn.Parameter, ranks: int) -> int:
+    """Returns how many elements a rank holds; the same number on all ranks, which have to decide alike."""
+    return math.ceil(parameter.numel() / ranks) if is_sharded(parameter) else parameter.numel()
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """Returns the size of the output head's vocabulary; 0 if it is not known."""
+    # Not from its weight, which may be computed whenever it is read (parametrizations).
+    return int(getattr(head_of(model), "out_features", 0))

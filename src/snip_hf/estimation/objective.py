@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +45,7 @@ class Objective:
         Raises:
             TypeError: `compute` returned anything but a tensor of one element.
         """
-        with _without_cache(model):
-            found = self.compute(model, copied(inputs))
+        found = self.compute(model, copied(inputs))
         if not isinstance(found, Tensor) or found.numel() != 1:
             what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise TypeError(
@@ -127,18 +125,3 @@ def token_ids(inputs: Mapping[str, Any]) -> list[Tensor]:
     if "input_ids" in found:
         return [found["input_ids"]]
     return [value for name, value in found.items() if name.endswith("ids") and name not in _NO_TOKENS]
-
-
-@contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Lets a model keep no keys and values, to which a block that runs twice would add its own twice."""
-    config: Any = getattr(model, "config", None)
-    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
-    caching: list[Any] = [one for one in (config, text) if getattr(one, "use_cache", False)]
-    try:
-        for one in caching:
-            one.use_cache = False
-        yield
-    finally:
-        for one in caching:
-            one.use_cache = True

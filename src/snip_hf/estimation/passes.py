@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..layers.adapters import changed_by_adapters, switched_parameters
 from ..layers.kinds import known_weights
@@ -270,12 +271,63 @@ def _run(
 
 
 def _loss(model: nn.Module, batch: Batch) -> Tensor:
-    if batch.objective is not None:
-        _take_wrappers_off(model)
-        return batch.objective.loss(model, batch.kwargs)
-    outputs = call(model, batch.kwargs)
+    with _without_cache(model):
+        if batch.objective is not None:
+            _take_wrappers_off(model)
+            return batch.objective.loss(model, batch.kwargs)
+        asks = {"use_cache": False} if "use_cache" in batch.kwargs else {}
+        outputs = call(model, {**batch.kwargs, **asks})
     loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
     return loss
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Keeps a model from caching keys and values, to which a recomputed block would add its own twice."""
+    config: Any = getattr(model, "config", None)
+    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+    caching: list[Any] = [one for one in (config, text) if getattr(one, "use_cache", False)]
+    try:
+        for one in caching:
+            one.use_cache = False
+        yield
+    finally:
+        for one in caching:
+            one.use_cache = True
+
+
+def recomputes_already(model: nn.Module) -> bool:
+    """Returns True if the model itself recomputes activations (gradient checkpointing)."""
+    by_hugging_face = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+    return by_hugging_face or any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
+
+
+@contextmanager
+def recomputing(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
+    """Makes blocks of the model, by their names in plans, recompute their activations in the backward pass.
+
+    The random generators start the second forward pass as they started the first, so the numbers are the same bits.
+    """
+    modules = {plain_name(name): module for name, module in model.named_modules()} if blocks else {}
+    before = [(vars(modules[name]), vars(modules[name]).get("forward")) for name in blocks]
+    try:
+        for name in blocks:
+            vars(modules[name])["forward"] = _recomputed(modules[name].forward)
+        yield
+    finally:
+        for attributes, forward in before:
+            attributes.pop("forward", None)
+            if forward is not None:
+                attributes["forward"] = forward
+
+
+def _recomputed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # Checkpointing restores the generators of the devices of these tensors.
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        return checkpoint(lambda *_: original(*args, **kwargs), *tensors, use_reentrant=False)
+
+    return forward
 
 
 def call(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:

@@ -27,11 +27,10 @@ from ..parallel.ranks import Processes
 from ..progress import progress
 from .batch import Batch
 from .kinks import smooth_kinks
+from .memory import NO_SAVINGS, Savings
 from .moved_weights import Draw, MovedWeights
 from .noise import PLACES, Noise
-from .passes import run_pass
-from .recomputation import recomputing, without_cache
-from .room import NO_THRIFT, Thrift
+from .passes import recomputing, run_pass
 from .routing import FixedRouting
 from .samples import LayerSample, Record, Recorder, SamplePlan, read, recording
 
@@ -68,8 +67,8 @@ class ProbeSettings:
     """Relative size of noise (`noise`). With it no weight moves: a probe is one pass with noise on the inputs of all
     layers and one with noise on their output gradients. Differences to a pass without noise, divided by this size, take
     the place of the derivatives, in this order."""
-    thrift: Thrift = NO_THRIFT
-    """What the passes do twice in order to hold less; it changes no number."""
+    savings: Savings = NO_SAVINGS
+    """What the passes compute twice in order to hold less; it changes no number."""
 
     @property
     def draws(self) -> list[Draw]:
@@ -101,7 +100,7 @@ def run_probe(
     With `others` a probe may take two more, where the size of its first step turns out to be wrong.
 
     Beyond the model it holds one FP32 copy of the swapped weights at a time, but for those that it makes again
-    (`thrift`), and the samples.
+    (`savings`), and the samples.
 
     Args:
         model: a converted model, without wrappers.
@@ -201,7 +200,7 @@ class _Passes:
         """Layers that received the same tensor in the last pass."""
         self._model, self._plan, self._settings, self._processes = model, plan, settings, processes
         self._tell = tell
-        self._inputs = without_cache(model, batch) if settings.thrift.recomputed else batch
+        self._batch = batch
         self._layers = snip_linears(model)
         self._routing = FixedRouting()
 
@@ -210,10 +209,10 @@ class _Passes:
         model, settings, recorder = self._model, self._settings, Recorder(self._plan)
         moving = nullcontext() if moved is None else _moving(model, moved)
         recorded = recording(self._layers, recorder, settings.autocast is not None, noise)
-        with self._routing.one_pass(), recorded, moving, recomputing(model, settings.thrift.recomputed):
+        with self._routing.one_pass(), recorded, moving, recomputing(model, settings.savings.recomputed):
             loss = run_pass(
                 model,
-                self._inputs,
+                self._batch,
                 {} if moved is None else moved.by_parameter,
                 settings.autocast,
                 True,
@@ -236,7 +235,7 @@ class _Passes:
         settings = self._settings
 
         def both(draw: Draw) -> _Sides:
-            moved = MovedWeights(self._layers, pullbacks, draw, step, self._processes, settings.thrift.remade, others)
+            moved = MovedWeights(self._layers, pullbacks, draw, step, self._processes, settings.savings.remade, others)
             if self._processes.pipeline.size > 1:
                 _ = moved.epsilon  # is collective; a stage that waits for another one is not in the middle of a pass
             plus = self.record(moved)

@@ -65,8 +65,6 @@ class WholeLayer(NamedTuple):
 
     name: str
     weights: tuple[Tensor, ...]
-    gradients: tuple[Tensor, ...] | None
-    """Before clipping, where the loss's form needs them."""
     pushforward: UpdateChange | tuple[Tensor, ...] | None
 
     def figures(
@@ -95,7 +93,7 @@ class WholeLayer(NamedTuple):
                 self.name,
                 name,
                 sums.pending_weight_divergences(name, keys),
-                sums.pending_loss_divergence(name, task.loss_estimator, self.gradients),
+                sums.pending_loss_divergence(name, task.loss_estimator),
                 sums.pending_errors(name),
                 _added([one.pending_rows(name) for one in of_matrices], sums.x),
             )
@@ -114,13 +112,12 @@ class WholeLayer(NamedTuple):
         push = self.pushforward[0] if isinstance(self.pushforward, tuple) else self.pushforward
         sums = LayerSums(sample, weight, push, task.micro_batches, task.batch, formats=task.formats)
         criterion = task.criterion(sums, trace)
-        gradient = None if self.gradients is None else self.gradients[0]
         return [
             Figures(
                 self.name,
                 name,
                 criterion.pending_weight_divergences(name, keys),
-                criterion.pending_loss_divergence(name, task.loss_estimator, gradient),
+                criterion.pending_loss_divergence(name, task.loss_estimator),
                 sums.pending_errors(name),
                 criterion.pending_rows(name),
             )
@@ -130,10 +127,8 @@ class WholeLayer(NamedTuple):
     def _can_be_replayed(self, task: Task) -> bool:
         """Returns True if all sums are functions of tensors, and small."""
         is_plain = task.criterion is LayerCriterion
-        form = task.loss_estimator
-        is_sum = form in ("token-fisher", "saliency") or (form == "taylor" and not self.gradients)
         is_linear = self.pushforward is None or isinstance(self.pushforward, tuple)
-        return is_plain and is_sum and is_linear and self.weights[0].numel() <= MOST_ELEMENTS
+        return is_plain and is_linear and self.weights[0].numel() <= MOST_ELEMENTS
 
     def _replayed(self, replays: Replays, sample: LayerSample, task: Task, keys: tuple[int, int]) -> list[Figures]:
         """As `_of_matrix`, from launches that layers of the same shapes share."""

@@ -9,25 +9,14 @@ from ..estimation.table import Divergence, DivergenceTable
 from .registry import Policy, register_policy
 from .totals import first_total
 
-# Steps over which the objective "horizon" adds up.
-_HORIZON = 100
-
-
-def _over_steps(row: Divergence) -> float:
-    """The square of what `_HORIZON` steps add up to: the bias grows with their number, the rest with its root."""
-    square, bias = row.weight_divergence**2, (row.weight_bias or 0.0) ** 2
-    return _HORIZON**2 * bias + _HORIZON * max(0.0, square - bias)
-
-
 _WEIGHT_PARTS: dict[str, Callable[[Divergence], float]] = {
     "additive": lambda row: row.weight_divergence**2,
-    "horizon": _over_steps,
     "paper": lambda row: row.weight_divergence,
 }
 # Measured (docs/fidelity.md): over 100 and 1,000 steps the loss divergence of the form
 # "token-fisher" alone ranks plans best. A tenth of the
 # weight divergence changes next to nothing there and decides between GEMMs that the loss divergence does not see.
-_WEIGHT_SHARES = {"additive": 0.1, "horizon": 0.1, "paper": 1.0}
+_WEIGHT_SHARES = {"additive": 0.1, "paper": 1.0}
 
 
 def snip_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:
@@ -36,14 +25,9 @@ def snip_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergenc
         (config.loss_divergence_factor, lambda row: row.loss_divergence),
         (config.weight_divergence_factor * _WEIGHT_SHARES[config.objective], _WEIGHT_PARTS[config.objective]),
     ]
-    totals = [first_total(config, table, _size(part)) for _, part in parts]
+    totals = [first_total(config, table, part) for _, part in parts]
     scaled = [(weight / total, part) for (weight, part), total in zip(parts, totals, strict=True) if total > 0]
     return lambda row: sum(weight * part(row) for weight, part in scaled)
-
-
-def _size(part: Callable[[Divergence], float]) -> Callable[[Divergence], float]:
-    # Loss divergences of the estimator "taylor" may be below 0.
-    return lambda row: abs(part(row))
 
 
 register_policy(Policy(name="snip", cost=snip_cost, weighs_updates=True))

@@ -46,6 +46,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -110,8 +111,13 @@ class PaperEstimate(LayerCriterion):
         factor = scale * sums.mean_square_of_update()
         return Pending(torch.cat([torch.stack(squares), responses * factor]), _rows_of)
 
-    def pending_loss_divergence(self, name: str, form: str, gradient: Tensor | None) -> Pending[float]:
-        return self.sums.pending_loss_divergence(name, "norm")
+    def pending_loss_divergence(self, name: str, form: str) -> Pending[float]:
+        sums = self.sums
+        # T of the formula is the tokens of the batch; sums of |G|^2 fall with the number of labels in the mean loss.
+        elements = max(1, sums.batch.tokens) * sums.x.shape[1] * sums.batch.parts
+        on_x = sums.g_w.square().sum() * (sums.rounded("x", name, 1) - sums.x).square().sum() / elements
+        on_w = product(sums.g.t(), sums.x).square().sum() * sums.weight_error(name) / sums.w.numel()
+        return Pending((sums.sizes.token_ratio * (on_x + on_w).sqrt())[None], itemgetter(0))
 
 
 def squared_responses(sample: LayerSample, relative: float) -> Tensor:

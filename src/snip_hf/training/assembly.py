@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from ..config import POLICIES, SnipConfig
-from ..estimation.memory import bounded
 from ..field_values import FOUND
 from ..kernels.backend import select_backend
 from ..layers.convert import keep_states_apart
@@ -93,10 +92,10 @@ def assemble(
     keep_out_of_graphs(bare, log)
     warn_if_unscaled(optimizer, accelerator, next(bare.parameters()).device, log)
     keep_states_apart([model] if isinstance(model, nn.Module) else model)
-    probed = _checked_for_probe(bare, config, source, log)
+    _check_for_probe(bare, config, source, log)
     setting = find_setting(bare, config, processes.pipeline)
     in_force = _first_in_force(bare, kernels.name, setting, processes, events, log)
-    probe = StepProbe(bare, probed, setting.flops, layers, source, processes)
+    probe = StepProbe(bare, config, setting.flops, layers, source, processes)
     refresher = Refresher(in_force, probe, events, solving, log, solver, finds_ties=config.ties == FOUND)
     coverage = CoverageCheck(bare, in_force, processes, events, log, accelerator)
     messages = RunMessages(config, kernels.name, log)
@@ -104,10 +103,10 @@ def assemble(
     return RunParts(config, bare, kernels.name, layers, source, probe, in_force, refresher, coverage, messages)
 
 
-def _checked_for_probe(model: nn.Module, config: SnipConfig, source: GradientSource, log: logging.Logger) -> SnipConfig:
-    """Returns the configuration with as many tokens as the bound on memory allows; refuses what cannot be probed."""
+def _check_for_probe(model: nn.Module, config: SnipConfig, source: GradientSource, log: logging.Logger) -> None:
+    """Refuses what cannot be probed."""
     if not needs_probe(config):
-        return config
+        return
     source.check()
     check_model(model)
     check_parts(parts_of(model))
@@ -120,7 +119,6 @@ def _checked_for_probe(model: nn.Module, config: SnipConfig, source: GradientSou
             "divergences along one random direction are noisy, though they rank layers much alike. "
             "SnipConfig(probes=4) is nearer to the truth and costs six passes more per refresh (docs/adapters.md)."
         )
-    return bounded(config, model)
 
 
 def _first_in_force(

@@ -27,7 +27,7 @@ class StepProbe:
 
     Args:
         model: the model, or the parts of it that this process holds.
-        config: with as many tokens as the bound on memory allows.
+        config: the configuration of the run.
         flops: of all layers, in the order that tables have.
         layers: the swapped ones.
         source: of the gradients.

@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from .estimation.passes import is_probing as is_probing
     from .integrations.arguments import SnipArguments as SnipArguments
     from .integrations.hub import keep_model_card as keep_model_card
-    from .integrations.hub_plans import load_plan as load_plan
-    from .integrations.hub_plans import push_plan as push_plan
-    from .integrations.loop_trackers import log_to as log_to
+    from .integrations.hub import load_plan as load_plan
+    from .integrations.hub import push_plan as push_plan
+    from .integrations.trackers import log_to as log_to
     from .integrations.trainer import SnipCallback as SnipCallback
     from .layers.convert import SnipLinearConfig as SnipLinearConfig
     from .layers.convert import convert_model as convert_model
@@ -97,10 +97,10 @@ _HOMES = {
     "formats": ("numerics.formats", "FORMATS"),
     "is_probing": ("estimation.passes", "is_probing"),
     "keep_model_card": ("integrations.hub", "keep_model_card"),
-    "load_plan": ("integrations.hub_plans", "load_plan"),
-    "log_to": ("integrations.loop_trackers", "log_to"),
+    "load_plan": ("integrations.hub", "load_plan"),
+    "log_to": ("integrations.trackers", "log_to"),
     "measure_divergence": ("estimation.ground_truth", "measure_divergence"),
-    "push_plan": ("integrations.hub_plans", "push_plan"),
+    "push_plan": ("integrations.hub", "push_plan"),
     "quantize": ("numerics.rounding", "quantize"),
     "register_format": ("numerics.formats", "register_format"),
     "register_layer_kind": ("layers.kinds", "register_layer_kind"),

@@ -74,6 +74,7 @@ _REMOVED_FIELDS = {
     "refresh_on_drift": "plans are refreshed every `refresh_every` steps; lower it to refresh more often",
     "drift_every": "plans are refreshed every `refresh_every` steps; lower it to refresh more often",
     "switching_cost": "raise refresh_every to change plans less often",
+    "expert_groups": "all experts of a projection share its formats (docs/experts.md)",
     "estimate_memory": "raise refresh_every to change plans less often, or probes to make estimates less noisy",
     "guard_noise": "guard='raise' raises the formats of layers and adds no noise",
     "probe_memory_mib": "a probe stays within the memory of a training step; set probe_tokens to keep less",

@@ -36,7 +36,7 @@ NOT_RUN = {
         2: "loads what `snip-hf export` wrote; tests/integrations/test_export.py does",
     },
     "docs/fp16.md": {1: "needs a GPU", 2: "needs a GPU"},
-    "docs/hub.md": dict.fromkeys(range(1, 5), "needs the Hub; tests/integrations/test_hub_plans.py has one"),
+    "docs/hub.md": dict.fromkeys(range(1, 5), "needs the Hub; tests/integrations/test_hub.py has one"),
     "docs/hopper.md": {1: "needs a Hopper GPU"},
     "docs/trl.md": {1: "needs TRL, and a model from the Hub; tests/integrations/test_trl.py has such runs"},
 }

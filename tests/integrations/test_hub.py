@@ -1,4 +1,4 @@
-"""The model card in itself, and real Trainer runs that push to a local HTTP server.
+"""Real Trainer runs that push to a local HTTP server, plans that are pushed and loaded, and runs read from there.
 
 `huggingface_hub` reads the endpoint when it is imported, so the runs take place in a process of their own that gets the
 server's address in `HF_ENDPOINT`, as a user's process would.
@@ -7,65 +7,32 @@ server's address in `HF_ENDPOINT`, as a user's process would.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pushing_runs
 import pytest
 import yaml
-from events import counted_event, refresh_event, start_event
 from hub_server import TOKEN, USER, Hub, Repository
-from tiny_runs import SCHEDULE, train
-from torch import nn
-from transformers import Trainer
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
+from written_runs import random_assignments, write_divergence, write_losses, write_run
 
-from snip_hf import SnipConfig, keep_model_card
-from snip_hf.integrations.card_text import repository_name, with_metadata
-from snip_hf.integrations.hub import prepare_push, tag_model
-from snip_hf.integrations.model_card import (
-    Training,
-    draw_figures,
-    model_card_section,
-    model_tags,
-    with_figures_from_the_top,
-)
-from snip_hf.kernels.emulated import EMULATED
-from snip_hf.kernels.hopper.backend import HOPPER
+from snip_hf import PrecisionPlan, load_plan, push_plan
+from snip_hf.integrations import hub as hub_module
+from snip_hf.integrations.hub import run_folder
+from snip_hf.integrations.model_card import trained_section
 from snip_hf.numerics.gemms import GEMMS
-from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
-from snip_hf.records.events import Event
+from snip_hf.planning.plan import PlanProvenance
 
 TAGS = ["snip-hf", "snip-plan", "fp4", "fp8", "mixed-precision-training"]
-START = start_event()
-APPLIED = refresh_event(2, applied_step=4, reason=None)
-KEPT = refresh_event(6)
-
-
-def plan(*formats: str, policy: str = "snip", target: float | None = 0.5, stages: int = 1) -> PrecisionPlan:
-    """One layer per format, of equal FLOPs."""
-    layers = [f"layers.{index}.mlp" for index in range(len(formats))]
-    return PrecisionPlan(
-        {layer: dict.fromkeys(GEMMS, name) for layer, name in zip(layers, formats, strict=True)},
-        {layer: dict.fromkeys(GEMMS, 2.0) for layer in layers},
-        tuple(tuple(layers[stage::stages]) for stage in range(stages)),
-        PlanProvenance(step=3, policy=policy, target_fp4_fraction=target),
-    )
-
-
-def write_run(output_dir: Path, plan: PrecisionPlan, *events: Event) -> None:
-    folder = output_dir / "snip"
-    folder.mkdir(parents=True, exist_ok=True)
-    plan.save(folder / "plan.json")
-    (folder / "history.jsonl").write_text("".join(json.dumps(event.to_record()) + "\n" for event in events))
 
 
 def metadata(card: bytes | str) -> dict[str, Any]:
@@ -117,7 +84,7 @@ def test_the_client_asked_the_server_nothing_that_it_does_not_know(pushed: Any) 
 def test_plan_history_divergences_and_figures_travel_with_the_model(pushed: Any, name: str) -> None:
     hub, folder, _ = pushed
     files = repository(hub, name).files
-    for file in ("plan.json", "history.jsonl", "divergence-1.json", "plan.png", "README.md"):
+    for file in ("plan.json", "history.jsonl", "divergence-1.json", "plan.png"):
         assert files[f"snip/{file}"] == (folder / name / "snip" / file).read_bytes()
     for file in ("model.safetensors", "config.json"):
         assert files[file] == (folder / name / file).read_bytes()
@@ -128,12 +95,10 @@ def test_plan_history_divergences_and_figures_travel_with_the_model(pushed: Any,
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["every-save", "last-checkpoint"])
 def test_a_push_during_training_carries_card_section_and_tags(pushed: Any, name: str) -> None:
-    hub, folder, _ = pushed
-    message, files = repository(hub, name).commits[0]
+    message, files = repository(pushed[0], name).commits[0]
     assert message == "Training in progress, step 2"
     assert metadata(files["README.md"])["tags"] == TAGS
-    assert b"1 applied of 1" in files["README.md"]
-    assert (folder / name / "snip" / "README.md").read_bytes().strip() in files["README.md"]
+    assert files["README.md"].count(b"How this model was trained") == 1
 
 
 @pytest.mark.slow
@@ -156,18 +121,10 @@ def test_the_trainer_keeps_our_tags_but_not_our_section_in_its_own_card(pushed: 
 
 @pytest.mark.slow
 def test_a_kept_model_card_has_the_trainers_text_and_our_section_once(pushed: Any) -> None:
-    hub, folder, _ = pushed
-    card = repository(hub, "kept-card").files["README.md"]
+    card = repository(pushed[0], "kept-card").files["README.md"]
     assert set(metadata(card)["tags"]) == {*TAGS, "generated_from_trainer"}
     assert b"### Training hyperparameters" in card
-    assert card.count(b"How this model was trained") == 1
-    section = (folder / "kept-card" / "snip" / "README.md").read_text().strip()
-    assert card.count(with_figures_from_the_top(section).encode()) == 1
-    for figure in ("plan.png", "divergence.png"):
-        assert f"]({figure})" in section and f"](snip/{figure})".encode() in card
-        assert repository(hub, "kept-card").files[f"snip/{figure}"].startswith(b"\x89PNG")
-    assert re.search(rb"\| speed of the training \| [\d.,]+ steps and [\d.,]+ samples per second, in [\d.]+ s", card)
-    assert re.search(rb"\| time for refreshes \| [\d.]+ s in probes, [\d.]+ s waiting for the solver \|", card)
+    assert card.count(b"How this model was trained") == 1 and b"| arithmetic | emulated: " in card
 
 
 @pytest.mark.slow
@@ -197,245 +154,253 @@ def test_an_unreachable_hub_stops_the_run_before_the_first_step(tmp_path: Path) 
     assert list(tmp_path.rglob("plan.json")) == []
 
 
-def test_section_tells_policy_target_share_refreshes_arithmetic_and_source() -> None:
-    history = [START, APPLIED, KEPT, APPLIED]
-    text = model_card_section(plan("fp4", "fp4", "fp8"), history, Training(arithmetic=EMULATED.arithmetic))
-    assert "| policy | `snip` |" in text
-    assert "| target | at least 50.0% of the linear FLOPs in FP4 |" in text
-    assert "| 66.7% of the linear FLOPs in FP4 (not a reduction of FLOPs) |" in text
-    assert "| refreshes of the plan | 2 applied of 3 |" in text
-    assert "| arithmetic | emulated: " in text
-    assert "(at the end: FP4, FP8)" in text
-    assert "(https://arxiv.org/abs/2602.01410)" in text
-    assert "ordinary checkpoint" in text
+# --- plans
+
+NAME = f"{USER}/plans"
+BASE = "org/base-1b"
 
 
-def test_section_of_a_native_run_does_not_speak_of_emulation() -> None:
-    text = model_card_section(plan("fp4"), [], Training(arithmetic=HOPPER.arithmetic))
-    assert "FP8 tensor cores" in text and "emulated" not in text
-
-
-def test_section_names_the_smallest_share_among_the_stages() -> None:
-    text = model_card_section(plan("fp4", "fp4", "fp4", "fp8", stages=2), [], Training(arithmetic=EMULATED.arithmetic))
-    assert "75.0% of the linear FLOPs" in text and "50.0% or more in each of 2 stages" in text
-
-
-@pytest.mark.parametrize("policy", ["bf16", "uniform-fp8", "uniform-fp4"])
-def test_section_of_a_policy_that_ignores_the_target_states_none(policy: str) -> None:
-    assert "| target | none |" in model_card_section(
-        plan("fp8", policy=policy), [], Training(arithmetic=EMULATED.arithmetic)
+def make_plan(low: str = "fp4", model_name: str | None = BASE) -> PrecisionPlan:
+    formats = {"layers.0.mlp": low, "layers.1.mlp": "fp8"}
+    return PrecisionPlan(
+        {layer: dict.fromkeys(GEMMS, name) for layer, name in formats.items()},
+        {layer: dict.fromkeys(GEMMS, 2.0) for layer in formats},
+        (tuple(formats),),
+        PlanProvenance(step=7, policy="snip", target_fp4_fraction=0.5, model_name=model_name),
     )
 
 
-@pytest.mark.parametrize(
-    ("formats", "tags"),
-    [
-        (("fp8", "fp4", "bf16"), TAGS),
-        (("fp8", "fp8"), ["snip-hf", "snip-plan", "fp8", "mixed-precision-training"]),
-        (("fp4",), ["snip-hf", "snip-plan", "fp4", "mixed-precision-training"]),
-        (("bf16",), ["snip-hf", "snip-plan"]),
-    ],
-)
-def test_tags_name_the_formats_of_the_plan_and_no_others(formats: tuple[str, ...], tags: list[str]) -> None:
-    assert model_tags(plan(*formats)) == tags
+@pytest.fixture
+def apart_from_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The client neither takes the machine's cache, nor a proxy, nor that it is offline."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    huggingface_hub.close_session()
+    yield
+    huggingface_hub.close_session()
 
 
-def test_tagging_twice_adds_each_tag_once_and_leaves_the_class_alone() -> None:
-    class Tagged(nn.Linear):
-        model_tags: Any = None
-
-    Tagged.model_tags = ["of the class"]
-    model = Tagged(2, 2)
-    tag_model(model, plan("fp8"))
-    tag_model(model, plan("fp4", "fp8"))
-    assert model.model_tags == ["of the class", "snip-hf", "snip-plan", "fp8", "mixed-precision-training", "fp4"]
-    assert Tagged.model_tags == ["of the class"]
-    assert list(model.state_dict()) == ["weight", "bias"]
+@pytest.fixture
+def hub(apart_from_the_machine: None) -> Iterator[Hub]:
+    with Hub.running() as hub:
+        yield hub
+        assert hub.unknown == []
 
 
-def test_a_card_that_the_user_wrote_keeps_its_text_and_metadata(tmp_path: Path) -> None:
-    write_run(tmp_path, plan("fp4", "fp8"), START)
-    (tmp_path / "README.md").write_text("---\nlicense: mit\ntags:\n- poetry\n---\n\n# Mine\n\nBackslash \\1, über.\n")
-    model = nn.Linear(2, 2)
-    for _ in range(2):
-        prepare_push(tmp_path, model, Training(arithmetic=EMULATED.arithmetic))
-    assert model.model_tags == TAGS
-    card = (tmp_path / "README.md").read_text()
-    assert metadata(card) == {"license": "mit", "tags": ["poetry", *TAGS]}
-    assert "# Mine\n\nBackslash \\1, über.\n" in card
-    assert card.count("How this model was trained") == 1
+def client(hub: Hub) -> HfApi:
+    return HfApi(endpoint=hub.url, token=TOKEN)
 
 
-def test_text_below_the_section_stays_where_it_is(tmp_path: Path) -> None:
-    write_run(tmp_path, plan("fp4", "fp8"), START)
-    prepare_push(tmp_path, nn.Linear(2, 2), Training(arithmetic=EMULATED.arithmetic))
-    with open(tmp_path / "README.md", "a") as file:
-        file.write("\n## Below\n")
-    write_run(tmp_path, plan("fp4", "fp8"), START, APPLIED)
-    prepare_push(tmp_path, nn.Linear(2, 2), Training(arithmetic=EMULATED.arithmetic))
-    card = (tmp_path / "README.md").read_text()
-    assert card.endswith("\n## Below\n") and "1 applied of 1" in card and "0 applied of 0" not in card
+def card_of(hub: Hub, name: str = NAME) -> tuple[dict[str, Any], str]:
+    """(metadata, text)"""
+    _, metadata, text = hub.repositories[name].files["README.md"].decode().split("---\n", 2)
+    return yaml.safe_load(metadata), text
 
 
-def test_a_card_that_the_trainer_creates_without_a_push_has_the_section(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Kept(Trainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            keep_model_card(self)
-            self.create_model_card()
-
-    run = train(tmp_path, SnipConfig(**SCHEDULE), trainer_class=Kept, max_steps=4)
-    (warning,) = [text for text in caplog.messages if "model card" in text]
-    assert warning == (
-        "The model card does not say, or no longer, how the model was trained: "
-        f"{tmp_path / 'snip' / 'README.md'} does not exist. A run with a SnipCallback writes it, when it pushes or "
-        "after it has trained."
-    )
-    assert "How this model was trained" not in (tmp_path / "README.md").read_text()
-    run.trainer.create_model_card()
-    card = (tmp_path / "README.md").read_text()
-    assert card.count("How this model was trained") == 1 and "1 applied of 1" in card
-    assert set(TAGS) <= set(metadata(card)["tags"])
+def test_a_pushed_plan_is_the_one_that_is_loaded(hub: Hub) -> None:
+    plan = make_plan()
+    url = push_plan(plan, NAME, api=client(hub))
+    assert url.startswith(f"{hub.url}/{NAME}/commit/")
+    assert load_plan(NAME, api=client(hub)) == plan
+    assert [message for message, _ in hub.repositories[NAME].commits] == ["Plan of step 7 by snip-hf"]
+    assert set(hub.repositories[NAME].files) == {"README.md", "snip/plan.json"}
 
 
-@pytest.mark.parametrize(
-    ("policy", "shown"),
-    [
-        ("<script>alert(1)</script>", "| policy | `<script>alert(1)</script>` |"),
-        ("a`|<b>| x |`", "| policy | `a<b> x ` |"),
-        ("![x](http://a.b/c)", "| policy | `![x](http://a.b/c)` |"),
-        ("x" * 4096, f"| policy | `{'x' * 57}...` |"),
-    ],
-)
-def test_a_policy_from_elsewhere_is_code_in_one_cell_of_the_card(policy: str, shown: str) -> None:
-    assert (
-        shown
-        in model_card_section(plan("fp4", policy=policy), [], Training(arithmetic=EMULATED.arithmetic)).splitlines()
-    )
+def test_a_plan_is_found_by_its_tag_and_by_the_model_that_it_is_for(hub: Hub) -> None:
+    push_plan(make_plan(), NAME, api=client(hub))
+    push_plan(make_plan("nvfp4", model_name=None), f"{USER}/others", api=client(hub), base_model="org/other")
+    client(hub).create_repo(f"{USER}/empty")
+
+    def found(*tags: str) -> list[str]:
+        return [model.id for model in client(hub).list_models(filter=list(tags))]
+
+    assert found("snip-plan") == [f"{USER}/others", NAME]
+    assert found("snip-plan", f"base_model:{BASE}") == [NAME]
+    assert found("snip-plan", "nvfp4") == [f"{USER}/others"]
+    assert len(found()) == 3
 
 
-def test_the_name_of_the_folder_is_text_in_the_title_of_a_card(tmp_path: Path) -> None:
-    folder = tmp_path / os.fsdecode(b"my_run <b>[x](y)`\xe2\x80\xae\xff")
-    write_run(folder, plan("fp4"), START)
-    prepare_push(folder, nn.Linear(2, 2), Training(arithmetic=EMULATED.arithmetic))
-    title = "# my_run \\<b\\>\\[x\\](y)\\`\\\\u202e\\\\udcff"
-    assert title in (folder / "README.md").read_text().splitlines()
+def test_the_card_says_what_the_plan_is_for_and_how_it_is_used(hub: Hub) -> None:
+    push_plan(make_plan(), NAME, api=client(hub))
+    metadata, text = card_of(hub)
+    assert metadata == {
+        "library_name": "snip-hf",
+        "base_model": BASE,
+        "tags": ["snip-hf", "snip-plan", "fp4", "fp8", "mixed-precision-training"],
+    }
+    assert text.startswith("\n# plans\n") and f"| for the model | {BASE} |" in text
+    assert "| layers | 2 |" in text and "| formats | FP4 50.0%, FP8 50.0% of the linear FLOPs |" in text
+    assert f'load_plan("{NAME}").save("plan.json")' in text and "@article{pan2026snip," in text
 
 
-@pytest.mark.parametrize("name", ["README.md", "snip/README.md", "snip/history.jsonl"])
-@pytest.mark.parametrize("kind", ["pipe", "too large"])
-def test_what_is_no_card_or_no_history_gives_a_warning_and_is_not_waited_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, kind: str
-) -> None:
-    write_run(tmp_path, plan("fp4"), START)
-    path = tmp_path / name
-    path.unlink(missing_ok=True)
-    if kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.touch()
-        os.truncate(path, 2**40)
-    with caplog.at_level(logging.WARNING, "snip_hf.integrations.hub"):
-        prepare_push(tmp_path, nn.Linear(2, 2), Training(arithmetic=EMULATED.arithmetic))
-    # Our own text is written anew.
-    assert len(caplog.messages) == (name != "snip/README.md")
+def test_a_second_push_replaces_its_section_and_keeps_the_rest_of_the_card(hub: Hub) -> None:
+    push_plan(make_plan(), NAME, api=client(hub))
+    files = hub.repositories[NAME].files
+    files["README.md"] = files["README.md"].replace(b"tags:\n", b"license: mit\ntags:\n- mine\n") + b"\nMy own words.\n"
+    push_plan(make_plan("nvfp4"), NAME, api=client(hub))
+    metadata, text = card_of(hub)
+    assert metadata["license"] == "mit" and {"mine", "fp4", "nvfp4"} <= set(metadata["tags"])
+    assert text.endswith("\nMy own words.\n") and text.count("## Precision plan") == 1
+    assert "| formats | NVFP4 50.0%, FP8 50.0% of the linear FLOPs |" in text
 
 
-def test_a_card_whose_tags_are_one_word_keeps_it_beside_ours(tmp_path: Path) -> None:
-    write_run(tmp_path, plan("fp4"), START)
-    (tmp_path / "README.md").write_text("---\ntags: poetry\n---\n")
-    prepare_push(tmp_path, nn.Linear(2, 2), Training(arithmetic=EMULATED.arithmetic))
-    assert metadata((tmp_path / "README.md").read_text())["tags"] == ["poetry", *model_tags(plan("fp4"))]
+def test_a_plan_is_pushed_from_a_file_or_the_folder_of_a_run(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "run" / "snip").mkdir(parents=True)
+    make_plan().save(tmp_path / "run" / "snip" / "plan.json")
+    for source in (tmp_path / "run", str(tmp_path / "run" / "snip" / "plan.json")):
+        push_plan(source, NAME, api=client(hub))
+        assert load_plan(NAME, api=client(hub)) == make_plan()
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("snip/plan.json", '{"kind": ', "plan.json is not a usable precision plan"),
-        ("snip/history.jsonl", json.dumps(START.to_record()) + '\n{"event": "ref', "history: it is not valid JSON"),
-        ("snip/history.jsonl", json.dumps(START.to_record()) + "\n[1]\n", "Line 2 of"),
-        ("README.md", "---\ntags: [unclosed\n---\n\n# Mine\n", "while parsing a flow sequence"),
-        ("README.md", "---\ntags: 7\n---\n", "the metadata of README.md cannot be read: 'int' object"),
-        ("README.md", "---\n- a list\n---\n\n# Mine\n", "metadata block should be a dict"),
-    ],
-)
-def test_a_broken_file_gives_a_warning_and_leaves_the_card(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, content: str, message: str
-) -> None:
-    write_run(tmp_path, plan("fp4", "fp8"), START)
-    (tmp_path / "README.md").write_text("# Mine\n")
-    (tmp_path / file).write_text(content)
-    card = (tmp_path / "README.md").read_text()
-    with caplog.at_level(logging.WARNING, "snip_hf.integrations.hub"):
-        prepare_push(tmp_path, nn.Linear(2, 2), Training(arithmetic=EMULATED.arithmetic))
-    assert message in caplog.text
-    assert (tmp_path / "README.md").read_text() == card
+@pytest.mark.parametrize("inside", ["", "snip", "snip/plan.json"])
+def test_a_plan_is_loaded_from_a_run_its_folder_or_its_file_without_the_hub(tmp_path: Path, inside: str) -> None:
+    (tmp_path / "run" / "snip").mkdir(parents=True)
+    make_plan().save(tmp_path / "run" / "snip" / "plan.json")
+    assert load_plan(tmp_path / "run" / inside) == make_plan()
 
 
-def test_the_section_says_what_the_plan_covers_and_why_the_rest_is_not() -> None:
-    section = model_card_section(plan("fp4", "fp8"), [START, counted_event()], Training(arithmetic="emulated"))
-    assert (
-        "| coverage | the plan decides on 40.0% of the model's matmul FLOPs (output head and attention products "
-        "aside), which makes 20.0% of all of them in FP4 |\n"
-        "| not covered | MoE experts 50.0% (no layer kind takes a \\[Bank\\]); router 10.0% (router) |\n"
-    ) in section
-    assert "coverage" not in model_card_section(plan("fp4"), [START], Training(arithmetic="emulated"))
-
-
-def test_the_section_has_formats_speed_device_figures_and_citation() -> None:
-    log = [{"loss": 1.0}, {"train_runtime": 12.5, "train_steps_per_second": 8, "train_samples_per_second": 32000.4}, {}]
-    training = Training(arithmetic="emulated", device="Some GPU [a]", figures=("losses.png", "plan.png"), log=log)
-    timed = replace(APPLIED, seconds={"probe": 1.5, "solver": 0.5, "waited": 0.25})
-    section = model_card_section(plan("fp4", "fp4", "fp8"), [START, timed, timed], training)
-    rows = dict(re.findall(r"^\| (.+?) \| (.*) \|$", section, re.MULTILINE))
-    assert rows["formats"] == "FP4 66.7%, FP8 33.3% of the linear FLOPs"
-    assert rows["speed of the training"] == "8 steps and 32,000 samples per second, in 12.5 s with refreshes"
-    assert rows["trained on"] == "Some GPU \\[a\\]"
-    assert rows["time for refreshes"] == "3.0 s in probes, 0.5 s waiting for the solver"
-    figures = re.findall(r"^!\[(.*)\]\((.*)\)$", section, re.MULTILINE)
-    assert [name for _, name in figures] == ["plan.png", "losses.png"] and all(text for text, _ in figures)
-    assert "```bibtex\n@article{pan2026snip,\n" in section and section.endswith("```\n<!-- snip-hf: end -->\n")
-
-
-def test_a_training_without_a_recorded_speed_has_no_such_row() -> None:
-    section = model_card_section(plan("fp4"), [START], Training(arithmetic="emulated", log=[{"loss": 1.0}]))
-    assert not any(word in section for word in ("speed of", "time for refreshes", "trained on", "!["))
-
-
-def test_figures_are_drawn_once_for_a_record_that_does_not_change(tmp_path: Path) -> None:
-    write_run(tmp_path, START.plan, START)
-    assert draw_figures(tmp_path) == ["plan.png"]
-    before = (tmp_path / "snip" / "plan.png").stat().st_mtime_ns
-    assert draw_figures(tmp_path) == ["plan.png"]
-    assert (tmp_path / "snip" / "plan.png").stat().st_mtime_ns == before
-    os.utime(tmp_path / "snip" / "history.jsonl", ns=(before + 10**9, before + 10**9))
-    assert draw_figures(tmp_path) == ["plan.png"]
-    assert (tmp_path / "snip" / "plan.png").stat().st_mtime_ns != before
-
-
-def test_a_broken_record_costs_the_figures_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_run(tmp_path, plan("fp4"), START)
-    (tmp_path / "snip" / "history.jsonl").write_text("[")
-    assert draw_figures(tmp_path) == []
-    assert caplog.messages[0].startswith("The model card has no figures: ")
-
-
-@pytest.mark.parametrize(("name", "base"), [("org/base", "org/base"), ("", None), ("a b", None), (None, None)])
-def test_a_card_names_the_model_that_it_was_made_from(tmp_path: Path, name: Any, base: str | None) -> None:
-    write_run(tmp_path, plan("fp4", "fp8"), START)
-    model = nn.Linear(2, 2)
-    model.config = SimpleNamespace(_name_or_path=name)  # type: ignore[assignment]
-    prepare_push(tmp_path, model, Training(arithmetic="emulated"))
-    assert metadata((tmp_path / "README.md").read_text()).get("base_model") == base
-
-
-def test_a_folder_is_no_base_model_and_one_that_the_user_named_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_model_name_that_is_a_folder_is_no_base_model(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    assert repository_name("runs/mine") is None and repository_name("runs/other") == "runs/other"
-    card = with_metadata("---\nbase_model: a/b\n---\n", ["snip-hf"], "c/d")
-    assert metadata(card) == {"base_model": "a/b", "tags": ["snip-hf"]}
+    (tmp_path / "org" / "base-1b").mkdir(parents=True)
+    push_plan(make_plan(), NAME, api=client(hub))
+    assert "base_model" not in card_of(hub)[0]
+
+
+def test_a_run_s_section_stays_beside_the_plan_s(hub: Hub) -> None:
+    client(hub).create_repo(NAME)
+    run = trained_section(make_plan("nvfp4"), None, "emulated", None)
+    hub.repositories[NAME].files["README.md"] = f"---\ntags: [snip-hf]\n---\n# Model\n\n{run}".encode()
+    for _ in range(2):
+        push_plan(make_plan(), NAME, api=client(hub))
+    assert run.strip() in card_of(hub)[1] and card_of(hub)[1].count("## Precision plan") == 1
+
+
+def test_what_is_no_plan_is_refused_with_what_was_looked_for(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has neither snip/plan\.json nor plan\.json; expected the output"):
+        load_plan(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"does not exist, and is no name of a repository"):
+        load_plan(tmp_path / "a" / "b" / "c")
+    client(hub).create_repo(NAME)
+    with pytest.raises(FileNotFoundError, match=rf"The repository '{NAME}' has no snip/plan\.json"):
+        load_plan(NAME, api=client(hub))
+    with pytest.raises(FileNotFoundError, match=r"There is no folder 'org/none' here, and no repository of this name"):
+        load_plan("org/none", api=client(hub))
+    hub.repositories[NAME].files["snip/plan.json"] = b'{"kind": "of tomorrow"}'
+    with pytest.raises(ValueError, match=r"plan\.json is not a usable precision plan: kind is 'of tomorrow'"):
+        load_plan(NAME, api=client(hub))
+
+
+def test_a_hub_that_refuses_says_so_and_a_card_without_readable_metadata_is_left(hub: Hub) -> None:
+    hub.read_only.add(NAME)
+    with pytest.raises(HfHubHTTPError, match="read-only now"):
+        push_plan(make_plan(), NAME, api=client(hub))
+    hub.read_only.clear()
+    hub.repositories[NAME].files["README.md"] = b"---\ntags: 7\n---\n"
+    with pytest.raises(ValueError, match=r"the metadata of README\.md cannot be read"):
+        push_plan(make_plan(), NAME, api=client(hub))
+    assert hub.repositories[NAME].files == {"README.md": b"---\ntags: 7\n---\n"}
+
+
+def test_the_hub_s_revision_is_asked_for(hub: Hub) -> None:
+    push_plan(make_plan(), NAME, api=client(hub))
+    load_plan(NAME, revision="v1", api=client(hub))
+    assert any(re.search(r"/resolve/v1/snip/plan.json$", request) for request in hub.requests)
+
+
+# --- runs
+
+REPORT = """
+import sys
+from snip_hf.cli import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_folder_is_preferred_to_a_repository_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub_module, "snapshot_download", None)
+    Path("runs/one").mkdir(parents=True)
+    for name in ("runs/one", str(tmp_path / "none"), "one", "a/b/c", "./one"):
+        assert run_folder(name) == Path(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"), [("someone/model", ("someone/model", None)), ("someone/model@v1.0", ("someone/model", "v1.0"))]
+)
+def test_a_repository_is_downloaded_at_its_revision(
+    name: str, asked: tuple[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshot(repository: str, revision: str | None, allow_patterns: list[str]) -> str:
+        assert (repository, revision) == asked and "snip/history.jsonl" in allow_patterns
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub_module, "snapshot_download", snapshot)
+    (tmp_path / "snapshot" / "snip").mkdir(parents=True)
+    (tmp_path / "snapshot" / "snip" / "history.jsonl").touch()
+    assert run_folder(name) == tmp_path / "snapshot"
+
+
+def test_what_is_neither_a_folder_nor_a_repository_is_told_as_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshot(*args: Any, **kwargs: Any) -> str:
+        raise RuntimeError("404: there is none")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub_module, "snapshot_download", snapshot)
+    with pytest.raises(FileNotFoundError) as caught:
+        run_folder("runs/misspelt")
+    assert str(caught.value) == (
+        "There is no folder runs/misspelt here, and no run can be read from a Hub repository of this name: "
+        "404: there is none"
+    )
+
+
+@pytest.mark.slow
+def test_a_pushed_run_is_reported_from_a_server(tmp_path: Path) -> None:
+    assignments = random_assignments(3)
+    write_run(tmp_path / "run", assignments)
+    write_divergence(tmp_path / "run", 100, {(layer, "layer"): (0.1, 0.2) for layer in assignments[0]})
+    write_losses(tmp_path / "run" / "last-checkpoint" / "trainer_state.json", 200)
+    files = {
+        str(path.relative_to(tmp_path / "run")): path.read_bytes()
+        for path in (tmp_path / "run").rglob("*")
+        if path.is_file()
+    }
+    with Hub.running() as hub:
+        hub.repositories["someone/model"] = Repository(files | {"model.safetensors": b"large"}, [("first", {})])
+        hub.repositories["someone/other"] = Repository({"model.safetensors": b"large"}, [("first", {})])
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+        env = kept | {
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path / "hf-home"),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        runs = {}
+        for name in ("someone/model", "someone/other"):
+            command = [sys.executable, "-c", REPORT, "report", name, "--html"]
+            runs[name] = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+        asked = list(hub.requests)
+        assert hub.unknown == []
+    assert runs["someone/model"].returncode == 0, runs["someone/model"].stderr
+    page = (tmp_path / "snip-report" / "report.html").read_text()
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert data["runs"][0]["name"] == "model"
+    assert data["runs"][0]["divergence"]["steps"] == [100]
+    assert data["charts"][0]["series"][0]["name"] == "model, training"
+    assert not any("model.safetensors" in request for request in asked)
+    assert runs["someone/other"].returncode == 2
+    assert runs["someone/other"].stderr.splitlines()[-1] == (
+        "snip-hf: There is no folder someone/other here, and no run can be read from a Hub repository of this name: "
+        "it has no snip/history.jsonl; expected a model that was pushed with SnipCallback."
+    )

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig
-from snip_hf.integrations.trainer_guard import watch_losses
+from snip_hf.integrations.trainer import _watch_losses
 from snip_hf.layers.state import snip_linears
 from snip_hf.records.history import read_history
 from snip_hf.records.interventions import Alarm
@@ -121,7 +121,7 @@ def test_alarms_are_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_trainer_that_cannot_be_found_is_told(caplog: pytest.LogCaptureFixture) -> None:
     controller: Any = SimpleNamespace(config=config())
     with caplog.at_level(logging.WARNING, "snip_hf"):
-        assert watch_losses(None, controller) is None
+        assert _watch_losses(None, controller) is None
     assert caplog.messages == [
         "snip-hf: the guard cannot find the Trainer, and watches the gradients alone, not the loss."
     ]

@@ -21,7 +21,7 @@ from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.estimation.pending import ROWS
 from snip_hf.estimation.table import Divergence, DivergenceTable
-from snip_hf.integrations.model_card import Training, model_card_section
+from snip_hf.integrations.model_card import trained_section
 from snip_hf.integrations.trackers import Trackers
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.forward_shares import forward_shares
@@ -30,7 +30,6 @@ from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
 from snip_hf.policies.registry import POLICIES, Policy, needs_probe, register_policy, rule_assignment
 from snip_hf.policies.setting import Setting
-from snip_hf.records.history import read_history
 from snip_hf.records.load import load_run
 from snip_hf.reporting.figures import write_figures
 from snip_hf.reporting.run_report import print_run, refresh_table
@@ -184,7 +183,7 @@ def test_a_run_says_everywhere_which_share_counts_what(tmp_path: Path, caplog: p
     assert "price: extra cost of FP4 per share of the stage's forward FLOPs" in text
     assert text.count(f"{found.fp4_fraction:.4f}") >= 2  # of the refresh, and of the stages together
     assert len(write_figures(load_run(tmp_path), tmp_path)) == 2
-    card = model_card_section(plan, read_history(tmp_path / "snip" / "history.jsonl"), Training(arithmetic="emulated"))
+    card = trained_section(plan, None, "emulated", None)
     assert "| target | at least 50.0% of the forward GEMMs' FLOPs in FP4 |" in card
     assert f"{found.fp4_fraction:.1%} of the forward GEMMs alone" in card
     assert PrecisionPlan.load(tmp_path / "snip" / "plan.json").provenance.config["decides"] == "forward"  # type: ignore[index]

@@ -22,8 +22,6 @@ class Stored:
 
     numbers: dict[str, list[float]]
     """Name -> values, in their order."""
-    images: dict[str, int]
-    """Name -> how many there are."""
     settings: dict[str, Any]
     """SNIP's configuration."""
 
@@ -51,12 +49,11 @@ def use_trackio_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def of_tensorboard(folder: Path) -> Stored:
     reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="tensorboard")
-    found = reading.EventAccumulator(str(folder), size_guidance={reading.IMAGES: 0}).Reload()
+    found = reading.EventAccumulator(str(folder)).Reload()
     tags = found.Tags()
     text = found.Tensors("snip_config/text_summary")[0].tensor_proto.string_val[0].decode()
     return Stored(
         {name: [event.value for event in found.Scalars(name)] for name in tags["scalars"]},
-        {name: len(found.Images(name)) for name in tags["images"]},
         json.loads(text),
     )
 
@@ -66,7 +63,7 @@ def of_wandb(folder: Path) -> Stored:
     messages = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="wandb")
     sys.modules["wandb"].teardown()  # ends the process that writes the file
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    found = Stored({}, {}, {})
+    found = Stored({}, {})
     for data in _records(path.read_bytes()):
         record = messages.Record()
         record.ParseFromString(data)
@@ -77,36 +74,26 @@ def of_wandb(folder: Path) -> Stored:
         for item in record.history.item:
             name = item.key or "/".join(item.nested_key)
             value = json.loads(item.value_json)
-            if name.endswith("/_type") and value == "image-file":
-                _count(found.images, name.removesuffix("/_type"))
-            elif isinstance(value, int | float):
+            if isinstance(value, int | float):
                 found.numbers.setdefault(name, []).append(value)
-    for name in [name for name in found.numbers if name.rpartition("/")[0] in found.images]:
-        del found.numbers[name]  # its size
     return found
 
 
 def of_trackio(folder: Path) -> Stored:
     """Of the one run in a folder with the one project."""
     (path,) = folder.glob("*.db")
-    found = Stored({}, {}, {})
+    found = Stored({}, {})
     database = sqlite3.connect(path)
     try:
         for (line,) in database.execute("SELECT metrics FROM metrics ORDER BY id"):
             for name, value in json.loads(line).items():
-                if isinstance(value, dict) and value.get("_type") == "trackio.image":
-                    _count(found.images, name)
-                elif isinstance(value, int | float):
+                if isinstance(value, int | float):
                     found.numbers.setdefault(name, []).append(value)
         ((config,),) = database.execute("SELECT config FROM configs")
         found.settings = json.loads(config)["snip"]
     finally:
         database.close()
     return found
-
-
-def _count(counts: dict[str, int], name: str) -> None:
-    counts[name] = counts.get(name, 0) + 1
 
 
 def _records(data: bytes) -> Iterator[bytes]:

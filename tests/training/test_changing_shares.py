@@ -19,10 +19,9 @@ from tiny_runs import SCHEDULE, history
 from snip_hf import PrecisionPlan, SnipConfig
 from snip_hf.estimation.divergence import divergences_at
 from snip_hf.estimation.table import Divergence, DivergenceTable
-from snip_hf.integrations.model_card import Training, model_card_section
+from snip_hf.integrations.model_card import trained_section
 from snip_hf.planning.pipeline_model import compare_constraints
 from snip_hf.policies.registry import POLICIES
-from snip_hf.records.history import read_history
 from snip_hf.records.load import load_run
 from snip_hf.reporting.run_report import print_run
 from snip_hf.training import step_probe
@@ -127,8 +126,7 @@ def test_the_report_says_the_shares_their_mean_and_why_the_last_plan_is_as_it_is
         f"in FP4, and a target of {(4 * 0.25 + 3 * 0.75) / 7:.4f}."
     ) in text
     assert "Why (probe of step 5;" in text
-    plan, events = PrecisionPlan.load(folder / "snip" / "plan.json"), read_history(folder / "snip" / "history.jsonl")
-    card = model_card_section(plan, events, Training(arithmetic="emulated"))
+    card = trained_section(PrecisionPlan.load(folder / "snip" / "plan.json"), None, "emulated", None)
     assert "at least 25.0% from step 1, 75.0% from step 5 of the linear FLOPs in FP4" in card
 
 

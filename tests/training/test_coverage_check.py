@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, coverage
 from snip_hf.estimation.coverage import CountedPass
+from snip_hf.integrations.trackers import quantities_in_force
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.parallel.ranks import Processes, Ranks
 from snip_hf.records.coverage import Counted
 from snip_hf.records.load import load_run
 from snip_hf.reporting.facts import attained_text
-from snip_hf.reporting.quantities import quantities_in_force
 from snip_hf.training import coverage_check
 from snip_hf.training.coverage_check import CoverageCheck
 from snip_hf.training.micro_batches import TrainingPass

@@ -35,9 +35,9 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from ..integrations.hub_runs import run_source
+    from ..integrations.hub import run_folder
     from ..reporting.differences import print_differences, read_compared
 
-    sources = [(source.name, source.folder) for source in map(run_source, arguments.sources)]
+    sources = [(name, run_folder(name)) for name in arguments.sources]
     print_differences(read_compared(sources), Console())
     return 0

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from .commands import Commands, add_micro_batches, examples
 from .messages import shown_path
 from .own_modules import add_import_option
 
+# Runs on one page.
+_MOST_RUNS = 8
 _EXAMPLES = {
     "snip-hf report runs/mine": "tables, and figures in runs/mine/snip",
     "snip-hf report runs/mine --html --csv": "also a page, and the figures' data",
@@ -43,8 +47,84 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..integrations.report_command import report
+    from rich.console import Console
 
-    for path in report(arguments):
+    from ..integrations.hub import run_folder
+    from ..records.load import load_recorded
+    from ..reporting.csv_files import write_csv
+    from ..reporting.figures import write_figures
+    from ..reporting.page import write_page
+    from ..reporting.run_report import run_contents
+    from ..reporting.tables import say
+
+    if arguments.bf16 is not None and not arguments.html:
+        raise ValueError("--bf16 adds a run to the page; expected --html with it.")
+    if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
+        raise NotADirectoryError(f"--out {arguments.out} is a file; expected a folder.")
+    if len(arguments.runs) > _MOST_RUNS:
+        raise ValueError(f"Got {len(arguments.runs)} runs, expected at most {_MOST_RUNS} in one report.")
+    folders = [run_folder(name) for name in arguments.runs]
+    names = short_names([*arguments.runs, *([] if arguments.bf16 is None else [arguments.bf16])])
+    runs = {name: load_recorded(folder) for name, folder in zip(names, folders, strict=False)}
+    bf16 = None if arguments.bf16 is None else (f"{names[-1]} (BF16)", _bf16_losses(arguments.bf16))
+    contents = {name: run_contents(run, arguments.micro_batches) for name, run in runs.items()}
+    console = Console()
+    files: list[Path] = []
+    for (name, run), given in zip(runs.items(), arguments.runs, strict=True):
+        if len(runs) > 1:
+            say(console, f"Run {name}")
+        for content in contents[name]:
+            console.print(content)
+        folder = _folder(given, name, arguments.out, len(runs))
+        files += write_figures(run, folder)
+        if arguments.csv:
+            files += write_csv(run, folder)
+    if arguments.html:
+        folder = _folder(arguments.runs[0], names[0], arguments.out, 1)
+        files.append(write_page(folder / "report.html", runs, bf16, contents))
+    for path in files:
         print(shown_path(path))
     return 0
+
+
+def _folder(given: str, name: str, out: Path | None, count: int) -> Path:
+    """Returns the folder for the files of a run: its own, --out, or ./snip-report for a run of the Hub."""
+    if out is None and os.path.lexists(given):
+        return Path(given) / "snip"
+    base = Path("snip-report") if out is None else out
+    return base / name.replace("/", "-").replace(os.sep, "-") if count > 1 else base
+
+
+def _bf16_losses(name: str) -> dict[int, dict[str, float]]:
+    """Returns the losses of the run in BF16, which may be of a Trainer without SNIP.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: there are no losses.
+    """
+    from ..integrations.hub import run_folder
+    from ..records.losses import read_log
+
+    notes: list[str] = []
+    folder = run_folder(name)
+    if not folder.exists():
+        raise FileNotFoundError(f"--bf16 {name} does not exist; expected the output folder of a run.")
+    losses = read_log(folder, notes).losses
+    if not losses:
+        raise ValueError(f"--bf16 {name} has no losses: {' '.join(notes)}")
+    return losses
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Returns the shortest ending of each path that no other one has; equal paths get a number."""
+    from ..layers.labels import endings
+
+    paths = ["/".join(part for part in _plain(name).parts if part != os.sep) or name for name in names]
+    numbers = [f" #{index}" * (paths.count(path) > 1) for index, path in enumerate(paths, 1)]
+    return [(end or path) + number for end, path, number in zip(endings(paths, "/"), paths, numbers, strict=True)]
+
+
+def _plain(name: str) -> Path:
+    """Returns a path without "..", which would lead out of the folder that files are written to."""
+    path = os.path.normpath(name)
+    return Path(os.path.abspath(path) if path.split(os.sep)[0] == ".." else path)

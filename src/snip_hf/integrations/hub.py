@@ -1,120 +1,69 @@
-"""The Hub repository and its model card: what they say of how a model was trained.
+"""The Hub: the model card of a run, plans that are pushed and loaded, and runs that are read from a repository.
 
 With `TrainingArguments(push_to_hub=True)` the Trainer uploads its whole output folder except `_*` and `checkpoint-*`,
-so everything under `snip/` travels along by itself. The model card does not (transformers 5.23):
+so `snip/` travels along. The model card (README.md) needs help:
 
-- Pushes during training (`hub_strategy` "every_save", "checkpoint", "all_checkpoints"): `on_push_begin`, then the
-  upload in a background thread. The Trainer writes no card, so a README.md written at `on_push_begin` arrives. The
-  thread reads the files as it comes to them: plan and history may be newer than the weights beside them. A save
-  that finds the push before it unfinished is not pushed (unless `hub_always_push`), nor is any with "end".
-- `trainer.push_to_hub()` and `trainer.save_model()`: `on_push_begin`, save, then `create_model_card` writes README.md
-  anew and keeps only tags, then the upload. No event comes after `create_model_card`, so a callback alone cannot save
-  its section. So the tags go through the model, the same text travels as `snip/README.md`, and
-  `keep_model_card(trainer)`, one line for the user, puts it into README.md too.
-- A checkpoint folder is handed to the background thread before `on_save`. What `on_save` writes at once arrives all
-  the same, because the thread uploads the model first; only what `on_push_begin` writes is certain to arrive.
+- Pushes during training: `on_push_begin`, then an upload in a background thread. The Trainer writes no card, so
+  `prepare_push` writes the section into README.md at that event.
+- `trainer.push_to_hub()` and `trainer.save_model()`: `on_push_begin`, then `create_model_card` writes README.md anew
+  and keeps only the tags, then the upload. No event comes after `create_model_card`. So the tags go through the model,
+  and `keep_model_card(trainer)`, one line for the user, puts the section into the new card.
 
-A Hub that cannot be reached: `Trainer.__init__` raises (it creates the repository). Pushes during training fail without
-a word in their background thread and training goes on; `trainer.push_to_hub()` afterwards raises, with everything
-still in the output folder, so that calling it again is enough.
+A Hub that cannot be reached: `Trainer.__init__` raises (it creates the repository). Pushes during training fail
+silently in their background thread and training goes on; `trainer.push_to_hub()` afterwards raises, with everything
+still in the output folder, so that it can be called again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterable, Iterator
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
-import yaml
+import torch
+from huggingface_hub import CommitOperationAdd, HfApi, snapshot_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from torch import nn
 
 from ..kernels.backend import BACKENDS
 from ..planning.plan import PrecisionPlan
-from ..records.history import read_history
 from ..records.run_folder import FOLDER
 from ..text import printable
-from .card_text import base_model_of, new_card, read_card, with_metadata, with_section
-from .model_card import (
-    MARKS,
-    Training,
-    device_name,
-    draw_figures,
-    model_card_section,
-    model_tags,
-    with_figures_from_the_top,
-)
-
-logger = logging.getLogger(__name__)
+from .model_card import PLAN_FILE, completed, model_tags, new_card, plan_section, repository_name, trained_section
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerState
+    from transformers import Trainer
 
     from ..training.controller import SnipController
 
-# Characters of a message.
-_MESSAGE = 1000
+logger = logging.getLogger(__name__)
+
+# A repository, and perhaps a revision of it.
+_REPOSITORY = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
+# The files of a repository that tell about its run: not the weights.
+_RECORD = (f"{FOLDER}/*.json", f"{FOLDER}/history.jsonl", "*trainer_state.json", "README.md")
+_HISTORY = f"{FOLDER}/history.jsonl"
 
 
-@runtime_checkable
-class _WritesSection(Protocol):
-    """A SnipCallback, as seen from here."""
+def prepare_push(output_dir: Path, controller: SnipController) -> None:
+    """Puts the section and tags into README.md and tags the model; to be called on the process that writes.
 
-    def write_card_section(self) -> list[str]:
-        """Writes `snip/README.md` and returns the card's tags; none where there is no run to speak of."""
-
-
-def training_of(
-    controller: SnipController, output_dir: Path, state: TrainerState | None, is_training: bool
-) -> Training:
-    """Returns what a model card says beside the record. Figures take seconds: there are none during training."""
-    return Training(
-        arithmetic=BACKENDS[controller.backend].arithmetic,
-        device=device_name(controller.model),
-        figures=() if is_training else draw_figures(output_dir),
-        log=[] if state is None else state.log_history,
-    )
-
-
-def prepare_push(output_dir: str | os.PathLike[str], model: nn.Module, training: Training) -> None:
-    """Makes OUTPUT and the model ready to be pushed: tags, `snip/README.md`, and the section in README.md.
-
-    The callback calls this in `on_push_begin`, on the process that writes (`state.is_world_process_zero`) and after
-    `snip/plan.json` and `snip/history.jsonl` are up to date. It may be called any number of times. It never raises for
-    a file that is missing or broken: training does not end because of a model card; a warning says what is wrong.
-
-    Args:
-        output_dir: `args.output_dir`.
-        model: the `model` that the event hands over; the Trainer reads the tags from this object.
-        training: what the record of the run does not hold.
+    Never raises for a file that is missing or broken: training does not end because of a model card.
     """
-    with _warning_instead_of_error():
-        tags = write_section(Path(output_dir), model, training)
-        _put_section_into_card(Path(output_dir), tags, base_model_of(model))
-
-
-def write_section(output_dir: Path, model: nn.Module, training: Training) -> list[str]:
-    """Writes `snip/README.md` from the plan and the history beside it, tags the model, and returns the tags.
-
-    Raises:
-        OSError, ValueError: a file is missing or broken.
-    """
-    plan = PrecisionPlan.load(output_dir / FOLDER / "plan.json")
-    tag_model(model, plan)
-    history = read_history(output_dir / FOLDER / "history.jsonl")
-    _write(output_dir, "snip/README.md", model_card_section(plan, history, training))
-    return model_tags(plan)
+    model = controller.model
+    tag_model(model, controller.plan)
+    base_model = repository_name(getattr(getattr(model, "config", None), "_name_or_path", None))
+    _complete_card(output_dir, controller, base_model)
 
 
 def tag_model(model: nn.Module, plan: PrecisionPlan) -> None:
-    """Adds `model_tags(plan)` to the tags that a model hands to its model card; tags that it has stay.
+    """Adds `model_tags(plan)` to the tags that `Trainer.push_to_hub` and `model.push_to_hub` write.
 
-    `Trainer.push_to_hub` and `model.push_to_hub` read them. `prepare_push` calls this; the callback also calls it in
-    `on_train_end`, for a user who goes on with `model.push_to_hub` (which uploads the model alone, without `snip/`).
-    Not earlier: a `model_init` gives the Trainer a new model when training begins.
+    The callback calls it when training ends. Not earlier: a `model_init` gives the Trainer a new model when it begins.
     """
     present = list(getattr(model, "model_tags", None) or [])
     # A new list: the class may hold one that all its instances share.
@@ -122,53 +71,172 @@ def tag_model(model: nn.Module, plan: PrecisionPlan) -> None:
 
 
 def keep_model_card(trainer: Trainer) -> None:
-    """Makes `trainer.create_model_card()`, and with it `push_to_hub()` and `save_model()`, keep our section.
+    """Makes `trainer.create_model_card()`, and with it `push_to_hub()` and `save_model()`, keep SNIP's section.
 
-    To be called once by whoever holds the Trainer, before the push; no callback event can do it (see above). Wraps
-    `create_model_card` of this one trainer: first the Trainer's card, then the section at its end. The Trainer's
-    SnipCallback writes it into `snip/README.md` before that.
+    Call it once, before the push. It wraps `create_model_card` of this one trainer.
     """
+    from .trainer import SnipCallback
+
     create_model_card = trainer.create_model_card
 
     @functools.wraps(create_model_card)
     def create_and_complete(*args: Any, **kwargs: Any) -> None:
         create_model_card(*args, **kwargs)
-        if trainer.is_world_process_zero():
-            with _warning_instead_of_error():
-                ours = [one for one in trainer.callback_handler.callbacks if isinstance(one, _WritesSection)]
-                tags = [tag for one in ours for tag in one.write_card_section()]
+        for one in trainer.callback_handler.callbacks if trainer.is_world_process_zero() else ():
+            if isinstance(one, SnipCallback) and one.controller is not None:
                 # The Trainer's card names the base model itself.
-                _put_section_into_card(Path(str(trainer.args.output_dir)), tags, None)
+                _complete_card(Path(str(trainer.args.output_dir)), one.controller, None)
 
     trainer.create_model_card = create_and_complete  # type: ignore[method-assign]
 
 
-def _put_section_into_card(output_dir: Path, tags: Iterable[str], base_model: str | None) -> None:
-    """Puts the text of `snip/README.md` into README.md: in place of its earlier version, else at the end."""
-    source = output_dir / FOLDER / "README.md"
-    if not source.exists():
-        raise FileNotFoundError(
-            f"{source} does not exist. A run with a SnipCallback writes it, when it pushes or after it has trained."
-        )
-    section = with_figures_from_the_top(read_card(source))
+def _complete_card(output_dir: Path, controller: SnipController, base_model: str | None) -> None:
+    """Puts the section on the run into README.md of its output folder; a warning tells why it cannot."""
+    device = next((parameter.device for parameter in controller.model.parameters()), torch.device("cpu"))
+    section = trained_section(
+        controller.plan,
+        controller.coverage,
+        BACKENDS[controller.backend].arithmetic,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    )
     path = output_dir / "README.md"
-    card = read_card(path) if path.exists() else new_card(output_dir.absolute().name, "transformers")
-    _write(output_dir, "README.md", with_metadata(with_section(card, section, MARKS), tags, base_model))
-
-
-def _write(output_dir: Path, name: str, text: str) -> None:
-    """Writes in one stroke: a push that runs in the background finds the old text or the new one."""
-    # "_*" in the top folder is what the Trainer never uploads.
+    # "_*" in the top folder is never uploaded.
     temporary = output_dir / f"_snip_hf.{os.getpid()}.tmp"
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, output_dir / name)
-
-
-@contextlib.contextmanager
-def _warning_instead_of_error() -> Iterator[None]:
     try:
-        yield
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        logger.warning(
-            "The model card does not say, or no longer, how the model was trained: %s", printable(error, _MESSAGE)
+        card = path.read_text("utf-8") if path.exists() else new_card(output_dir.absolute().name, "transformers")
+        temporary.write_text(completed(card, section, model_tags(controller.plan), base_model), encoding="utf-8")
+        # Atomic, since an upload may be running in the background.
+        os.replace(temporary, path)
+    except (OSError, ValueError) as error:
+        logger.warning("The model card does not tell how the model was trained: %s", printable(error, 1000))
+
+
+def load_plan(
+    repo_or_dir: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    api: HfApi | None = None,
+) -> PrecisionPlan:
+    """Reads the plan of a run: from its folder, from a plan file, or from a repository of the Hub.
+
+    Args:
+        repo_or_dir: the Trainer's output_dir, its folder `snip`, a plan file, or the name of a repository, such as
+            "user/model". A path that exists is preferred to the Hub.
+        revision: branch, tag or commit of the repository.
+        token: for the Hub. None: the one that you are logged in with.
+        api: a client of another Hub.
+
+    Raises:
+        FileNotFoundError: there is no such folder, and the Hub has no plan under this name or cannot be reached.
+        ValueError: the file is not a valid plan.
+    """
+    path = Path(repo_or_dir)
+    if os.path.lexists(path):
+        return PrecisionPlan.load(_plan_file(path))
+    name = repository_name(os.fspath(repo_or_dir))
+    if name is None:
+        raise FileNotFoundError(
+            f"{printable(repo_or_dir)} does not exist, and is no name of a repository; expected the folder of a run, a "
+            "plan file, or a name such as 'user/model'."
         )
+    try:
+        file = (api or HfApi()).hf_hub_download(name, PLAN_FILE, revision=revision, token=token)
+    except EntryNotFoundError as error:
+        raise FileNotFoundError(
+            f"The repository {name!r} has no {PLAN_FILE}, or it cannot be reached: {printable(error, 600)} "
+            "Plans are in repositories with the tag 'snip-plan'."
+        ) from error
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+        raise FileNotFoundError(
+            f"There is no folder {name!r} here, and no repository of this name could be read: {printable(error, 600)}"
+        ) from error
+    return PrecisionPlan.load(file)
+
+
+def push_plan(
+    plan: PrecisionPlan | str | os.PathLike[str],
+    repo_id: str,
+    *,
+    base_model: str | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    api: HfApi | None = None,
+) -> str:
+    """Uploads a plan, with a card and tags to find it by, in one commit; returns the commit's address.
+
+    Creates the repository if needed. In an existing one, the rest of its card stays.
+
+    Args:
+        plan: a plan, a plan file, or the folder of a run.
+        repo_id: name of the repository, such as "user/plans-for-llama".
+        base_model: name on the Hub of the model that the plan is for. None: the one that the plan names, if it is one
+            of the Hub's.
+        private: whether a repository that is created is private. None: as your account has it.
+        revision: branch to commit to. None: the main one.
+        token: as in `load_plan`.
+        api: as in `load_plan`.
+
+    Raises:
+        OSError, ValueError: the plan, or the metadata of the present card, cannot be read.
+        huggingface_hub.errors.HfHubHTTPError: the Hub refuses or cannot be reached.
+    """
+    if not isinstance(plan, PrecisionPlan):
+        plan = PrecisionPlan.load(_plan_file(Path(plan)))
+    base_model = base_model or repository_name(plan.provenance.model_name)
+    hub = api or HfApi()
+    name = hub.create_repo(repo_id, exist_ok=True, private=private, token=token).repo_id
+    try:
+        card = Path(hub.hf_hub_download(name, "README.md", revision=revision, token=token)).read_text("utf-8")
+    except EntryNotFoundError:
+        card = new_card(name.rpartition("/")[2], "snip-hf")
+    card = completed(card, plan_section(plan, name, base_model), model_tags(plan), base_model)
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        plan.save(file)
+        content = file.read_bytes()
+    operations = [CommitOperationAdd(PLAN_FILE, content), CommitOperationAdd("README.md", card.encode())]
+    message = f"Plan of step {plan.provenance.step} by snip-hf"
+    commit = hub.create_commit(name, operations, commit_message=message, revision=revision, token=token)
+    return str(commit.commit_url)
+
+
+def _plan_file(path: Path) -> Path:
+    """Returns the plan file of a folder; a file as it is.
+
+    Raises:
+        FileNotFoundError: a folder without a plan.
+    """
+    if not path.is_dir():
+        return path
+    for found in (path / PLAN_FILE, path / "plan.json"):
+        if found.exists():
+            return found
+    raise FileNotFoundError(
+        f"{printable(path)} has neither {PLAN_FILE} nor plan.json; expected the output folder of a run with "
+        "SnipCallback, or its folder snip."
+    )
+
+
+def run_folder(name: str) -> Path:
+    """Finds a run by what a user calls it: a folder, or `USER/REPOSITORY` or `USER/REPOSITORY@REVISION` on the Hub.
+
+    Downloads the record of a repository's run, without weights, into the Hub's cache. An existing folder is preferred.
+
+    Raises:
+        FileNotFoundError: neither exists, or the Hub cannot be reached.
+    """
+    match = _REPOSITORY.fullmatch(name)
+    if os.path.lexists(name) or match is None:
+        return Path(name)
+    try:
+        folder = Path(snapshot_download(match[1], revision=match[2], allow_patterns=list(_RECORD)))
+        if not (folder / _HISTORY).exists():
+            raise FileNotFoundError(f"it has no {_HISTORY}; expected a model that was pushed with SnipCallback.")
+    except Exception as error:  # the Hub's client may raise anything
+        raise FileNotFoundError(
+            f"There is no folder {printable(name)} here, and no run can be read from a Hub repository of this name: "
+            f"{printable(error, 600)}"
+        ) from error
+    return folder

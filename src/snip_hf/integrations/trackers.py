@@ -1,15 +1,18 @@
-"""Brings SNIP's quantities to whatever a Trainer logs to: its state, and every tracker that `report_to` names.
+"""SNIP's quantities in the logs and trackers of a run: a Trainer's reports, an Accelerator's trackers, or a function.
 
-What belongs to each log, such as the FP4 share, is put into the Trainer's own logs before its reports read them. What
-happens now and then, such as a refresh, gets an entry of its own, at the optimizer step at which it happened.
+Shares, whose names begin with `fp4_`, stand beside each loss; each event, such as a refresh, gets an entry of its own
+at its optimizer step. docs/trackers.md lists the names.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 import sys
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
@@ -19,64 +22,69 @@ from transformers.integrations.integration_utils import (
 )
 
 from ..estimation.coverage import Coverage
+from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
+from ..records.coverage import Counted
 from ..records.events import Event, Refresh, Start
-from ..reporting.quantities import quantities_in_force, quantities_of, settings, step_of
+from ..records.interventions import Alarm, Retarget
+from ..text import printable
 from ..training.controller import SnipController
-from .tracker_runs import FIGURES, Drawing, Guard, LoggedRun, TensorBoardRun, TrackerRun, write_settings
 
-_NAMES = {report: name for name, report in INTEGRATION_TO_CALLBACK.items()}
+logger = logging.getLogger(__name__)
+
+_PREFIX = "snip/"
 
 
 class Trackers:
-    """What one run of a Trainer tells of SNIP, on the first process. Without a tracker, its state alone is told."""
+    """Logs SNIP's quantities of one Trainer run, on the first process."""
 
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
-        self._folder: str | None = None
-        self._first: _First | None = None
+        self._front: _Front | None = None
         self._events: list[Event] = []
-        self._drawing = Drawing()
-        self._guard = Guard()
         self._has_settings = False
+        self._failed: set[TrainerCallback] = set()
 
-    def open(self, trainer: Trainer | None, owner: TrainerCallback, folder: str | None) -> None:
-        """Begins to tell of a run.
+    def open(self, trainer: Trainer | None, owner: TrainerCallback) -> None:
+        """Begins to log.
 
         Args:
-            trainer: runs it; its reports are the trackers. None: it has none.
-            owner: the callback that adds to the logs, which is put in front of the reports.
-            folder: where the run records its plans; None: nowhere, so that there are no figures.
+            trainer: its reports are the trackers; None: it is not known.
+            owner: the callback whose `on_log` adds to logs. It is called before the reports read them.
         """
-        self._trainer, self._folder = trainer, folder
+        self._trainer = trainer
         if trainer is not None:
-            self._first = _First(trainer.state, owner, self)
+            self._front = _Front(trainer.state, owner)
             handler = trainer.callback_handler
-            # A new list: the Trainer is going through the old one.
-            handler.callbacks = [self._first, *handler.callbacks]
+            # A new list: the Trainer is iterating over the old one.
+            handler.callbacks = [self._front, *handler.callbacks]
 
     def close(self) -> None:
-        """Takes away what `open` put in front of the reports, which are told nothing from here on."""
+        """Undoes `open`."""
         if self._trainer is not None:
             handler = self._trainer.callback_handler
-            handler.callbacks = [one for one in handler.callbacks if one is not self._first]
+            handler.callbacks = [one for one in handler.callbacks if one is not self._front]
         self._trainer = None
 
     def note(self, event: Event) -> None:
-        """Takes an event of the run; it is told at the end of the optimizer step."""
+        """Keeps an event until `flush`, at the end of the optimizer step."""
         if not isinstance(event, Start):
             self._events.append(event)
 
     def begin(self, controller: SnipController) -> None:
-        """Writes SNIP's configuration to the trackers that take one; once, when their runs have begun."""
-        if not self._has_settings and self._is_first_process:
-            self._has_settings = True
-            write_settings(self._runs(), settings(controller.config.to_dict(), controller.backend), self._guard)
+        """Writes SNIP's configuration to TensorBoard, W&B and Trackio, once their runs have begun."""
+        if self._has_settings:
+            return
+        self._has_settings = True
+        for report in self._reports():
+            name, run = _run_of(report)
+            if run is not None:
+                self._try(report, lambda name=name, run=run: _write_settings(name, run, controller))
 
     def add(
         self, state: TrainerState, logs: dict[str, Any] | None, plan: PrecisionPlan, coverage: Coverage | None
     ) -> None:
-        """Adds the plan's quantities to logs with a loss, and to their entry in `state.log_history`."""
+        """Adds the plan's shares to logs with a loss, and to their entry in `state.log_history`."""
         if logs is None or "loss" not in logs:
             return
         found = quantities_in_force(plan, coverage)
@@ -86,76 +94,174 @@ class Trackers:
             last.update(found)
 
     def flush(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Tells of the events since the last call: an entry of `state.log_history` each, and one in every tracker."""
+        """Logs the events since the last call: in `state.log_history`, and in every tracker."""
         events, self._events = self._events, []
         for event in events:
             found = quantities_of(event)
             state.log_history.append({**found, "epoch": state.epoch, "step": step_of(event)})
             for report in self._reports():
-                self._guard(_name_of(report), partial(report.on_log, args, state, control, logs=dict(found)))
-            if isinstance(event, Refresh) and event.applied_step is not None and self._drawing.is_due():
-                self.draw(state)
-
-    def draw(self, state: TrainerState) -> None:
-        """Draws the figures of the run so far for the trackers that take images."""
-        runs, folder = self._runs(), self._folder
-        if runs and folder is not None and self._drawing.is_behind:
-            self._guard(FIGURES, lambda: self._drawing.draw(folder, runs, state.global_step))
-
-    @property
-    def _is_first_process(self) -> bool:
-        return self._trainer is not None and self._trainer.state.is_world_process_zero
+                self._try(
+                    report,
+                    lambda report=report, found=found: report.on_log(args, state, control, logs=dict(found)),
+                )
 
     def _reports(self) -> list[TrainerCallback]:
-        """Returns the Trainer's reports."""
-        if self._trainer is None:
+        """Returns the Trainer's reports on the first process, without those that have failed."""
+        if self._trainer is None or not self._trainer.state.is_world_process_zero:
             return []
+        kinds = tuple(INTEGRATION_TO_CALLBACK.values())
         callbacks: list[TrainerCallback] = self._trainer.callback_handler.callbacks
-        return [one for one in callbacks if isinstance(one, tuple(_NAMES))]
+        return [one for one in callbacks if isinstance(one, kinds) and one not in self._failed]
 
-    def _runs(self) -> list[TrackerRun]:
-        """Returns the runs of reports that take settings and images, as far as they have begun."""
-        found = (_run_of(report) for report in self._reports())
-        return [run for run in found if run is not None and run.name not in self._guard.failed]
+    def _try(self, report: TrainerCallback, write: Any) -> None:
+        """Lets a tracker fail once: training goes on without it."""
+        try:
+            write()
+        except Exception as error:  # a tracker may raise anything
+            self._failed.add(report)
+            logger.warning(
+                "snip-hf: %s fails, and gets no more events of SNIP: %s",
+                type(report).__name__,
+                printable(repr(error), 1000),
+            )
 
 
-class _First(TrainerCallback):
-    """Stands in front of the Trainer's reports, which read the logs that it adds to.
+class _Front(TrainerCallback):
+    """Stands in front of the Trainer's reports, so that its owner can add to the logs that they read."""
 
-    Args:
-        state: of the run; other runs of the same Trainer are none of its business.
-        owner: adds to logs.
-        trackers: draw the last figures while the reports are open.
-    """
-
-    def __init__(self, state: TrainerState, owner: TrainerCallback, trackers: Trackers) -> None:
-        self._state, self._owner, self._trackers = state, owner, trackers
+    def __init__(self, state: TrainerState, owner: TrainerCallback) -> None:
+        self._state, self._owner = state, owner
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state is self._state:
+        if state is self._state:  # not of another run of the same Trainer
             self._owner.on_log(args, state, control, **kwargs)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if state is self._state:
-            self._trackers.draw(state)
+
+class Log(Protocol):
+    """Logs numbers at a step, as `Accelerator.log` and `wandb.log` do."""
+
+    def __call__(self, values: dict[str, Any], *, step: int) -> object: ...
 
 
-def _name_of(report: TrainerCallback) -> str:
-    """Returns what `report_to` calls a report."""
-    return next(name for kind, name in _NAMES.items() if isinstance(report, kind))
+def log_to(controller: SnipController, target: Accelerator | Log) -> None:
+    """Logs the events of a controller's run: shares, divergences, changes of the plan, times (docs/trackers.md).
+
+    Call it once, after `accelerator.init_trackers` and before the first step. Steps are those that `after_step` gets.
+    W&B drops what is logged at an earlier step than the last one, so log your own figures at the same steps. With an
+    Accelerator, the runs of TensorBoard, W&B and Trackio also get SNIP's configuration.
+
+    Args:
+        controller: of the run.
+        target: an Accelerator, or a function that is called with `(values, step=step)` on the first process.
+
+    Raises:
+        TypeError: the target is neither.
+    """
+    if not isinstance(target, Accelerator) and not callable(target):
+        raise TypeError(
+            f"Got a {type(target).__name__} to log to; expected an Accelerator, or a function of (values, step=...)."
+        )
+    trackers = target.trackers if isinstance(target, Accelerator) else []
+    if isinstance(target, Accelerator) and not trackers:
+        return
+    log: Log = target.log if isinstance(target, Accelerator) else target
+
+    def track(event: Event) -> None:
+        if found := quantities_of(event):
+            log(found, step=step_of(event))
+
+    controller.add_tracker(track)
+    if controller.processes.everyone.is_first:
+        for tracker in trackers:
+            _write_settings(tracker.name, getattr(tracker, "tracker", None), controller)
 
 
-def _run_of(report: TrainerCallback) -> TrackerRun | None:
-    """Returns the run that a report writes to, if it takes settings and images and has begun."""
+def _run_of(report: TrainerCallback) -> tuple[str, Any]:
+    """Returns the name of a report's tracker and its run; (..., None) for others and before the run has begun."""
     if isinstance(report, TensorBoardCallback):
-        return None if report.tb_writer is None else TensorBoardRun(report.tb_writer)
+        return "tensorboard", report.tb_writer
     if isinstance(report, WandbCallback):
-        run = getattr(sys.modules.get("wandb"), "run", None)
-        return None if run is None else LoggedRun("wandb", run, counts_steps=False)
-    if isinstance(report, TrackioCallback):
-        module = sys.modules.get("trackio")
-        run = None if module is None else module.context_vars.current_run.get()
-        return None if run is None else LoggedRun("trackio", run, counts_steps=False)
-    return None
+        return "wandb", getattr(sys.modules.get("wandb"), "run", None)
+    if isinstance(report, TrackioCallback) and "trackio" in sys.modules:
+        return "trackio", sys.modules["trackio"].context_vars.current_run.get()
+    return "", None
+
+
+def _write_settings(name: str, run: Any, controller: SnipController) -> None:
+    """Writes the fields of `SnipConfig`, and the backend in use, to the run of a tracker."""
+    settings = {**controller.config.to_dict(), "backend_in_use": controller.backend}
+    if name == "tensorboard":  # as text, since TensorBoard keeps hyperparameters in a run of their own
+        lines = json.dumps(settings, indent=2).splitlines()
+        run.add_text("snip_config", "\n".join(f"    {line}" for line in lines))
+        run.flush()
+    elif name == "wandb":
+        run.config.update({"snip": settings}, allow_val_change=True)
+    elif name == "trackio":
+        run.config.update({"snip": settings})
+
+
+def quantities_in_force(plan: PrecisionPlan, coverage: Coverage | None) -> dict[str, float]:
+    """Returns the FP4 shares of a plan that are known: of what plans decide on, of forward GEMMs, and of the model."""
+    if not plan.is_share_known:
+        return {}
+    found = {"fp4_share": plan.fp4_fraction}
+    forward = forward_shares(plan)
+    if forward is not None:
+        found["fp4_share_of_forward"] = forward.fp4_fraction
+    if coverage is not None:
+        found["fp4_coverage"] = coverage.share
+        found["fp4_share_of_model"] = coverage.share * plan.fp4_fraction
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def quantities_of(event: Event) -> dict[str, float]:
+    """Returns the numbers of an event by name; unknown and non-finite ones are left out."""
+    if isinstance(event, Start):
+        plan = event.plan
+        found: dict[str, float | None] = {"fp4_share": round(plan.fp4_fraction, 4) if plan.is_share_known else None}
+    elif isinstance(event, Counted):
+        found = {"fp4_coverage": round(event.coverage.share, 4), "gemms_changed_by_tokens": len(event.changes)}
+    elif isinstance(event, Alarm):
+        found = {
+            "fp4_share": None if event.fp4_fraction is None else round(event.fp4_fraction, 4),
+            "guard_failures": float(event.failures),
+            "guard_value": event.value,
+            "guard_limit": event.limit,
+            "guard_left_out_steps": float(event.left_out),
+        }
+    elif isinstance(event, Retarget):
+        found = {f"new_{name}": now for name, (_, now) in event.fields.items() if isinstance(now, float)}
+    else:
+        found = _of_refresh(event)
+    named = {name if name.startswith("fp4_") else _PREFIX + name: value for name, value in found.items()}
+    return {name: value for name, value in named.items() if value is not None and math.isfinite(value)}
+
+
+def step_of(event: Event) -> int:
+    """Returns the optimizer step at which an event is known."""
+    return event.decided_step if isinstance(event, Refresh) else event.step
+
+
+def _of_refresh(event: Refresh) -> dict[str, float | None]:
+    found: dict[str, float | None] = {
+        "fp4_share": None if event.fp4_fraction is None else round(event.fp4_fraction, 4),
+        "applied": float(event.applied_step is not None),
+        "probed_step": event.step,
+        "probed_loss": event.loss,
+        "target_fp4_fraction": event.target_fp4_fraction,
+        "forward_fp4_fraction": event.forward_fp4_fraction,
+        "fp4_time_fraction": event.fp4_time_fraction,
+        "linear_speedup": event.linear_speedup,
+        "layers_changed": event.layers_changed,
+        "gemms_changed": len(event.changes),
+        "objective": event.objective,
+        "gap": event.gap,
+    }
+    for format, totals in event.divergence.items():
+        found |= {f"{kind}_divergence_{format}": value for kind, value in totals.items()}
+    found |= {f"{part}_seconds": value for part, value in event.seconds.items()}
+    found |= {f"memory_mib_{part}": value for part, value in event.memory_mib.items()}
+    found |= dict(event.kernels)
+    if len(event.stage_fp4_fractions) > 1:
+        found |= {f"fp4_share_of_stage_{index}": value for index, value in enumerate(event.stage_fp4_fractions)}
+    return found

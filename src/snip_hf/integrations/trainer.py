@@ -25,15 +25,12 @@ from ..training.checks import check_launch, check_trainer
 from ..training.controller import SnipController
 from ..training.micro_batches import TrainingPasses
 from ..training.refresh import Solving
-from .buckets import advise_buckets
 from .compilation import compile_by_regions
-from .hub import prepare_push, tag_model, training_of, write_section
+from .hub import prepare_push, tag_model
 from .messages import follow_transformers
-from .model_card import Training
 from .reference import AS_POLICY, Reference, check_reference, find_reference, give_back
 from .state_files import StateFiles, load_state, output_folder
 from .trackers import Trackers
-from .trainer_guard import watch_losses
 from .trainer_loss import LossSeam, Wrapped, computes_loss, find_trainer, labels_of
 
 logger = logging.getLogger(__name__)
@@ -86,7 +83,7 @@ class SnipCallback(TrainerCallback):
         self._losses: Wrapped | None = None
         self._outer_run: SnipCallback | None = None
         """That of the run inside which this one runs on the same model."""
-        self._figures = Trackers()
+        self._logs = Trackers()
         self._folder: str | None = None
         """The run's output folder, by its real path, where it is written to."""
         self._is_restored = False
@@ -121,7 +118,7 @@ class SnipCallback(TrainerCallback):
     def _begin(self, args: TrainingArguments, state: TrainerState, outer: nn.Module, optimizer: Any) -> None:
         """Starts the controller of a run, and continues from its checkpoint."""
         model = unwrap(outer)
-        self._state, self._is_restored, self._figures = state, False, Trackers()
+        self._state, self._is_restored, self._logs = state, False, Trackers()
         output_dir = output_folder(args, state) if state.is_world_process_zero else None
         self._folder = None if output_dir is None else os.path.realpath(output_dir)
         if output_dir is not None and _writes_to(self._folder, self._outer_run):
@@ -142,15 +139,16 @@ class SnipCallback(TrainerCallback):
         trainer = find_trainer(state)
         if trainer is not None:  # DDP wraps the model before its layers are swapped
             keep_states_apart([trainer.model_wrapped])
-        for tracker in (*self._trackers, self._figures.note):
+        for tracker in (*self._trackers, self._logs.note):
             self.controller.add_tracker(tracker)
         self._mark = RunMark(self._end_restored)
         self._mark.held = self  # also once the Trainer is told to forget this callback
         self._mark.put_on(model)
         self._passes = TrainingPasses(outer, self.controller, self._mark, labels_of(trainer))
-        _spare_communication(model, self.config, args)
+        if gathering := gather_ahead(model):
+            logger.info("snip-hf: FSDP2 gathers the weights of %d blocks while the one before each runs.", gathering)
         self._connect(trainer)
-        self._figures.open(trainer, self, None if output_dir is None else self._folder)
+        self._logs.open(trainer, self)
         # The first process may be the only one that sees the checkpoint.
         saved = self.controller.processes.everyone.by_first(lambda: self._files.read(args, state))
         if saved is None:
@@ -164,7 +162,7 @@ class SnipCallback(TrainerCallback):
         """Sees to the Trainer's own loss, and to its reference model."""
         assert self.controller is not None and self._passes is not None
         self._reference = find_reference(trainer, self._reference_option, self.config, self.controller)
-        self._losses = watch_losses(trainer, self.controller)
+        self._losses = _watch_losses(trainer, self.controller)
         if trainer is not None:
             self._files.follow(trainer, self.controller, functools.partial(SnipCallback.on_step_end, self))
         if trainer is not None and self.controller.needs_probe and computes_loss(trainer):
@@ -175,7 +173,7 @@ class SnipCallback(TrainerCallback):
     ) -> None:
         if self._is_restored:
             return
-        self._figures.begin(self._running())
+        self._logs.begin(self._running())
         assert self._passes is not None
         self._passes.is_open = True
 
@@ -202,28 +200,13 @@ class SnipCallback(TrainerCallback):
         self._running().after_step(state.global_step)
         if self._reference is not None:
             self._reference.follow()
-        self._figures.flush(args, state, control)
+        self._logs.flush(args, state, control)
 
     def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero:
-            output_dir = Path(str(args.output_dir))
-            prepare_push(output_dir, unwrap(kwargs["model"]), self._for_card(self._running(), output_dir))
-
-    def write_card_section(self) -> list[str]:
-        """Writes `snip/README.md` and returns the card's tags, for `keep_model_card`; nothing before training.
-
-        Raises:
-            OSError, ValueError: the record of the run is missing or broken.
-        """
-        if self.controller is None or self._folder is None:
-            return []
-        training = self._for_card(self.controller, Path(self._folder))
-        return write_section(Path(self._folder), self.controller.model, training)
-
-    def _for_card(self, controller: SnipController, output_dir: Path) -> Training:
-        return training_of(controller, output_dir, self._state, self._is_training())
+            prepare_push(Path(str(args.output_dir)), self._running())
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -231,7 +214,7 @@ class SnipCallback(TrainerCallback):
         """Ends the run. The best checkpoint is loaded by then (`load_best_model_at_end`)."""
         controller = self._running()
         self._end()
-        self._figures.flush(args, state, control)
+        self._logs.flush(args, state, control)
         if not self._is_restored:
             tag_model(controller.model, controller.plan)
 
@@ -303,7 +286,7 @@ class SnipCallback(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Shows the FP4 share next to the loss: to all callbacks, in `state.log_history` and to the trackers."""
         if self.controller is not None and not self._is_restored:
-            self._figures.add(state, kwargs.get("logs"), self.controller.plan, self.controller.coverage)
+            self._logs.add(state, kwargs.get("logs"), self.controller.plan, self.controller.coverage)
 
     def _release(self) -> None:
         """Leaves a run that has ended, if there is one: its controller and its Trainer."""
@@ -312,7 +295,7 @@ class SnipCallback(TrainerCallback):
 
     def _stop(self) -> None:
         """Stops the controller; checkpoints that are asked for later still get its last state."""
-        self._figures.close()
+        self._logs.close()
         for seam in (self._seam, self._losses):
             if seam is not None:
                 seam.close()
@@ -365,12 +348,23 @@ def _ends_runs(train: Callable[..., Any]) -> Callable[..., Any]:
 Trainer.train = _ends_runs(Trainer.train)  # type: ignore[method-assign]
 
 
-def _spare_communication(model: nn.Module, config: SnipConfig, args: TrainingArguments) -> None:
-    """Has FSDP2 gather ahead, and says what would spare DDP time."""
-    advise_buckets(config, args, AcceleratorState())
-    told = gather_ahead(model)
-    if told:
-        logger.info("snip-hf: FSDP2 gathers the weights of %d blocks while the one before each runs.", told)
+def _watch_losses(trainer: Trainer | None, controller: SnipController) -> Wrapped | None:
+    """Passes the raw loss of each micro-batch to the guard: what `Trainer.training_step` returns.
+
+    The Trainer then averages it, and hides non-finite values from its log (`logging_nan_inf_filter`).
+    """
+    if controller.config.guard == "off":
+        return None
+    if trainer is None:
+        logger.warning("snip-hf: the guard cannot find the Trainer, and watches the gradients alone, not the loss.")
+        return None
+
+    def note_loss(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loss = inner(*args, **kwargs)
+        controller.note_loss(loss)
+        return loss
+
+    return Wrapped(trainer, "training_step", note_loss)
 
 
 def _writes_to(folder: str | None, run: SnipCallback | None) -> bool:

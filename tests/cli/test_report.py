@@ -9,7 +9,7 @@ from pages import Page
 from written_runs import random_assignments, write_losses, write_run
 
 from snip_hf.cli import main
-from snip_hf.integrations.report_command import short_names
+from snip_hf.cli.report import short_names
 
 
 def runs_of(folder: Path, *names: str) -> list[str]:

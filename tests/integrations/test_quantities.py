@@ -8,11 +8,10 @@ from typing import Any
 
 from events import counted_event, refresh_event, small_plan, start_event
 
-from snip_hf import SnipConfig
+from snip_hf.integrations.trackers import quantities_in_force, quantities_of, step_of
 from snip_hf.records.coverage import Coverage
 from snip_hf.records.events import Refresh
 from snip_hf.records.interventions import Alarm, Retarget
-from snip_hf.reporting.quantities import quantities_in_force, quantities_of, settings, step_of
 
 MEASURED: dict[str, Any] = {
     "loss": 3.5,
@@ -112,8 +111,3 @@ def test_the_share_of_the_model_is_that_of_the_plan_times_coverage() -> None:
         "fp4_coverage": 0.4,
         "fp4_share_of_model": 0.4,
     }
-
-
-def test_settings_are_those_of_the_config_and_the_backend() -> None:
-    config = SnipConfig().to_dict()
-    assert settings(config, "hopper") == config | {"backend_in_use": "hopper"}

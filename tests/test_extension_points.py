@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from registries import nothing_stays_registered
-from slow_cases import slow, slow_but
+from slow_cases import slow_but
 from small import tiny_llama, trained_tiny_lm
 from small import tokens as small_batch
 from tiny_runs import SCHEDULE, Run, differing, history, train, weights, without_seconds
@@ -181,7 +181,7 @@ def test_layers_run_on_a_backend_that_knows_all_formats_of_the_run() -> None:
         SnipController(model, optimizer, SnipConfig(backend="narrow", formats=("own4", "fp8")))
 
 
-@pytest.mark.parametrize("granularity", ["layer", slow("gemm")])
+@pytest.mark.parametrize("granularity", ["layer"])
 def test_three_formats_can_be_options_of_one_run_and_no_quantization_is_free(
     granularity: str, tmp_path: Path, programs: list[dict[str, Any]]
 ) -> None:

@@ -477,7 +477,7 @@ def over_ranks(
     return on_ranks(size, work)
 
 
-@pytest.mark.parametrize("size", [2, slow(4)])
+@pytest.mark.parametrize("size", [2])
 @pytest.mark.parametrize(
     ("config", "options"),
     [

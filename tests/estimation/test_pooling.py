@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from slow_cases import slow_but
 from small import Batch as Inputs
 from small import tiny_llama, tiny_lm, tokens
 from thread_ranks import on_ranks
@@ -167,7 +166,7 @@ def of_rank(inputs: Inputs, rank: int, size: int) -> Inputs:
     return {name: value[rank * rows : (rank + 1) * rows] for name, value in inputs.items()}
 
 
-@pytest.mark.parametrize("size", slow_but([2, 4], 4))
+@pytest.mark.parametrize("size", [4])
 @pytest.mark.parametrize("probe_tokens", [None, 256, 384])
 @pytest.mark.parametrize("build", [lambda: tiny_lm(blocks=1), lambda: tiny_llama(hidden=32, layers=1)])
 def test_what_the_ranks_probe_of_their_parts_is_together_what_one_probes_of_the_whole(

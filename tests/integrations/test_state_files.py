@@ -11,7 +11,6 @@ from typing import Any
 
 import optuna
 import pytest
-from slow_cases import slow
 from small import tiny_llama
 from tiny_runs import SCHEDULE, Run, differing, one_thread, prepare, weights, without_seconds
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
@@ -85,9 +84,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Run:
     ("noticed", "done", "step"),
     [
         pytest.param("on_optimizer_step", 3, 4, id="at the end of a step whose plan is due"),
-        pytest.param("on_step_begin", 1, 1, id="in the middle of the step of a refresh", marks=pytest.mark.slow),
         pytest.param("on_step_begin", 2, 2, id="in the middle of a step, with a refresh under way"),
-        slow("on_step_end", 3, 3),
     ],
 )
 def test_a_run_that_sigterm_ends_goes_on_to_the_bit(
@@ -100,7 +97,7 @@ def test_a_run_that_sigterm_ends_goes_on_to_the_bit(
     assert_same_end(run(tmp_path, resume=tmp_path / f"checkpoint-{step}"), full)
 
 
-@pytest.mark.parametrize("is_first", [True, slow(False)])
+@pytest.mark.parametrize("is_first", [True])
 def test_a_checkpoint_that_a_callback_asks_for_goes_on_under_any_name(
     is_first: bool, full: Run, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ import transformers
 from accelerate import FullyShardedDataParallelPlugin
 from divergence_files import records_of
 from safetensors.torch import load_file
-from slow_cases import slow, slow_but
+from slow_cases import slow
 from small import tiny_llama
 from tiny_runs import (
     FAST,
@@ -250,7 +250,7 @@ def test_without_a_delay_a_plan_is_applied_after_the_step_it_was_probed_in(tmp_p
     assert any(len(set(layer.values())) == 2 for layer in watch.before[2].values())
 
 
-@pytest.mark.parametrize("policy", [slow("min-abs-err"), "min-rel-err"])
+@pytest.mark.parametrize("policy", ["min-rel-err"])
 def test_the_local_error_baselines_are_refreshed_like_snip(policy: str, run: Run, tmp_path: Path) -> None:
     baseline = train(tmp_path, SnipConfig(policy=policy, stages=2, **SCHEDULE), max_steps=5)
     (line,) = baseline.refreshes
@@ -261,10 +261,7 @@ def test_the_local_error_baselines_are_refreshed_like_snip(policy: str, run: Run
     assert line["changes"] != run.refreshes[0]["changes"]
 
 
-WITHOUT_A_PROBE = ("bf16", "uniform-fp8", "uniform-fp4", "random", "layer-type", "layer-position")
-
-
-@pytest.mark.parametrize("policy", slow_but(WITHOUT_A_PROBE, "uniform-fp4", "layer-type"))
+@pytest.mark.parametrize("policy", ["uniform-fp4", "layer-type"])
 def test_a_policy_without_a_probe_is_in_force_before_the_first_step_and_stays(policy: str, tmp_path: Path) -> None:
     watch = Watch()
     config = SnipConfig(policy=policy, target_fp4_fraction=0.5, **SCHEDULE)
@@ -463,7 +460,7 @@ def fake_state(**changes: Any) -> Callable[[], SimpleNamespace]:
         ),
     ],
 )
-@pytest.mark.parametrize("added_later", [False, slow(True)])
+@pytest.mark.parametrize("added_later", [False])
 def test_what_accelerate_was_told_is_checked_before_anything_is_swapped(
     changes: dict[str, Any], expected: str, added_later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -291,7 +291,7 @@ def of_class(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
     return model
 
 
-@pytest.mark.parametrize("trainer_class", [Trainer, slow(Inherited)])
+@pytest.mark.parametrize("trainer_class", [Trainer])
 def test_labels_of_another_name_are_probed_and_counted_as_labels_are(
     trainer_class: type[Trainer], tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch._inductor.config
 from models import CONFIGS, batch
-from slow_cases import slow, slow_but
+from slow_cases import slow_but
 from small import checkpoint_activations, relative_error, text, tiny_llama
 from tiny_runs import SCHEDULE, Run, arguments, data, differing, one_thread, train, weights, without_seconds
 from torch import Tensor, nn
@@ -147,7 +147,7 @@ def test_all_decoder_layers_share_one_graph_whatever_their_formats() -> None:
             assert_same_pass(pass_through(model, model, text(2, 16)), pass_through(plain, plain, text(2, 16)))
 
 
-@pytest.mark.parametrize("layer_by_layer", [False, slow(True)])
+@pytest.mark.parametrize("layer_by_layer", [False])
 def test_refreshes_of_a_plain_loop_compile_nothing(layer_by_layer: bool, tmp_path: Path) -> None:
     def run(compiled: bool, folder: Path) -> tuple[list[float], SnipController]:
         model = llama(2 if layer_by_layer else 1)
@@ -178,7 +178,7 @@ def test_refreshes_of_a_plain_loop_compile_nothing(layer_by_layer: bool, tmp_pat
     assert losses == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("reentrant", slow_but([False, True], False))
+@pytest.mark.parametrize("reentrant", [False])
 def test_a_compiled_recomputation_draws_the_same_random_numbers(reentrant: bool) -> None:
     """In FP32: under BF16 autocast the other order of sums alone moves FP4 gradients by a tenth."""
     runs = []

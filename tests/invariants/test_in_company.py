@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from slow_cases import slow_but
 from tiny_runs import SCHEDULE, Run, differing, model_with_dropout, one_thread, solve_with, train, weights
 from torch import Tensor, nn
 from transformers import TrainerCallback
@@ -107,8 +106,8 @@ def state_of(run: Run) -> tuple[Any, ...]:
     return run.losses, torch.get_rng_state().tolist(), [float(norm) for norm in getattr(run.model, "seen", [])]
 
 
-# The last one has what the others have one by one.
-@pytest.mark.parametrize("kind", slow_but(COMPANY, "all of them"))
+# It has what the others have one by one.
+@pytest.mark.parametrize("kind", ["all of them"])
 def test_probes_whose_solver_always_fails_leave_no_trace(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,9 +128,7 @@ def full(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, run
 
 
-@pytest.mark.parametrize(
-    ("full", "step"), [*((kind, 3) for kind in COMPANY), ("all of them", 1), ("all of them", 6)], indirect=["full"]
-)
+@pytest.mark.parametrize(("full", "step"), [("aliased modules", 3), ("all of them", 3)], indirect=["full"])
 @pytest.mark.slow
 def test_resuming_gives_the_uninterrupted_run(full: tuple[str, Run], step: int, tmp_path: Path) -> None:
     kind, expected = full

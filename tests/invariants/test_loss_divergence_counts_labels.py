@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from rounded import fake_quantize
-from slow_cases import slow, slow_but
+from slow_cases import slow
 from small import adamw_after, text, tiny_llama
 from thread_ranks import on_ranks
 from torch import Tensor, nn
@@ -255,7 +255,7 @@ def erring(layer: nn.Module, fmt: str, sign: float) -> Iterator[None]:
         handle.remove()
 
 
-@pytest.mark.parametrize("share", slow_but(MASKS, MASKS[-1]))
+@pytest.mark.parametrize("share", [MASKS[-1]])
 def test_under_masks_token_fisher_is_the_measured_second_order_rise(share: float) -> None:
     """The mean rise under the layer's errors and under their opposites, in which what is of first order cancels."""
     model = pointwise(blocks=2)
@@ -392,7 +392,7 @@ def test_calls_that_are_alike_count_as_often_as_there_are_calls(form: str, calls
             assert value == pytest.approx(calls * one, rel=1e-5)
 
 
-@pytest.mark.parametrize("share", [slow(1.0), 1 / 8])
+@pytest.mark.parametrize("share", [1 / 8])
 @pytest.mark.parametrize("options", [{"experts": 4}, slow({"calls": 2})])
 def test_weight_divergences_of_experts_and_of_shared_layers_are_the_measured_ones(
     options: dict[str, int], share: float

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from kernel_runs import dump, load, moved
-from slow_cases import slow
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -86,9 +85,10 @@ def check(run: Run, x: Tensor, fmt: NumberFormat, numbers: Tensor) -> None:
     ("name", "data"),
     [
         # Random numbers in every format, and each kind of special ones in every other format.
-        (name, data) if j == 0 or (i + j) % 2 == 0 else slow(name, data)
+        (name, data)
         for i, name in enumerate(BY_KERNEL)
         for j, data in enumerate((random, not_finite, tiny, large))
+        if j == 0 or (i + j) % 2 == 0
     ],
 )
 def test_the_kernel_writes_the_bytes_of_torch(name: str, data: Callable[[tuple[int, int]], Tensor], run: Run) -> None:
@@ -167,8 +167,9 @@ def compiled(name: str, operand: str, contracts: int, capability: int) -> str:
 @pytest.mark.parametrize(
     ("name", "operand", "contracts", "capability"),
     [
-        *[("mxfp8", "activation", 1, 100), ("mxfp4", "gradient", 1, 120), ("nvfp4", "gradient", 0, 100)],
-        *[slow("mxfp8", "activation", 1, 120), slow("mxfp4", "gradient", 1, 100), slow("nvfp4", "gradient", 0, 120)],
+        ("mxfp8", "activation", 1, 100),
+        ("mxfp4", "gradient", 1, 120),
+        ("nvfp4", "gradient", 0, 100),
     ],
 )
 def test_the_kernel_assembles_for_blackwell_and_needs_none_of_its_conversions(

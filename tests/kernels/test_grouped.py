@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from slow_cases import slow_but
 from torch import Tensor
 from torch.autograd import gradcheck
 
@@ -95,7 +94,7 @@ def test_groups_of_matrices_get_the_bits_that_each_gets_as_a_layer_of_its_own(tr
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("fmt", slow_but(FORMATS, *FEW))
+@pytest.mark.parametrize("fmt", FEW)
 def test_each_matrix_gets_the_bits_that_it_gets_alone(fmt: str, case: str) -> None:
     tensors = operands(case)
     for got, expected in zip(grouped(fmt, tensors), one_by_one(case, fmt, tensors), strict=True):

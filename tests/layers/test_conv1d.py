@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from conv1d_twins import NAMES, as_linears, gpt2, state_as_linears
-from slow_cases import slow, slow_but
 from small import convert_in_formats, tokens
 from tiny_runs import SCHEDULE, differing, train, weights
 from torch import Tensor, nn
@@ -175,9 +174,6 @@ def after_two_steps(kind: type[torch.optim.Optimizer], model: nn.Module) -> torc
         (torch.optim.AdamW, "snip", 1e-2),
         (torch.optim.AdamW, "hessian-trace", 1e-5),
         (torch.optim.Adafactor, "hessian-trace", 1e-5),
-        slow(torch.optim.SGD, "snip", 1e-2),
-        slow(torch.optim.Adagrad, "snip", 2e-2),
-        slow(torch.optim.Adafactor, "snip", 4e-2),
     ],
 )
 def test_divergences_are_those_of_linears(kind: type[torch.optim.Optimizer], policy: str, noise: float) -> None:
@@ -225,7 +221,7 @@ def test_a_matrix_wise_optimizer_is_asked_for_its_update_of_the_weight_as_the_mo
         assert conv.weight_divergence == pytest.approx(factor * linear.weight_divergence, rel=1e-2), conv
 
 
-@pytest.mark.parametrize("reentrant", slow_but([True, False], False))
+@pytest.mark.parametrize("reentrant", [False])
 def test_recomputed_activations_and_autocast_change_no_number(reentrant: bool) -> None:
     losses, gradients = [], []
     for checkpoints in (True, False):

@@ -12,7 +12,6 @@ import torch
 from bfloat16_values import assert_same_bits, every_pattern, in_order, with_partners
 from oracles import blocks
 from oracles.blocks import Grid, Scale
-from slow_cases import slow
 from torch import Tensor
 
 from snip_hf.numerics.formats import E2M1, FORMATS, NumberFormat, Operand, floats, integers
@@ -115,19 +114,19 @@ def tensors(parts: list[Tensor], case: Case) -> list[Tensor]:
     return parts if case.of_tensor else [torch.cat(parts)]
 
 
-NEAREST = [name for name, case in CASES.items() if not case.is_random]
 # As another one's.
 AGAIN = [("nvfp4-1x16", "activation"), ("mxfp4-32x32", "activation"), ("fp8-tensor-e5m2", "activation")]
+NEAREST = [name for name, case in CASES.items() if not case.is_random and name not in AGAIN]
 
 
-@pytest.mark.parametrize(("fmt", "operand"), [slow(*name) if name in AGAIN else name for name in NEAREST])
+@pytest.mark.parametrize(("fmt", "operand"), NEAREST)
 def test_every_value_beside_a_larger_one_is_rounded_as_the_loop_says(fmt: str, operand: str) -> None:
     case, format = CASES[fmt, operand], FORMATS[fmt]
     for x in tensors(with_partners(case.block), case):
         check(x, case, format, format.operand(operand))
 
 
-@pytest.mark.parametrize(("fmt", "operand"), [slow(*name) if name in AGAIN else name for name in NEAREST])
+@pytest.mark.parametrize(("fmt", "operand"), NEAREST)
 def test_every_bit_pattern_in_order_is_rounded_as_the_loop_says(fmt: str, operand: str) -> None:
     """Among them infinities and NaN, whose blocks (with a tensor's scale, whose tensors) are NaN."""
     case, format = CASES[fmt, operand], FORMATS[fmt]

@@ -13,7 +13,6 @@ import pytest
 import torch
 from own_loop import Loop
 from rich.console import Console
-from slow_cases import slow_but
 from tiny_runs import SCHEDULE, history
 
 from snip_hf import PrecisionPlan, SnipConfig
@@ -130,7 +129,7 @@ def test_the_report_says_the_shares_their_mean_and_why_the_last_plan_is_as_it_is
     assert "at least 25.0% from step 1, 75.0% from step 5 of the linear FLOPs in FP4" in card
 
 
-@pytest.mark.parametrize("saved_at", slow_but([4, 6], 6))
+@pytest.mark.parametrize("saved_at", [6])
 def test_a_resumed_run_follows_the_same_shares(run: tuple[Loop, Path], saved_at: int, tmp_path: Path) -> None:
     """Before the change, and while its plan waits."""
     config = SnipConfig(**SCHEDULE, target_fp4_fraction=SHARES, granularity="gemm")

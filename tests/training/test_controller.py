@@ -18,7 +18,6 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ParallelismConfig
 from own_loop import CONFIG, Loop
-from slow_cases import slow
 from small import text, tiny_llama
 from tiny_runs import (
     FAST,
@@ -351,7 +350,6 @@ def events(folder: Path) -> list[tuple[Any, ...]]:
     [
         *(("layer", policy) for policy in ("fisher", "hessian-trace", "greedy", "kl")),
         ("gemm", "greedy"),
-        *(slow("gemm", policy) for policy in ("fisher", "hessian-trace", "kl")),
     ],
 )
 def test_a_run_decides_by_the_criterion_that_its_file_of_divergences_has(

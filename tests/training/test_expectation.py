@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
-from slow_cases import slow
 from small import text, tiny_llama
 from tiny_runs import FAST, train
 from torch import nn
@@ -171,7 +170,7 @@ def test_speeds_between_measured_sizes_are_interpolated_and_tokens_are_counted_w
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("asked", [None, slow("false")])
+@pytest.mark.parametrize("asked", [None])
 def test_a_trainer_compiles_by_regions_unless_the_user_said_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: pytest.LogCaptureFixture, asked: str | None
 ) -> None:

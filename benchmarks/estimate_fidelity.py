@@ -1,322 +1,252 @@
-r"""How close the estimated divergences, and other estimates, are to the measured ones: the measurements.
+"""Compares SNIP's estimated divergences with measured truth, layer by layer, for any model, optimizer and formats.
 
-    python benchmarks/estimate_fidelity.py --cases small --output runs/estimate_fidelity.jsonl
-    python benchmarks/estimate_fidelity_report.py runs/estimate_fidelity.jsonl
+    python benchmarks/estimate_fidelity.py --output runs/estimate_fidelity.jsonl
+    python benchmarks/estimate_fidelity.py --family gemma3 --optimizer muon --steps 300 --formats mxfp4 nvfp4 fp8
+    python benchmarks/estimate_fidelity.py --checkpoint FOLDER --text FILE --device cuda --layers 24 --batches 2
 
-A case is a small model (`cases`) at some step of its training, e.g. llama:adamw:300. On micro-batches that training has
-not seen, every layer is quantized by itself: the truth. All estimators get the first micro-batch, or all of them. One
-JSON line says how an estimator did in a case, a line of kind "raw" keeps every layer's figures (squares for the weight
-divergence's truth). A run that was stopped goes on where it was: cases that the output holds are left out.
+The model is either a small one (6 blocks of width 128), trained in FP32 for `--steps` steps, or a checkpoint's folder,
+whose optimizer takes `--steps` steps to fill its state. The truth quantizes one layer at a time: its weight divergence
+is the change of all next updates (`measure_divergence`), its loss divergence the rise of the loss on held-out text with
+the forward GEMM quantized. Estimates use the settings of a refresh in training (1,024 tokens of the micro-batch). They
+are:
+
+    snip, snip-paper               the weight divergence of these policies
+    absolute-error, relative-error rounding errors of the operands, which ignore the loss and the optimizer
+    token-fisher, saliency         the loss divergence by these estimators; saliency is not on the scale of a rise
+
+Both are root mean squares over the micro-batches. Prints, per divergence, format and estimate: Spearman's rank
+correlation over layers with a 95% bootstrap interval; median and 90th percentile of |estimate / truth - 1|; quartiles
+of estimate / truth. "halves" is the rank correlation between the truths of two halves of the micro-batches, a bound on
+what an estimate of one half can reach for the other. The default run takes some 8 minutes on one core.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from scipy.stats import spearmanr
 from shared import small_models, texts
-from shared.agreement import Record, WeightTruth, loss_records, raw_record, weight_records
-from shared.json_lines import drop_unfinished_line, read_lines
-from shared.loss_estimators import loss_estimates, measured_kl
-from shared.origin import origin_of
-from shared.weight_estimators import Point, weight_estimates
-from shared.workers import share_out
-from torch import nn
+from shared.lines import Line, append_line, origin_of, table
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from snip_hf import SnipConfig
-from snip_hf.estimation.divergence import converted
+from snip_hf import SnipConfig, estimate_divergence, formats
 from snip_hf.estimation.ground_truth import measure_assignment, measure_loss
-from snip_hf.estimation.pending import LAYER, ROWS
-from snip_hf.numerics.gemms import GEMMS
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.state import snip_linears
 
-SMALL = ("llama:adamw:0", "llama:adamw:200")
-ALL = (
-    *(f"{family}:adamw:{steps}" for family in small_models.FAMILIES for steps in (0, 300, 3000)),
-    *(f"llama:{name}:{steps}" for name in small_models.OPTIMIZERS if name != "adamw" for steps in (0, 300, 2000)),
-)
-# Option -> its default for small cases, and for all others.
-DEFAULTS: dict[str, tuple[Any, Any]] = {
-    "rows": (8, 16),
-    "loss_rows": (16, 64),
-    "draws": (2, 4),
-    "blocks": (3, 6),
-    "gemms": ([LAYER], list(ROWS)),
+Array = npt.NDArray[np.float64]
+# Estimate -> policy or loss estimator of its configuration, and column of the table.
+WEIGHT_ESTIMATES = {
+    "snip": ({"policy": "snip"}, "weight_divergence"),
+    "snip-paper": ({"policy": "snip-paper", "granularity": "layer"}, "weight_divergence"),
+    "absolute-error": ({"policy": "snip"}, "absolute_error"),
+    "relative-error": ({"policy": "snip"}, "relative_error"),
 }
-# Sample sizes of the loss divergence's estimators; those beyond a micro-batch are left out.
-TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
-
-
-@dataclass(frozen=True)
-class Case:
-    family: str
-    optimizer: str
-    steps: int
-
-    @classmethod
-    def of(cls, name: str) -> Case:
-        family, optimizer, steps = name.split(":")
-        if family not in small_models.FAMILIES or optimizer not in small_models.OPTIMIZERS:
-            raise ValueError(
-                f"Case {name!r}: expected family:optimizer:steps, with a family of "
-                f"{', '.join(small_models.FAMILIES)} and an optimizer of {', '.join(small_models.OPTIMIZERS)}."
-            )
-        return cls(family, optimizer, int(steps))
-
-    @property
-    def name(self) -> str:
-        return f"{self.family}:{self.optimizer}:{self.steps}"
+LOSS_ESTIMATES = {
+    "token-fisher": ({"loss_estimator": "token-fisher"}, "loss_divergence"),
+    "saliency": ({"loss_estimator": "saliency"}, "loss_divergence"),
+    "snip-paper": ({"policy": "snip-paper", "granularity": "layer"}, "loss_divergence"),
+    "absolute-error": ({}, "absolute_error"),
+}
+# Estimates whose ranks alone are comparable with a truth.
+UNSCALED = ("absolute-error", "relative-error", "saliency")
+GEMMS = ("forward", "grad_input", "grad_weight")
+RESAMPLES = 200
+COLUMNS = {
+    "divergence": ("divergence", "{}"),
+    "format": ("format", "{}"),
+    "estimate": ("estimate", "{}"),
+    "spearman": ("Spearman", "{:.3f}"),
+    "interval": ("95% interval", "{}"),
+    "halves": ("halves", "{:.3f}"),
+    "median_error": ("median error", "{:.3f}"),
+    "error_90": ("90%", "{:.3f}"),
+    "ratio": ("estimate / truth, quartiles", "{}"),
+}
 
 
 def main() -> None:
+    """Measures, prints the table and writes a line per row."""
     options = parse()
-    done = {record["case"] for record in read_lines(options.output) if record["kind"] == "case"}
-    todo = [case for case in map(Case.of, options.cases) if case.name not in done]
-    print(f"{len(todo)} of {len(options.cases)} cases to do", flush=True)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    drop_unfinished_line(options.output)
-    with tempfile.TemporaryDirectory() as folder:
-        options.tokens_file = Path(folder) / "tokens.npy"
-        np.save(options.tokens_file, texts.token_ids(options.text))
-        share_out(work, options, chains(todo, options.workers))
+    model, optimizer, text = training_state(options)
+    config = SnipConfig(formats=tuple(options.formats), start_format="bf16", seed=options.seed)
+    convert_model(model, config)
+    layers = chosen_layers(list(snip_linears(model)), options.layers, options.seed)
+    batches = [text.batch(options.steps + index, options.rows) for index in range(options.batches)]
+    rows = weight_rows(model, optimizer, batches, layers, config, options.draws)
+    held_out = [text.batch(index, options.rows, held_out=True) for index in range(options.held_out)]
+    rows += loss_rows(model, optimizer, batches, held_out, layers, config)
+    print(table(COLUMNS, rows))
+    subject = {"model": str(options.checkpoint or options.family), "optimizer": options.optimizer}
+    for row in rows:
+        append_line(options.output, {**subject, "steps": options.steps, **row, **origin_of(options.device)})
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    texts.add_text_arguments(parser)
-    parser.add_argument("--cases", nargs="+", default=["small"], help="small, all, or names like llama:adamw:300")
-    parser.add_argument("--output", type=Path, default=Path("runs/estimate_fidelity.jsonl"))
-    parser.add_argument("--rows", type=int, help="sequences of 256 tokens in a micro-batch (default 16; small 8)")
-    parser.add_argument("--batches", type=int, default=2, help="micro-batches of the truth (default 2)")
-    parser.add_argument(
-        "--draws", type=int, help="stochastic-rounding draws per micro-batch, even (default 4; small 2)"
-    )
-    parser.add_argument("--loss-rows", type=int, help="sequences for the loss estimators (default 64; small 16)")
-    parser.add_argument("--gemms", nargs="+", choices=ROWS, help="rows to measure (default all; small: layer)")
-    parser.add_argument("--held-out", type=int, help="held-out batches of 16 x 256 (default 64 on CUDA, 8 on CPU)")
-    parser.add_argument("--blocks", type=int, help="blocks of the models (default 6; small 3)")
-    parser.add_argument("--workers", type=int, default=1, help="processes; the i-th takes the i-th GPU, in turn")
-    parser.add_argument("--minutes", type=float, default=1e9, help="start no case after this time")
+    parser.add_argument("--family", choices=small_models.FAMILIES, default="llama", help="of the small model")
+    parser.add_argument("--checkpoint", type=Path, help="folder of a saved model, in place of a small one")
+    parser.add_argument("--optimizer", choices=small_models.OPTIMIZERS, default="adamw")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps before the probe (default 200)")
+    parser.add_argument("--formats", nargs="+", choices=formats, default=["fp4", "fp8"], metavar="FORMAT")
+    parser.add_argument("--layers", type=int, help="measure this many random layers (default all)")
+    parser.add_argument("--batches", type=int, default=2, help="micro-batches (default 2)")
+    parser.add_argument("--rows", type=int, default=8, help=f"sequences per micro-batch of {texts.LENGTH} tokens (8)")
+    parser.add_argument("--draws", type=int, default=2, help="draws of stochastic rounding per truth (default 2)")
+    parser.add_argument("--held-out", type=int, default=16, help="held-out micro-batches (default 16)")
+    parser.add_argument("--blocks", type=int, default=6, help="of the small model (default 6)")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    is_small = options.cases == ["small"]
-    for name, (small, other) in DEFAULTS.items():
-        if getattr(options, name) is None:
-            setattr(options, name, small if is_small else other)
-    if options.held_out is None:
-        options.held_out = 64 if options.device.startswith("cuda") else 8
-    if options.held_out < 2:
-        parser.error(f"--held-out is {options.held_out}; expected at least 2, for two halves of the truth")
-    if options.draws % 2 or options.draws < 2:
-        parser.error(f"--draws is {options.draws}; expected an even number, for two halves of the truth")
-    named = {"small": SMALL, "all": ALL}
-    options.cases = [case for name in options.cases for case in named.get(name, (name,))]
-    options.deadline = time.time() + 60 * options.minutes
-    return options
+    parser.add_argument("--output", type=Path, help="JSONL file; lines are added")
+    texts.add_text_arguments(parser)
+    return parser.parse_args(arguments)
 
 
-def chains(todo: Sequence[Case], workers: int) -> list[list[Case]]:
-    """Returns lists of cases that one worker does in a row: steps of one training, unless that leaves workers idle."""
-    grouped: dict[tuple[str, str], list[Case]] = {}
-    for case in sorted(todo, key=lambda case: case.steps):
-        grouped.setdefault((case.family, case.optimizer), []).append(case)
-    jobs = list(grouped.values())
-    if len(jobs) < workers:
-        jobs = [[case] for case in todo]
-    return sorted(jobs, key=lambda job: -job[-1].steps)
+def training_state(options: argparse.Namespace) -> tuple[torch.nn.Module, torch.optim.Optimizer, texts.Text]:
+    """Returns a model in training, the optimizer of its linears, and the text."""
+    if options.checkpoint is None:
+        text = texts.load_text(options.text, options.device)
+        state = small_models.new_state(
+            options.family, options.optimizer, options.device, seed=options.seed, blocks=options.blocks
+        )
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+        text = texts.load_text(options.text, options.device, tokenizer=tokenizer.backend_tokenizer)
+        model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32).to(options.device)
+        model.train()
+        optimizers = small_models.optimizers(options.optimizer, model, scale=0.01)
+        state = small_models.State(options.optimizer, model, optimizers, options.rows)
+    state.train(text, options.steps)
+    return state.model, state.optimizer, text
 
 
-# ------------------------------------------------------------------------------------------------ one worker
+def chosen_layers(layers: Sequence[str], count: int | None, seed: int) -> list[str]:
+    """Returns all layers, or a random choice of `count`, in the model's order."""
+    if count is None or count >= len(layers):
+        return list(layers)
+    chosen = set(random.Random(seed).sample(list(layers), count))
+    return [layer for layer in layers if layer in chosen]
 
 
-def work(index: int, options: argparse.Namespace, jobs: list[list[Case]], taken: Any, lock: Any) -> None:
-    """Does the jobs that no other worker took; a case that fails is reported and left."""
-    torch.set_num_threads(1)
-    device = options.device
-    if device == "cuda":
-        device = f"cuda:{index % torch.cuda.device_count()}"
-        torch.cuda.set_device(device)
-    text = texts.load_text(options.tokens_file, device)
-    while time.time() < options.deadline:
-        with taken.get_lock():
-            position, taken.value = taken.value, taken.value + 1
-        if position >= len(jobs):
-            return
-        try:
-            do(jobs[position], options, text, device, lock)
-        except Exception:
-            names = ", ".join(case.name for case in jobs[position])
-            print(f"{names}: training failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-
-
-def do(chain: list[Case], options: argparse.Namespace, text: texts.Text, device: str, lock: Any) -> None:
-    """Trains through the steps of a chain and writes the lines of each of its cases."""
-    first = chain[0]
-    state = small_models.new_state(first.family, first.optimizer, device, seed=options.seed, blocks=options.blocks)
-    clock = Clock(first.name)
-    steps = tuple(case.steps for case in chain)
-    for case, reached in zip(chain, small_models.phases(state, text, steps), strict=True):
-        clock.case = case.name
-        clock.lap("training")
-        try:
-            records = measure(case, reached, text, options, clock)
-        except Exception:
-            print(f"{case.name}: failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        else:
-            lines = "".join(json.dumps(rounded({"case": case.name, **record})) + "\n" for record in records)
-            with lock, options.output.open("a", encoding="utf-8") as stream:
-                stream.write(lines)
-        if time.time() > options.deadline:
-            return
-        clock = Clock(case.name)
-
-
-def rounded(value: Any) -> Any:
-    """Returns the value with all numbers in it to six figures, and None for those that are not finite."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [rounded(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
-
-
-class Clock:
-    """Seconds of the parts of a case, printed as they come."""
-
-    def __init__(self, case: str) -> None:
-        self.case = case
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, part: str) -> None:
-        """Ends a part."""
-        now = time.perf_counter()
-        self.seconds[part] = round(self.seconds.get(part, 0.0) + now - self._last, 1)
-        print(f"{self.case}: {part}, {now - self._last:.1f} s", flush=True)
-        self._last = now
-
-
-def measure(
-    case: Case, state: small_models.State, text: texts.Text, options: argparse.Namespace, clock: Clock
-) -> list[Record]:
-    """Returns all records of one case."""
-    seen = -(-state.step * state.rows // options.rows)  # micro-batches of ours that training has touched, rounded up
-    batches = [text.batch(seen + index, options.rows) for index in range(options.batches)]
-    held_out = [text.batch(index, 16, held_out=True) for index in range(options.held_out)]
-    config = SnipConfig(probe_tokens=None, probe_batch_tokens=None, start_format="bf16", seed=options.seed)
-    with unquantized(state.model, config) as layers:
-        weight_truth = measure_weights(state, batches, layers, config, options)
-        clock.lap("truth of the weight divergence")
-        points = [
-            Point.of(state.model, batch, state.optimizer, replace(config, seed=options.seed + index))
-            for index, batch in enumerate(batches)
-        ]
-        weight = [weight_estimates(point) for point in points]
-        clock.lap("estimates of the weight divergence")
-        cells = [(layer, fmt) for layer in layers for fmt in SnipConfig().formats[::-1]]
-        assignments = [{layer: {"forward": fmt}} for layer, fmt in cells]
-        rises = measure_loss(state.model, held_out, assignments, config).numpy()
-        loss_truth = dict(zip(cells, rises, strict=True))
-        clock.lap("truth of the loss divergence")
-        after = -(-(seen + options.batches) * options.rows // options.loss_rows)
-        large = [
-            Point.of(state.model, text.batch(after + index, options.loss_rows), state.optimizer, config)
-            for index in range(options.batches)
-        ]
-        loss = [loss_estimates(point, TOKENS, texts.LENGTH) for point in large]
-        for point, table in zip(large, loss, strict=True):
-            own = measure_loss(state.model, [point.inputs], assignments, config)[:, 0].tolist()
-            count = point.inputs["input_ids"].numel()
-            table[f"measured/{count}"] = dict(zip(cells, own, strict=True))
-            table[f"measured-kl/{count}"] = measured_kl(point)
-        clock.lap("estimates of the loss divergence")
-    tables = {name: [table[name] for table in weight] for name in weight[0]}
-    loss_tables = {name: [table[name] for table in loss] for name in loss[0]}
-    records = [
-        raw_record(weight_truth, tables, loss_truth, loss_tables),
-        *weight_records(weight_truth, tables),
-        *loss_records(loss_truth, loss_tables),
-    ]
-    clock.lap("figures")
-    return [*records, case_record(case, state, points, options, clock)]
-
-
-@contextmanager
-def unquantized(model: nn.Module, config: SnipConfig) -> Iterator[list[str]]:
-    """Converts the model for the time of the context; gives the names of its layers."""
-    with converted(model, config) as layers:
-        for layer in layers.values():
-            # Read by the GEMMs on the host: from the device it would stop the stream at every GEMM.
-            layer.snip_state = layer.snip_state.cpu()
-        yield list(layers)
-
-
-def measure_weights(
-    state: small_models.State,
-    batches: Sequence[dict[str, torch.Tensor]],
+def weight_rows(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Mapping[str, Any]],
     layers: Sequence[str],
     config: SnipConfig,
-    options: argparse.Namespace,
-) -> WeightTruth:
-    """Measures each layer and row alone, in FP4 in two halves with different seeds; FP8 has no randomness."""
-    cells = [(layer, row) for layer in layers for row in options.gemms]
-    truth: WeightTruth = {}
-    for fmt in SnipConfig().formats[::-1]:
-        assignments = [{layer: dict.fromkeys(GEMMS if row == LAYER else (row,), fmt)} for layer, row in cells]
-        halves, draws = (2, options.draws // 2) if fmt == "fp4" else (1, 1)
-        squares = np.array(
-            [
-                [
-                    [
-                        weight**2
-                        for _, weight in measure_assignment(
-                            state.model,
-                            batch,
-                            state.optimizer,
-                            assignments,
-                            replace(config, seed=1000 + 2 * options.seed + half),
-                            draws,
-                        )
-                    ]
-                    for half in range(halves)
-                ]
-                for batch in batches
-            ]
-        )  # (batches, halves, cells)
-        truth.update({(*cell, fmt): squares[:, :, index] for index, cell in enumerate(cells)})
-    return truth
+    draws: int,
+) -> list[Line]:
+    """Returns the rows of the weight divergence, whole layers."""
+    rows = []
+    for fmt in config.formats:
+        assignments = [{layer: dict.fromkeys(GEMMS, fmt)} for layer in layers]
+        count = draws if formats[fmt].is_random else 1
+        truths = [
+            [weight for _, weight in measure_assignment(model, batch, optimizer, assignments, config, count)]
+            for batch in batches
+        ]
+        estimates = estimated(model, optimizer, batches, layers, config, fmt, WEIGHT_ESTIMATES, "layer")
+        rows += compare("weight", fmt, np.array(truths), estimates)
+    return rows
 
 
-def case_record(
-    case: Case, state: small_models.State, points: list[Point], options: argparse.Namespace, clock: Clock
-) -> Record:
-    """Returns where the case's figures come from; written last, so that it marks the case as complete."""
-    device = next(state.model.parameters()).device
-    kept = ("rows", "loss_rows", "batches", "draws", "held_out", "blocks", "seed", "workers")
+def loss_rows(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Mapping[str, Any]],
+    held_out: Sequence[Mapping[str, Any]],
+    layers: Sequence[str],
+    config: SnipConfig,
+) -> list[Line]:
+    """Returns the rows of the loss divergence, forward GEMMs."""
+    rows = []
+    for fmt in config.formats:
+        truth = measure_loss(model, held_out, [{layer: {"forward": fmt}} for layer in layers], config)
+        estimates = estimated(model, optimizer, batches, layers, config, fmt, LOSS_ESTIMATES, "forward")
+        rows += compare("loss", fmt, truth.T.numpy(), estimates, signed=True)
+    return rows
+
+
+def estimated(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Mapping[str, Any]],
+    layers: Sequence[str],
+    config: SnipConfig,
+    fmt: str,
+    estimates: Mapping[str, tuple[dict[str, Any], str]],
+    gemm: str,
+) -> dict[str, Array]:
+    """Returns estimate -> figures, (batches, layers)."""
+    found: dict[str, list[list[float]]] = {name: [] for name in estimates}
+    for index, batch in enumerate(batches):
+        tables: dict[str, dict[str, Any]] = {}
+        for name, (changes, column) in estimates.items():
+            key = repr(changes)
+            if key not in tables:
+                settings = replace(config, seed=config.seed + index, **changes)
+                result = estimate_divergence(model, batch, optimizer, settings)
+                tables[key] = {row.layer: row for row in result.rows if (row.gemm, row.format) == (gemm, fmt)}
+            found[name].append([getattr(tables[key][layer], column) for layer in layers])
+    return {name: np.array(values) for name, values in found.items()}
+
+
+def compare(
+    divergence: str, fmt: str, truths: Array, estimates: Mapping[str, Array], signed: bool = False
+) -> list[Line]:
+    """Returns a row per estimate.
+
+    Args:
+        divergence: "weight" or "loss".
+        fmt: the format.
+        truths: (batches, layers).
+        estimates: name -> (batches, layers).
+        signed: whether the truth is a mean (a rise may be negative) and not a root mean square.
+    """
+    half = len(truths) // 2
+    pooled = (lambda values: values.mean(0)) if signed else (lambda values: np.sqrt(np.square(values).mean(0)))
+    truth = pooled(truths)
+    rows = []
+    for name, values in estimates.items():
+        estimate = values.mean(0) if signed else np.sqrt(np.square(values).mean(0))
+        row: Line = {"divergence": divergence, "format": fmt, "estimate": name, "layers": len(truth)}
+        row |= rank_figures(estimate, truth)
+        row["halves"] = float(spearmanr(pooled(truths[:half]), pooled(truths[half:])).statistic) if half else None
+        if name not in UNSCALED:
+            row |= ratio_figures(estimate, truth)
+        row |= {"truth": [float(f"{x:.5g}") for x in truth], "estimates": [float(f"{x:.5g}") for x in estimate]}
+        rows.append(row)
+    return rows
+
+
+def rank_figures(estimate: Array, truth: Array, seed: int = 0) -> Line:
+    """Returns Spearman's rho over layers, with a 95% bootstrap interval over layers."""
+    generator = np.random.default_rng(seed)
+    draws = []
+    for _ in range(RESAMPLES):
+        chosen = generator.integers(0, len(truth), len(truth))
+        if len(set(chosen)) > 2:
+            draws.append(spearmanr(estimate[chosen], truth[chosen]).statistic)
+    low, high = np.nanquantile(draws, [0.025, 0.975]) if draws else (float("nan"), float("nan"))
+    return {"spearman": float(spearmanr(estimate, truth).statistic), "interval": f"{low:.2f} to {high:.2f}"}
+
+
+def ratio_figures(estimate: Array, truth: Array) -> Line:
+    """Returns median and 90th percentile of |estimate / truth - 1|, and the quartiles of estimate / truth."""
+    ratio = estimate / truth
+    error = np.abs(ratio - 1)
+    quartiles = np.quantile(ratio, [0.25, 0.5, 0.75])
     return {
-        "kind": "case",
-        "family": case.family,
-        "optimizer": case.optimizer,
-        "steps": case.steps,
-        "loss": [point.loss for point in points],
-        "tokens": points[0].inputs["input_ids"].numel(),
-        "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
-        "seconds": clock.seconds,
-        **{name: getattr(options, name) for name in kept},
-        **origin_of(str(device)),
+        "median_error": float(np.median(error)),
+        "error_90": float(np.quantile(error, 0.9)),
+        "ratio": ", ".join(f"{value:.2f}" for value in quartiles),
     }
 
 

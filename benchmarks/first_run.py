@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from first_run_step import RECIPES, milliseconds_per_step
-from shared.origin import origin_of
+from shared.lines import origin_of
 from torch import Tensor
 
 from snip_hf.kernels.blackwell import operators, packing

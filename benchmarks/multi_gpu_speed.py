@@ -1,17 +1,16 @@
-"""SNIP's speed-up over BF16 on several GPUs, and what a refresh costs there.
+"""The speed-up of SNIP over BF16 on several GPUs, and the cost of a refresh there.
 
     python benchmarks/multi_gpu_speed.py --cases 1:none 2:ddp 2:fsdp2 --output runs/multi_gpu_speed.jsonl
 
 A case is a number of processes and how they share the model: "none" (one process), "ddp", "ddp-views" (gradients are
 views of large buckets), "fsdp2" or "fsdp2-pairs" (two decoder layers are gathered together). Each case trains a Llama
-by a plain loop, with compiled decoder layers, in BF16 and under SNIP (75%, by GEMM, siblings tied): steps are timed
-under the plan of the second refresh, and that refresh is timed itself. Tokens per process are the same in all cases.
-Master weights are FP32; the compute dtype is BF16 on CUDA (FSDP2 gathers BF16), FP32 on a CPU.
+by a plain loop with compiled decoder layers, in BF16 and under SNIP (75%, by GEMM, siblings tied). Steps are timed
+under the plan of the second refresh, and so is that refresh. Tokens per process are the same in all cases. Master
+weights are FP32; the compute dtype is BF16 on CUDA (FSDP2 gathers BF16) and FP32 on a CPU.
 
-With --profile, which needs a GPU, there are no refreshes, and any 75% of the GEMMs' work is in 4 bits. Lines then say
-what two steps spend their time on: milliseconds by kind of kernel, those in which the GPU does nothing but communicate,
-those in which it waits, and those that the host takes to launch a step, waiting for room in the GPU's queue included.
-None of these steps counts blocks outside the range, which takes more launches.
+With --profile, which needs a GPU, there are no refreshes, and a random 75% of the FLOPs runs in 4 bits. A line then
+has, per step: milliseconds by kind of kernel, milliseconds of communication that no other kernel covers, idle
+milliseconds, and milliseconds that the host takes to launch the step (including waits for room in the GPU's queue).
 """
 
 from __future__ import annotations
@@ -31,27 +30,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import probe_cost
 import torch
 import torch.distributed as dist
-from shared.origin import origin_of
-from speed_parts import measuring, setting
+from shared import llamas, timing
+from shared.lines import append_line, origin_of
 from step_profile import by_kind, milliseconds_alone, spans_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from snip_hf import SnipConfig, SnipController, convert_model
-from snip_hf.kernels.tensor_scaled.notes import Note
 
-MODELS = {**setting.MODELS, "small": (256, 768, 2, 4, 2)}
 RECIPES = ("BF16", "SNIP 75%")
-# Plans are applied so many steps after the probe, and steps are timed from so many steps after that on.
+# Steps from a probe to the application of its plan, and from there to the first timed step.
 DELAY, SETTLED = 2, 3
-# Of DDP where gradients are views of its buckets.
+# Bucket size of "ddp-views".
 BUCKET_MB = 200
-# Steps before those that are timed where there is a profile, and steps in it.
+# With --profile: steps before the timed ones, and steps under the profiler.
 WARM_UP, PROFILED = 8, 2
 
 
@@ -59,12 +55,12 @@ def main() -> None:
     """Starts the processes of each case and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=["1:none", "2:ddp", "2:fsdp2"], metavar="PROCESSES:KIND")
-    parser.add_argument("--model", choices=MODELS, default="TinyLlama-1.1B")
+    parser.add_argument("--model", choices=llamas.SHAPES, default="TinyLlama-1.1B")
     parser.add_argument("--rows", type=int, default=8, help="sequences per process and step (default 8)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (default 2048)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default 10)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--profile", action="store_true", help="say what steps spend their time on")
+    parser.add_argument("--profile", action="store_true", help="profile steps by kind of kernel")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--output", type=Path, help="JSONL file; lines are added")
     parser.add_argument("--worker", metavar="KIND", help=argparse.SUPPRESS)
@@ -89,7 +85,7 @@ def on_cuda() -> bool:
 
 
 def run_case(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the lines that the first process of a case writes."""
+    """Runs the processes of a case and returns the lines of rank 0."""
     processes, kind = case.split(":")
     given = ["--model", options.model, *(f"--{name}={getattr(options, name)}" for name in ("rows", "length", "steps"))]
     given += [f"--seed={options.seed}", "--worker", kind]
@@ -101,14 +97,12 @@ def run_case(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         rows = [json.loads(line) | {"case": case} for line in path.read_text().splitlines()]
     for row in rows:
         print(json.dumps(row), flush=True)
-        if options.output:
-            with options.output.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({**row, **origin_of("cuda" if on_cuda() else "cpu")}) + "\n")
+        append_line(options.output, {**row, **origin_of("cuda" if on_cuda() else "cpu")})
     return rows
 
 
 def work(options: argparse.Namespace) -> None:
-    """What each process of a case does."""
+    """Runs one process of a case."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -117,16 +111,15 @@ def work(options: argparse.Namespace) -> None:
     for recipe in RECIPES:
         row = (profiled if options.profile else train)(recipe, options.worker, options, device)
         if int(os.environ["RANK"]) == 0:
-            with options.output.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(row) + "\n")
-        measuring.release(device)
+            append_line(options.output, row)
+        timing.release(device)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def train(recipe: str, kind: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Trains and returns the median step in ms, and the seconds of the second refresh."""
-    config = snip_config(options)
+    """Trains; returns the median milliseconds of a step and the seconds of the second refresh."""
+    config = snip_config(options, device)
     training = begin(recipe, kind, options, device, config)
     controller = training.controller
     second = 1 + config.refresh_every
@@ -140,14 +133,13 @@ def train(recipe: str, kind: str, options: argparse.Namespace, device: torch.dev
         "refresh_steps": round(1e3 * refresh / median, 2) if controller else None,
         "fp4_fraction": controller.plan.fp4_fraction if controller else None,
         "backend": controller.backend if controller else None,
-        "peak_gib": measuring.peak(device) / 2**30,
+        "peak_gib": timing.peak(device) / 2**30,
     }
 
 
 def begin(recipe: str, kind: str, options: argparse.Namespace, device: torch.device, config: SnipConfig) -> Training:
-    """Returns a training that has not done a step."""
-    torch.manual_seed(options.seed)
-    model = new_model(options, device)
+    """Returns a training before its first step."""
+    model = llamas.build_model(llamas.SHAPES[options.model], options.length, options.seed, device)
     if recipe != RECIPES[0]:
         convert_model(model, config)
     if not options.eager:
@@ -159,36 +151,32 @@ def begin(recipe: str, kind: str, options: argparse.Namespace, device: torch.dev
 
 
 def median_step(training: Training, first: int, steps: int) -> float:
-    """Does so many steps from a first one on, and returns the median of their milliseconds."""
-    marks = [measuring.mark(training.device)]
+    """Does `steps` steps and returns the median of their milliseconds."""
+    marks = [timing.mark(training.device)]
     for number in range(first, first + steps):
         training.step(number)
-        marks.append(measuring.mark(training.device))
-    probe_cost.wait(training.device)
-    return statistics.median(map(measuring.milliseconds_between, marks, marks[1:]))
+        marks.append(timing.mark(training.device))
+    timing.wait(training.device)
+    return statistics.median(map(timing.milliseconds_between, marks, marks[1:]))
 
 
 def profiled(recipe: str, kind: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Trains without refreshes and returns what steps spend their time on."""
-    config = SnipConfig.preset(
-        "hopper", policy="random", target_fp4_fraction=0.75, granularity="gemm", ties=setting.TIES, seed=options.seed
-    )
+    """Trains without refreshes and returns the profile of a step."""
+    config = llamas.recipe_config("snip-hf 75%", device, options.seed)
     training = begin(recipe, kind, options, device, config)
     for number in range(1, WARM_UP):
         training.step(number)
     median = median_step(training, WARM_UP, options.steps)
-    number = first_without_counts(WARM_UP + options.steps, 1 + PROFILED)
-    for earlier in range(WARM_UP + options.steps, number):
-        training.step(earlier)
-    probe_cost.wait(device)
+    number = WARM_UP + options.steps
+    timing.wait(device)
     start = time.perf_counter()
     training.step(number)
     host = 1e3 * (time.perf_counter() - start)
-    probe_cost.wait(device)
+    timing.wait(device)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for later in range(1, PROFILED + 1):
             training.step(number + later)
-        probe_cost.wait(device)
+        timing.wait(device)
     spans = spans_of(profiler)
     return {
         "recipe": recipe,
@@ -201,55 +189,23 @@ def profiled(recipe: str, kind: str, options: argparse.Namespace, device: torch.
     }
 
 
-def first_without_counts(first: int, steps: int) -> int:
-    """Returns the first step number, from `first` on, that begins so many steps in which no blocks are counted."""
-
-    def counts(number: int) -> bool:
-        return Note(steps=number - 1).looks
-
-    return next(one for one in itertools.count(first) if not any(map(counts, range(one, one + steps))))
-
-
-def new_model(options: argparse.Namespace, device: torch.device) -> LlamaForCausalLM:
-    """Returns an untrained model of the shape that the options name."""
-    hidden, inner, layers, heads, key_heads = MODELS[options.model]
-    config = LlamaConfig(
-        vocab_size=setting.VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        max_position_embeddings=options.length,
-        use_cache=False,
-    )
-    with device:
-        return LlamaForCausalLM(config).train()
-
-
-def snip_config(options: argparse.Namespace) -> SnipConfig:
-    """Returns 75% of the preset for Hopper with tied siblings, and a second refresh before the steps that are timed."""
-    return SnipConfig.preset(
-        "hopper",
-        ties=setting.TIES,
-        first_refresh=1,
-        refresh_every=DELAY + SETTLED + options.steps,
-        apply_delay=DELAY,
-        solver="highs",
-        seed=options.seed,
-    )
+def snip_config(options: argparse.Namespace, device: torch.device) -> SnipConfig:
+    """Returns SNIP at 75%, with a second refresh before the steps that are timed."""
+    schedule = {"first_refresh": 1, "refresh_every": DELAY + SETTLED + options.steps, "apply_delay": DELAY}
+    changes = {"policy": "snip", "start_format": llamas.FORMATS[-1], "solver": "highs", **schedule}
+    return llamas.recipe_config("snip-hf 75%", device, options.seed, **changes)
 
 
 def batch_of_rank(options: argparse.Namespace, device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns random tokens, (rows, length), others in every process."""
+    """Returns random tokens, (rows, length), different in each process."""
     generator = torch.Generator(device).manual_seed(int(os.environ["RANK"]))
-    tokens = torch.randint(setting.VOCABULARY, (options.rows, options.length), device=device, generator=generator)
+    tokens = torch.randint(llamas.VOCABULARY, (options.rows, options.length), device=device, generator=generator)
     return {"input_ids": tokens, "labels": tokens}
 
 
 @dataclass(frozen=True)
 class Training:
-    """One process's part of a training on one batch."""
+    """The training of one process, always on the same batch."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -258,11 +214,11 @@ class Training:
     device: torch.device
 
     def step(self, number: int, refreshing: bool = False) -> float:
-        """Does one step, and returns what the controller took at one that refreshes or applies, in seconds."""
+        """Does one step. Returns the controller's seconds if the step is `refreshing` (probes or applies), else 0."""
         taken = 0.0
         if self.controller is not None:
             self.controller.capture(self.batch)
-        with measuring.autocast(self.device):
+        with timing.autocast(self.device):
             loss = self.model(**self.batch).loss
         loss.backward()
         if self.controller is not None:
@@ -274,15 +230,15 @@ class Training:
         return taken
 
     def _seconds_of(self, call: Callable[[], Any], clocked: bool) -> float:
-        """Calls, and returns the seconds that it took; 0 if the clock, which waits for the device, is not wanted."""
+        """Calls `call` and returns its seconds; returns 0 without waiting for the device if not `clocked`."""
         if clocked:
-            return probe_cost.clocked(self.device, call)
+            return timing.clocked(self.device, call)
         call()
         return 0.0
 
 
 def wrap(model: LlamaForCausalLM, kind: str, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Returns the model as the processes of this kind share it, and its optimizer."""
+    """Returns the model, wrapped for this kind of sharing, and its optimizer."""
     wrapped: torch.nn.Module = model
     if kind.startswith("fsdp2"):
         policy = MixedPrecisionPolicy(torch.bfloat16 if device.type == "cuda" else None, torch.float32)
@@ -290,7 +246,7 @@ def wrap(model: LlamaForCausalLM, kind: str, device: torch.device) -> tuple[torc
         for first in range(0, len(layers), together):
             fully_shard(layers[first : first + together], mp_policy=policy)
         fully_shard(model, mp_policy=policy)
-        # Told to gather ahead, FSDP2 does not depend on how far the host is ahead of the device.
+        # Explicit prefetching makes gathers independent of how far the host is ahead of the device.
         for layer, following in itertools.pairwise(layers[::together]):
             layer.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([layer])

@@ -1,12 +1,11 @@
-"""The small models and optimizers that the benchmarks share, and how they are brought to a phase of training.
+"""Small models of several families, their optimizers, and training in FP32 up to the state that a probe sees.
 
 Models have 6 blocks of width 128 and about 1.6M parameters, so that measuring the truth of every layer takes minutes on
-a CPU. Training here is in FP32, unquantized: the state that a probe meets.
+a CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +37,7 @@ FAMILIES = ("llama", "qwen3", "gpt-neox", "llama-tied", "olmo2", "gemma3", "phi"
 
 
 def config(family: str, hidden: int = 128, blocks: int = 6, vocabulary: int = VOCABULARY) -> PretrainedConfig:
-    """Returns the shape of a family.
+    """Returns the configuration of a family.
 
     llama       grouped-query attention, SiLU; llama-tied with the embedding as its head
     qwen3       the same with norms of queries and keys
@@ -88,34 +87,39 @@ class Lion(torch.optim.Optimizer):
                 momentum.lerp_(parameter.grad, 1 - beta2)
 
 
-def optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Returns the optimizers of a model; the first one holds the linears of its blocks."""
+def optimizers(name: str, model: nn.Module, scale: float = 1.0) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers of a model; the first one holds the linears of its blocks.
+
+    Args:
+        name: of `OPTIMIZERS`.
+        model: any causal LM.
+        scale: factor of the learning rates, which are those of training from scratch.
+    """
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n and "head" not in n]
     inside = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in inside]
     if name == "muon":
-        muon = torch.optim.Muon(matrices, lr=2e-3, adjust_lr_fn="match_rms_adamw")
-        return [muon, torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95))]
+        muon = torch.optim.Muon(matrices, lr=scale * 2e-3, adjust_lr_fn="match_rms_adamw")
+        return [muon, torch.optim.AdamW(others, lr=scale * 2e-3, betas=(0.9, 0.95))]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     if name == "adamw8bit":
         from torchao.optim import AdamW8bit  # slow to import, and only needed here
 
-        return [AdamW8bit(groups, lr=2e-3, betas=(0.9, 0.95))]
+        return [AdamW8bit(groups, lr=scale * 2e-3, betas=(0.9, 0.95))]
     if name == "adafactor":
-        return [Adafactor(groups, lr=2e-3, scale_parameter=False, relative_step=False)]
+        return [Adafactor(groups, lr=scale * 2e-3, scale_parameter=False, relative_step=False)]
     if name == "lion":
-        return [Lion(groups, lr=3e-4)]
+        return [Lion(groups, lr=scale * 3e-4)]
     if name == "sgd":
         groups[0]["weight_decay"] = 1e-4
-        return [torch.optim.SGD(groups, lr=0.3, momentum=0.9)]
-    return [torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95))]
+        return [torch.optim.SGD(groups, lr=scale * 0.3, momentum=0.9)]
+    return [torch.optim.AdamW(groups, lr=scale * 2e-3, betas=(0.9, 0.95))]
 
 
 @dataclass
 class State:
-    """A model in training: `optimizers[0]` holds the linears of the blocks; `step` optimizer steps are done."""
+    """A model in training after `step` optimizer steps; `optimizers[0]` holds the linears of the blocks."""
 
-    family: str
     optimizer_name: str
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
@@ -127,7 +131,7 @@ class State:
         return self.optimizers[0]
 
     def train(self, text: Text, steps: int, warmup: int = 50) -> None:
-        """Does `steps` more optimizer steps; the learning rate rises over the first `warmup` and then stays."""
+        """Does `steps` optimizer steps; the learning rate rises over the first `warmup` steps, then stays."""
         for _ in range(steps):
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
@@ -155,17 +159,4 @@ def new_state(
     """Returns an untrained model with its optimizers."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config(family, hidden, blocks, vocabulary)).to(device).train()
-    return State(family, optimizer, model, optimizers(optimizer, model), rows)
-
-
-def phases(state: State, text: Text, steps: tuple[int, ...]) -> Iterator[State]:
-    """Yields the state at each number of steps, trained on between them."""
-    for target in sorted(steps):
-        state.train(text, target - state.step)
-        yield state
-
-
-@torch.no_grad()
-def held_out_loss(model: nn.Module, text: Text, batches: int, rows: int = 16) -> Tensor:
-    """Returns the mean loss of each of `batches` held-out micro-batches, (batches,), under the formats in force."""
-    return torch.stack([model(**text.batch(index, rows, held_out=True)).loss for index in range(batches)]).cpu()
+    return State(optimizer, model, optimizers(optimizer, model), rows)

@@ -1,4 +1,4 @@
-"""The text that the benchmarks share, as sequences of token ids.
+"""A text as shuffled sequences of token ids, cut into training and held-out parts.
 
 Legend: B sequences, L = LENGTH tokens each.
 """
@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
 VOCABULARY = 2048
-BYTES = 256
 LENGTH = 256
 
 
@@ -30,7 +29,7 @@ class Text:
     held_out: Tensor
 
     def batch(self, index: int, rows: int, held_out: bool = False) -> dict[str, Tensor]:
-        """Returns the index-th micro-batch of B = rows sequences, in order, from the start again after the end."""
+        """Returns micro-batch `index` of B = rows sequences; starts again after the last sequence."""
         part = self.held_out if held_out else self.train
         taken = part[(torch.arange(rows, device=part.device) + index * rows) % len(part)]
         return {"input_ids": taken, "labels": taken}
@@ -43,7 +42,7 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_text(path: Path | None, device: str, held_out: float = 0.1, tokenizer: Tokenizer | None = None) -> Text:
-    """Returns the text of a file, cut into sequences and shuffled, so that every batch is a fair sample of it."""
+    """Returns the text of a file, cut into sequences and shuffled."""
     ids = torch.from_numpy(token_ids(path, tokenizer).astype(np.int64))
     sequences = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
     sequences = sequences[torch.randperm(len(sequences), generator=torch.Generator().manual_seed(0))].to(device)
@@ -51,18 +50,13 @@ def load_text(path: Path | None, device: str, held_out: float = 0.1, tokenizer: 
     return Text(sequences[:border], sequences[border:])
 
 
-def token_ids(path: Path | None, tokenizer: Tokenizer | None = None) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """Returns the ids of a text, under a byte-level BPE trained on its beginning if no tokenizer is given."""
+def token_ids(path: Path | None, tokenizer: Tokenizer | None = None) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Returns the ids of a text. Without a tokenizer a byte-level BPE is trained on its beginning."""
     if path is not None and path.suffix == ".npy":
         return np.load(path)
     pieces = _pieces(path)
     encodings = (tokenizer or train_tokenizer(path)).encode_batch(pieces)
-    return np.concatenate([np.array(encoding.ids, np.uint16) for encoding in encodings])
-
-
-def byte_ids(path: Path | None) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """Returns the bytes of a text as ids, of which there are `BYTES`."""
-    return np.frombuffer("".join(_pieces(path)).encode(), np.uint8).astype(np.uint16)
+    return np.concatenate([np.array(encoding.ids, np.uint32) for encoding in encodings])
 
 
 def train_tokenizer(path: Path | None) -> Tokenizer:

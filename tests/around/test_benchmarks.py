@@ -1,192 +1,276 @@
-"""Are the benchmarks' own statistics, texts and objectives right? (benchmarks/)"""
+"""The benchmarks' own arithmetic and texts, and each script at a size for a CPU (benchmarks/)."""
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import inspect
 import json
-import math
-import os
-import random
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import estimate_fidelity
+import moe_speed
+import multi_gpu_speed
 import numpy as np
 import probe_cost
 import pytest
-import refresh_steps
 import speed
+import step_profile
 import torch
-from scipy.stats import kendalltau, spearmanr
-from shared import agreement, texts
-from speed_parts import bf16_mix, kernels, measuring, plan_changes, setting, tables, trainer_runs, training_steps
+from scipy.stats import spearmanr
+from shared import lines, llamas, texts, timing
 
-from snip_hf.config import SnipConfig
-from snip_hf.estimation.pending import LAYER
-from snip_hf.layers.state import snip_linears
-from snip_hf.numerics.gemms import GEMMS
-
-# --- agreement
+# torch warns about the internals of its own compiler.
+compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
-def two_figures(levels: int | None, layers: int = 20) -> tuple[Any, Any]:
-    """Two figures per layer that go together; with few levels, many layers share one."""
-    generator = np.random.default_rng(3)
-    one = generator.normal(size=layers)
-    other = one + generator.normal(size=layers)
-    return (one, other) if levels is None else (np.round(one * levels / 4), np.round(other * levels / 4))
-
-
-@pytest.mark.parametrize("levels", [None, 8, 4])
-def test_rank_figures_and_their_bootstrap_are_those_of_scipy(levels: int | None) -> None:
-    one, other = two_figures(levels)
-    figures = agreement.rank_figures(one, other, seed=5)
-    draws = np.random.default_rng(5).multinomial(20, [1 / 20] * 20, agreement.RESAMPLES)
-    for name, scipy_s in (("spearman", spearmanr), ("kendall", kendalltau)):
-        assert figures[name] == pytest.approx(scipy_s(one, other).statistic)
-        resampled = [scipy_s(np.repeat(one, often), np.repeat(other, often)).statistic for often in draws]
-        assert figures[f"{name}_90"] == pytest.approx(np.quantile(resampled, [0.05, 0.95]).tolist())
-
-
-def test_the_bootstrap_is_the_same_for_the_same_seed_and_another_for_another() -> None:
-    one, other = two_figures(None)
-    first, second, third = (agreement.rank_figures(one, other, seed) for seed in (0, 0, 1))
-    assert first == second
-    assert first["spearman"] == third["spearman"] and first["spearman_90"] != third["spearman_90"]
-
-
-def measured(parts: int, noise: float, layers: int = 1500) -> Any:
-    """Independent measurements of a figure that varies by 1 over layers, with normal noise: (parts, layers)."""
-    generator = np.random.default_rng(parts)
-    return 20 + generator.normal(size=layers) + noise * generator.normal(size=(parts, layers))
-
-
-@pytest.mark.parametrize(("parts", "noise"), [(2, 1.0), (4, 1.0), (8, 0.5), (2, 0.1)])
-def test_the_reliability_is_the_share_of_the_variance_that_is_no_noise(parts: int, noise: float) -> None:
-    known = 1 / (1 + noise**2 / parts)
-    found = agreement.reliability(measured(parts, noise), root=False)
-    assert found is not None
-    assert found["pearson"] == pytest.approx(known, abs=0.03)
-    # Ranks of normal figures correlate to 6 / pi asin(r / 2) where the figures do to r (Pearson 1907).
-    halves = known / (2 - known)
-    ranks = 6 / math.pi * math.asin(halves / 2)
-    assert found["spearman"] == pytest.approx(2 * ranks / (1 + ranks), abs=0.03)
-
-
-def test_a_reliability_of_roots_takes_the_root_of_each_half_and_needs_two_parts() -> None:
-    parts = measured(2, 1.0, layers=50)
-    assert agreement.reliability(parts**2, root=True) == pytest.approx(agreement.reliability(parts, root=False))
-    assert agreement.reliability(parts[:1], root=False) is None
-
-
-def test_ratios_are_those_of_estimate_over_truth() -> None:
-    truth = np.array([1.0, 2.0, 4.0, 8.0, 10.0])
-    figures = agreement.ratio_figures(truth * [0.5, 0.9, 1.0, 1.1, 3.0], truth)
-    assert figures["median_error"] == pytest.approx(0.1)
-    assert figures["error_90"] == pytest.approx(0.6 * 2.0 + 0.4 * 0.5)  # 3.6 of 4 steps up the sorted errors
-    assert figures["ratio_quartiles"] == pytest.approx([0.9, 1.0, 1.1])
-    assert agreement.variation(truth) == pytest.approx(12**0.5 / 5)
-
-
-def test_an_estimate_that_is_the_truth_of_its_micro_batch_is_exact_in_the_scopes_own_and_all() -> None:
-    generator = np.random.default_rng(0)
-    truth = {(f"{i}.up_proj", LAYER, "fp4"): generator.uniform(1, 9, size=(3, 2)) for i in range(8)}
-    estimates = [{cell: float(np.sqrt(squares[batch].mean())) for cell, squares in truth.items()} for batch in range(3)]
-    truth["8.up_proj", LAYER, "fp4"] = np.zeros((3, 2))  # a layer without any divergence is not compared
-    head, *records = agreement.weight_records(truth, {"adjoint": estimates})
-    assert (head["kind"], head["layers"], head["layers_without"]) == ("weight-truth", 8, 1)
-    errors = {record["scope"]: record["error_90"] for record in records}
-    assert errors["own"] == pytest.approx(0, abs=1e-12) and errors["all"] == pytest.approx(0, abs=1e-12)
-    assert errors["one"] > 0.01
-    assert [record["spearman"] for record in records if record["scope"] != "one"] == pytest.approx([1, 1])
-
-
-# --- cases
+@pytest.fixture
+def tiny_llamas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models for a CPU, whose steps are not compiled to machine code."""
+    monkeypatch.setattr(llamas, "SHAPES", {"tiny": (128, 384, 2, 2, 1)})
+    monkeypatch.setattr(llamas, "VOCABULARY", 64)
+    monkeypatch.setattr(llamas, "COMPILER", "eager")
 
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some 100 sequences of Python's own source."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(inspect.getsource(inspect), encoding="utf-8")
+    path.write_text(inspect.getsource(argparse) * 3, encoding="utf-8")
     return path
 
 
-def sequences(part: torch.Tensor) -> list[tuple[int, ...]]:
-    return [tuple(row) for row in part.tolist()]
+def run(monkeypatch: pytest.MonkeyPatch, module: Any, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, arguments)])
+    module.main()
 
 
-def test_train_and_held_out_share_no_sequence_and_are_the_whole_text(text_file: Path) -> None:
-    text = texts.load_text(text_file, "cpu", held_out=0.25)
-    train, held_out = sequences(text.train), sequences(text.held_out)
-    assert len(held_out) == pytest.approx(len(train) / 3, abs=2)
-    assert len(held_out) > 10 and not set(train) & set(held_out)
-    ids = texts.token_ids(text_file).astype(int).tolist()
-    whole = [tuple(ids[start : start + 256]) for start in range(0, len(ids) - 255, 256)]
-    assert sorted(train + held_out) == sorted(whole)
-    # Shuffled: held out is not the text's end.
-    assert set(held_out) != set(whole[-len(held_out) :])
+# --- lines and timing
 
 
-def test_a_text_is_the_same_each_time_and_from_its_token_ids(text_file: Path, tmp_path: Path) -> None:
-    text = texts.load_text(text_file, "cpu")
-    np.save(tmp_path / "ids.npy", texts.token_ids(text_file))
-    for path in (text_file, tmp_path / "ids.npy"):
-        again = texts.load_text(path, "cpu")
-        assert torch.equal(again.train, text.train) and torch.equal(again.held_out, text.held_out)
+def test_an_unfinished_line_is_dropped_and_another_that_is_not_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    assert lines.read_lines(path) == []
+    lines.append_line(None, {"a": 0})
+    lines.append_line(path, {"a": 1})
+    path.write_text(path.read_text() + '{"a": 2', encoding="utf-8")
+    assert lines.read_lines(path) == [{"a": 1}]
+    lines.drop_unfinished_line(path)
+    lines.append_line(path, {"a": 3})
+    assert lines.read_lines(path) == [{"a": 1}, {"a": 3}]
+    packed = tmp_path / "lines.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert lines.read_lines(packed) == [{"a": 1}, {"a": 3}]
+    path.write_text('{"a": 1}\nno\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"lines\.jsonl: line 2 is not JSON .*: 'no'\. Delete this line"):
+        lines.read_lines(path)
 
 
-def test_batches_go_through_the_sequences_in_order_and_start_again(text_file: Path) -> None:
-    text = texts.load_text(text_file, "cpu")
-    for held_out, part in ((False, text.train), (True, text.held_out)):
-        taken = torch.cat([text.batch(index, 4, held_out)["input_ids"] for index in range(len(part))])
-        assert torch.equal(taken, part.repeat(4, 1))
-    batch = text.batch(1, 4)
-    assert torch.equal(batch["labels"], batch["input_ids"])
+def test_a_table_has_the_figures_and_below_them_the_failures() -> None:
+    columns = {"recipe": ("recipe", "{}"), "ms": ("ms", "{:.1f}")}
+    rows = [{"recipe": "a", "ms": 1.23, "other": 4}, {"recipe": "b", "error": "RuntimeError: no"}, {"recipe": "c"}]
+    assert lines.table(columns, rows).splitlines() == [
+        "| recipe | ms |",
+        "|---|---|",
+        "| a | 1.2 |",
+        "| c | - |",
+        "",
+        "Failed: b: RuntimeError: no",
+    ]
 
 
-# --- scripts
+def test_speeds_and_memory_are_relative_to_the_median_of_bf16() -> None:
+    figures = [("BF16", 10.0, 4.0), ("FP4", 8.0, 3.0), ("BF16", 14.0, 4.0)]
+    rows: list[Any] = [dict(zip(("recipe", "step_ms", "peak_gib"), row, strict=True)) for row in figures]
+    compared = timing.compared([*rows, {"recipe": "other", "error": "no"}])
+    assert [row.get("speedup") for row in compared] == pytest.approx([1.2, 1.5, 12 / 14, None])
+    assert [row.get("peak_ratio") for row in compared] == [1, 0.75, 1, None]
+    assert "speedup" not in timing.compared(rows[1:2])[0]
+
+
+def test_an_error_ends_its_own_measurement_and_nothing_begins_after_the_deadline() -> None:
+    def measure() -> Any:
+        yield {"ms": 1.0}
+        raise RuntimeError("no kernel")
+
+    assert timing.guarded({"recipe": "a"}, measure, float("inf")) == [
+        {"recipe": "a", "ms": 1.0},
+        {"recipe": "a", "error": "RuntimeError: no kernel"},
+    ]
+    assert timing.guarded({}, measure, 0.0) == [{"error": "TimeoutError: not begun: --minutes are over"}]
+
+
+# --- texts
+
+
+def test_train_and_held_out_sequences_are_disjoint_and_batches_start_again_at_the_end(text_file: Path) -> None:
+    text, again = (texts.load_text(text_file, "cpu", held_out=0.25) for _ in range(2))
+    assert torch.equal(text.train, again.train) and torch.equal(text.held_out, again.held_out)
+    train, held_out = ({tuple(row.tolist()) for row in part} for part in (text.train, text.held_out))
+    assert not train & held_out and len(text.train) // 3 == pytest.approx(len(text.held_out), abs=1)
+    count = len(text.train)
+    batch = text.batch(1, count - 1)
+    assert torch.equal(batch["input_ids"][:2], text.train[[count - 1, 0]])
+    assert torch.equal(batch["input_ids"], batch["labels"])
+    assert torch.equal(text.batch(0, 2, held_out=True)["input_ids"], text.held_out[:2])
+
+
+# --- speed
+
+
+def speed_options(*arguments: str) -> argparse.Namespace:
+    return speed.parse(["--device", "cpu", "--rows", "2", "--length", "64", *arguments])
+
+
+def test_a_run_refreshes_twice_and_times_the_other_steps_under_the_first_plan() -> None:
+    schedule = speed.Schedule(24)
+    assert (schedule.first, schedule.every, schedule.delay) == (5, 12, 4)
+    assert schedule.refreshes == (5, 17) and schedule.applications == (9, 21)
+    assert schedule.ordinary == [10, 11, 12, 13, 14, 15, 16, 18, 19, 20, 22, 23]
+    with pytest.raises(ValueError, match=r"^17 steps are too few for two refreshes; expected at least 18\.$"):
+        speed.Schedule(17)
+
+
+def test_refreshes_are_in_steps_of_bf16_and_speeds_relative_to_torchao_too() -> None:
+    rows = [
+        {"recipe": "BF16", "step_ms": 10.0},
+        {"recipe": "snip-hf 75%", "step_ms": 8.0, "first_refresh_ms": 120.0, "refresh_ms": 44.0},
+        {"recipe": "torchao tensorwise", "step_ms": 9.0},
+        {"recipe": "BF16", "step_ms": 12.0},
+        {"recipe": "snip-hf 100%", "error": "no"},
+    ]
+    _, ours, torchao, _, failed = speed.in_other_units(rows)
+    assert (ours["first_refresh_steps"], ours["refresh_steps"]) == pytest.approx((120 / 11, 4))
+    assert ours["against_torchao"] == pytest.approx(1.125) and torchao["against_torchao"] == 1
+    assert failed == rows[-1]
+
+
+@compiles
+@pytest.mark.slow
+def test_trainer_runs_are_measured_with_their_refreshes(
+    tiny_llamas: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "runs" / "speed.jsonl"
+    options = ["--models", "tiny", "--device", "cpu", "--rows", 2, "--length", 64, "--steps", 18, "--wait"]
+    run(monkeypatch, speed, *options, "--share", 0.75, 1, "--output", output)
+    rows = lines.read_lines(output)
+    plain = ["BF16", "snip-hf 75%", "snip-hf 100%", "torchao tensorwise", "BF16"]
+    assert [row["recipe"] for row in rows] == [*plain, *(f"{recipe}, wait" for recipe in plain)]
+    first, part, whole, _, last = rows[:5]
+    assert first["loss"] == last["loss"] == rows[5]["loss"] and "share" not in first
+    assert part["share"] >= 0.75 and whole["share"] == 1.0
+    for row in part, whole:
+        assert row["backend"] == "emulated" and row["formats"] == ["mxfp4", "fp8-tensor"] and len(row["seconds"]) == 2
+        assert row["speedup"] > 0 and row["tokens_per_s"] == pytest.approx(128e3 / row["step_ms"])
+        assert row["graphs"] > 0 and row["recompilations"] == 0
+        assert {"commit", "machine", "torch", "command"} <= row.keys()
+    assert f"| tiny | snip-hf 75% | {part['step_ms']:.1f} | " in capsys.readouterr().out
+
+
+@compiles
+@pytest.mark.slow
+def test_loop_runs_repeat_their_losses(tiny_llamas: None) -> None:
+    options = speed_options("--loop", "--steps", "2", "--recipes", "snip-hf MXFP4", "snip-hf 75%")
+    first, whole, part, last = speed.measure("tiny", options)
+    assert first["loss"] == last["loss"] and first["backend"] is None
+    assert (whole["share"], part["share"] >= 0.75) == (1.0, True)
+    assert len({round(row["loss"], 6) for row in (first, whole, part)}) == 3
+    assert [row["recompilations"] for row in (first, whole, part, last)] == [0] * 4
+
+
+@compiles
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.slow
+def test_a_mixture_of_experts_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(llamas, "COMPILER", "eager")
+    output = tmp_path / "moe.jsonl"
+    run(monkeypatch, moe_speed, "--tiny", "--device", "cpu", "--steps", 1, "--output", output)
+    rows = lines.read_lines(output)
+    assert [row["recipe"] for row in rows] == ["BF16", "snip-hf MXFP4", "snip-hf 75%", "BF16"]
+    assert min(row["speedup"] for row in rows) > 0 and rows[1]["emulated_layers"] == 12
+    assert "Failed" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_the_cost_of_a_probe_is_measured_in_steps(
+def test_processes_are_started_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "gpus.jsonl"
+    options = ["--model", "small", "--rows", 1, "--length", 64, "--steps", 1, "--eager", "--output", output]
+    run(monkeypatch, multi_gpu_speed, "--cases", "2:ddp", *options)
+    bf16, ours = lines.read_lines(output)
+    assert [(row["case"], row["recipe"]) for row in (bf16, ours)] == [("2:ddp", "BF16"), ("2:ddp", "SNIP 75%")]
+    assert ours["fp4_fraction"] >= 0.75 and ours["refresh_s"] > 0 and bf16["refresh_s"] is None
+
+
+# --- profile
+
+
+def test_kernels_are_added_up_by_kind_and_waits_lie_between_them() -> None:
+    spans = [(0.0, 10.0, "scales_kernel"), (10.0, 30.0, "fold_kernel"), (34.0, 84.0, "nvjet_sm90_qqtst_256x128")]
+    found = step_profile.by_kind(spans, steps=2)
+    assert found["ms"] == {"find its scales": 0.005, "fold an operand": 0.01, "FP8 product": 0.025}
+    assert found["launches"] == dict.fromkeys(found["ms"], 0.5)
+    assert (found["step_ms"], found["idle_ms"]) == (0.042, 0.002)
+    assert found["waits"] == [[0.004, 0.0, "fold_kernel", "nvjet_sm90_qqtst_256x128"]]
+    assert found["idle_ms_up_to"] == {2: 0.0, 5: 0.002, 20: 0.002, 100: 0.002, 1000: 0.002}
+
+
+def test_communication_that_no_other_kernel_covers_is_counted_once() -> None:
+    spans = [(0, 10, "nccl"), (2, 4, "gemm"), (3, 6, "gemm"), (8, 20, "gemm"), (12, 15, "nccl"), (20, 30, "nccl")]
+    spans += [(22, 23, "fold_kernel"), (25, 40, "nccl")]
+    assert step_profile.milliseconds_alone(spans, "communication") == pytest.approx(0.004 + 0.009 + 0.010)
+
+
+def test_a_refresh_costs_its_two_steps_beyond_ordinary_ones() -> None:
+    times = [2.0] * 11 + [50.0] + [3.0] * 2 + [2.0] * 7 + [5.0, 1.0]  # of steps 5 to 27: step 16 probes, 26 applies
+    assert step_profile.of_steps(times) == {"alone_ms": 2.0}
+    found = step_profile.of_steps(times, refreshes=True)
+    assert found == {"alone_ms": 2.0, "refresh_ms": 50.0, "apply_ms": 5.0, "extra_ms": 51.0}
+
+
+# --- cost of a probe
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_refresh_is_measured_in_steps_once_per_combination(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(probe_cost, "SIZES", {"tiny": (128, 384, 1, 2048, 0.5, 8, 256)})
     output = tmp_path / "cost.jsonl"
-    options = ["--sizes", "tiny", "--device", "cpu", "--rows", "5", "--steps", "1", "--refreshes", "1", "--delay", "1"]
-    options += ["--probe-batch-tokens", "1024", "--probe-tokens", "0", "--output"]
-    monkeypatch.setattr(sys, "argv", ["probe_cost.py", *options, str(output)])
-    probe_cost.main()
-    [figures] = (json.loads(line) for line in output.read_text().splitlines())
-    assert figures["parameters"] == 12 * 128**2 + 2 * 2048 * 128 + 3 * 128 and figures["linears"] == 7
-    assert figures["refresh_steps"] == pytest.approx(figures["refresh"] / figures["step"])
-    parts = ("passes", "sums", "program", "rest", "waited", "apply")
-    assert min(figures[name] for name in ("step", "solver", *parts)) > 0
-    assert figures["refresh"] == pytest.approx(sum(figures[name] for name in parts))
-    assert (figures["probe_batch_tokens"], figures["probe_tokens"], figures["apply_delay"]) == (1024, None, 1)
+    options = ["--sizes", "tiny", "--rows", 5, "--steps", 1, "--refreshes", 1, "--delay", 1, "--resume"]
+    options += ["--probe-batch-tokens", 1024, "--probe-tokens", 0, "--formats", "fp4,fp8", "mxfp4,fp8"]
+    options += ["--output", output]
+    run(monkeypatch, probe_cost, *options)
+    first, second = lines.read_lines(output)
+    assert (first["formats"], second["formats"]) == ("fp4,fp8", "mxfp4,fp8") and first["of_first"] == 1
+    for figures in first, second:
+        assert figures["parameters"] == 12 * 128**2 + 2 * 2048 * 128 + 3 * 128 and figures["linears"] == 7
+        assert figures["refresh_steps"] == pytest.approx(figures["refresh"] / figures["step"])
+        parts = ("passes", "sums", "program", "rest", "waited", "apply")
+        assert min(figures[name] for name in ("step", "solver", *parts)) > 0
+        assert figures["refresh"] == pytest.approx(sum(figures[name] for name in parts))
+        assert (figures["probe_batch_tokens"], figures["probe_tokens"], figures["apply_delay"]) == (1024, None, 1)
+        assert {name: [pytest.approx(figures[name], abs=1e-5)] for name in probe_cost.PARTS} == figures["each"]
     # X and G of 1,024 tokens on both sides of the seven linears, and of the parameters: gradients, or a moved copy.
     features = 4 * 128 + 2 * 64 + 2 * 128 + 3 * (128 + 384)
     others = 2048 * 128 + 3 * 128  # without the head, which gets no gradient
     held = 4 * (12 * 128**2 + others + 2 * 1024 * features)
-    assert figures["predicted_mib"] == pytest.approx(held / 2**20, rel=1e-3) and figures["refresh_peak_mib"] is None
-    row = capsys.readouterr().out.splitlines()[-1]
-    assert row.startswith("| tiny | fp4,fp8 | saliency | 721,280 | 7 | ") and row.endswith(" | - | - |")
-    assert {name: [pytest.approx(figures[name], abs=1e-5)] for name in probe_cost.STEPS} == figures["each"]
-    monkeypatch.setattr(sys, "argv", ["probe_cost.py", "--resume", *options, str(output)])
-    probe_cost.main()
-    assert len(output.read_text().splitlines()) == 1
+    assert first["predicted_mib"] == pytest.approx(held / 2**20, rel=1e-3) and first["refresh_peak_mib"] is None
+    printed = capsys.readouterr().out
+    assert "| tiny | fp4,fp8 | saliency | 721,280 | 7 | " in printed and "| **everything that training" in printed
+    run(monkeypatch, probe_cost, *options)
+    assert len(lines.read_lines(output)) == 2 and "|" not in capsys.readouterr().out
 
 
-def test_a_refresh_is_shown_by_workflow_step() -> None:
-    each = {name: [0.5, 1.5, 1.0] for name in probe_cost.STEPS} | {"refresh": [4.0, 5.0, 3.0]}
+def test_a_refresh_is_shown_part_by_part() -> None:
+    each = {name: [0.5, 1.5, 1.0] for name in probe_cost.PARTS} | {"refresh": [4.0, 5.0, 3.0]}
     line = {"size": "1M", "rows": 2, "length": 256, "machine": "a CPU", "step": 2.0, "each": each}
-    heads, _, *rows = refresh_steps.report([line]).splitlines()
-    assert heads == "| step | 1M, 2 x 256 tokens, a CPU: s | in training steps | of the refresh |"
-    other = refresh_steps.report([{**line, "loss_estimator": "saliency"}])
-    assert other.startswith("| step | 1M, 2 x 256 tokens, a CPU, saliency: s |")
-    assert len(rows) == len(probe_cost.STEPS) == len(refresh_steps.WORKFLOW)
+    heads, _, *rows = probe_cost.by_part([{**line, "loss_estimator": "saliency"}]).splitlines()
+    assert heads == "| step | 1M, 2 x 256 tokens, a CPU, saliency: s | in training steps | of the refresh |"
+    assert len(rows) == len(probe_cost.PARTS)
     assert rows[0].endswith("| 1 (0.5 to 1.5) | 0.5 | 25.0% |") and rows[4].endswith("| 1 (0.5 to 1.5) | 0.5 |  |")
     assert rows[-1].endswith("| 4 (3 to 5) | 2 | 100.0% |")
 
@@ -194,273 +278,59 @@ def test_a_refresh_is_shown_by_workflow_step() -> None:
 def test_an_unknown_loss_divergence_is_refused_before_anything_is_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["probe_cost.py", "--loss-estimators", "salience"])
     with pytest.raises(SystemExit):
-        probe_cost.main()
+        run(monkeypatch, probe_cost, "--loss-estimators", "salience")
     assert "invalid choice: 'salience'" in capsys.readouterr().err
 
 
+# --- fidelity
+
+
+def test_estimates_are_compared_with_the_pooled_truth_of_all_micro_batches() -> None:
+    truth = np.arange(1.0, 9.0)
+    truths = np.stack([truth * 0.6, truth * np.sqrt(2 - 0.36)])  # root mean square: the truth
+    unscaled = {"snip": np.stack([truth, truth]) * 1.1, "absolute-error": np.stack([-truth, -truth])}
+    one, other = estimate_fidelity.compare("weight", "fp4", truths, unscaled)
+    assert (one["spearman"], one["halves"]) == pytest.approx((1, 1))
+    assert (one["median_error"], one["error_90"], one["ratio"]) == (
+        pytest.approx(0.1),
+        pytest.approx(0.1),
+        "1.10, 1.10, 1.10",
+    )
+    assert "median_error" not in other and other["spearman"] == pytest.approx(1)
+    [signed] = estimate_fidelity.compare("loss", "fp4", np.stack([3 * truth, -truth]), {"a": truths}, signed=True)
+    assert signed["truth"] == truth.tolist()
+
+
+def test_ranks_are_those_of_scipy_with_a_bootstrap_interval_around_them() -> None:
+    generator = np.random.default_rng(3)
+    one = generator.normal(size=20)
+    other = one + generator.normal(size=20)
+    found = estimate_fidelity.rank_figures(other, one)
+    low, high = map(float, found["interval"].split(" to "))
+    assert found["spearman"] == pytest.approx(spearmanr(other, one).statistic) and low < found["spearman"] < high
+
+
 @pytest.mark.slow
-def test_probes_of_several_lists_of_formats_and_of_loss_divergences_take_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_weight_divergence_of_a_tiny_model_is_estimated_within_a_factor(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe_cost, "SIZES", {"tiny": (64, 192, 1, 256, 1, 1, 128)})
-    probed: list[tuple[tuple[str, ...], str]] = []
-    refresh = probe_cost.refresh
-
-    def noted(model: Any, optimizer: Any, batch: Any, config: SnipConfig) -> dict[str, Any]:
-        probed.append((config.formats, config.loss_estimator))
-        return {**refresh(model, optimizer, batch, config), "probe": 1.0 + len(config.formats)}
-
-    monkeypatch.setattr(probe_cost, "refresh", noted)
-    output = tmp_path / "cost.jsonl"
-    options = ["--sizes", "tiny", "--steps", "1", "--refreshes", "1", "--delay", "1", "--output", str(output)]
-    options += ["--loss-estimators", "saliency", "token-fisher"]
-    monkeypatch.setattr(sys, "argv", ["probe_cost.py", *options, "--formats", "fp4,fp8", "mxfp4,fp4,mxfp8,fp8"])
-    probe_cost.main()
-    lists, losses = [("fp4", "fp8"), ("mxfp4", "fp4", "mxfp8", "fp8")], ("saliency", "token-fisher")
-    assert probed == 2 * [(formats, loss) for formats in lists for loss in losses]
-    figures = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [(line["formats"], line["loss_estimator"], line["of_first"]) for line in figures] == [
-        (",".join(formats), loss, pytest.approx((1 + len(formats)) / 3)) for formats in lists for loss in losses
+    output = tmp_path / "fidelity.jsonl"
+    options = ["--text", text_file, "--blocks", 1, "--rows", 2, "--held-out", 2, "--steps", 20, "--layers", 4]
+    run(monkeypatch, estimate_fidelity, *options, "--device", "cpu", "--formats", "fp4", "--output", output)
+    rows = lines.read_lines(output)
+    assert [(row["divergence"], row["estimate"]) for row in rows] == [
+        *(("weight", name) for name in estimate_fidelity.WEIGHT_ESTIMATES),
+        *(("loss", name) for name in estimate_fidelity.LOSS_ESTIMATES),
     ]
+    assert rows[0]["median_error"] < 0.5 and len(rows[0]["truth"]) == 4 and min(rows[0]["truth"]) > 0
 
 
-# --- speed
-
-
-def speed_options(*arguments: str) -> argparse.Namespace:
-    return speed.parse(["--device", "cpu", "--rows", "2", "--length", "128", "--steps", "2", *arguments])
-
-
-# What torch's compiler does inside, and torch warns of.
-compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-
-
-@pytest.fixture
-def tiny_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes for a CPU, whose steps are not compiled to machine code."""
-    tiny = (128, 384, 2, 2, 1)
-    for name, value in {"MODELS": {"tiny": tiny}, "SMALL": tiny, "SMALL_BATCH": (2, 64), "VOCABULARY": 64}.items():
-        monkeypatch.setattr(setting, name, value)
-    monkeypatch.setattr(setting, "COMPILER", "eager")
-    monkeypatch.setattr(setting, "CHANGES", 3)
-
-
-def test_speeds_and_memory_are_in_those_of_bf16_first_and_last_with_as_many_micro_batches() -> None:
-    figures = [("BF16", 1, 10.0, 4.0), ("BF16", 2, 30.0, 5.0), ("FP4", 1, 8.0, 3.0), ("BF16", 1, 14.0, 4.0)]
-    names = ("recipe", "accumulation", "step_ms", "peak_gib")
-    rows = [dict(zip(names, row, strict=True)) for row in figures]
-    compared = measuring.compared([*rows, {"recipe": "other", "error": "no"}], "step_ms")
-    assert [row.get("speedup") for row in compared] == pytest.approx([1.2, 1, 1.5, 12 / 14, None])
-    assert [row.get("peak_ratio") for row in compared] == [1, 1, 0.75, 1, None]
-    assert "speedup" not in measuring.compared(rows[2:3], "step_ms")[0]
-
-
-def test_an_error_costs_the_rest_of_its_measurement_alone_and_nothing_begins_after_the_time_is_over() -> None:
-    def measure() -> Any:
-        yield {"ms": 1.0}
-        raise RuntimeError("no kernel")
-
-    options = speed_options()
-    assert measuring.guarded({"recipe": "a"}, measure, options) == [
-        {"recipe": "a", "ms": 1.0},
-        {"recipe": "a", "error": "RuntimeError: no kernel"},
-    ]
-    options.deadline = 0
-    assert measuring.guarded({}, measure, options) == [{"error": "TimeoutError: not begun: --minutes are over"}]
-
-
-def test_a_table_has_the_figures_and_below_it_what_failed() -> None:
-    rows = [
-        {"part": "linears", "out_features": 4096, "in_features": 2048, "recipe": "BF16", "ms": 1.23456, "speedup": 1},
-        {"part": "linears", "out_features": 4096, "in_features": 2048, "recipe": "b", "error": "RuntimeError: no"},
-    ]
-    assert speed.report("linears", rows).splitlines()[3:] == [
-        "|---|---|---|---|---|---|",
-        "| 4096 | 2048 | BF16 | 1.235 | 1.000 | - |",
-        "",
-        "Failed: 4096, 2048, b: RuntimeError: no",
-    ]
-
-
-def test_quick_measures_less_and_what_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    full, quick = speed_options(), speed_options("--quick", "--linears", "256x384", "--parts", "linears", "kernels")
-    assert [*full.parts, *speed.ON_REQUEST] == list(speed.PARTS)
-    assert set(tables.TABLES) == set(speed.PARTS)
-    assert quick.parts == ["linears", "kernels"]
-    assert set(quick.recipes) < set(full.recipes) and quick.linears == [(256, 384)]
-    assert len(quick.channels) < len(full.channels) and quick.deadline < full.deadline
-    with pytest.raises(SystemExit):
-        speed_options("--recipes", "torchao tensorwise", "BF15")
-    assert "'BF15' is not known; expected some of snip-hf FP4, ties, " in capsys.readouterr().err
-
-
-def test_the_memory_bound_and_the_time_give_a_ratio() -> None:
-    figures = kernels.timed_against(bound=0.02, taken=0.025, layouts="rows")
-    assert figures == pytest.approx({"rows_us": 25, "rows_bound_us": 20, "rows_ratio": 1.25})
-
-
-@compiles
-@pytest.mark.slow
-def test_training_steps_are_timed_under_every_recipe_and_micro_batches_add_up(tiny_speed: None) -> None:
-    options = speed_options("--recipes", "snip-hf FP4, ties", "snip-hf FP8, ties", "torchao blockwise")
-    rows = list(speed.run_part("models", options, []))
-    assert [(row["recipe"], row.get("accumulation")) for row in rows] == [
-        ("BF16", 1),
-        ("BF16", 2),
-        ("snip-hf FP4, ties", 1),
-        ("snip-hf FP4, ties", 2),
-        ("snip-hf FP8, ties", 1),
-        ("torchao blockwise", None),  # Not on a CPU.
-        ("BF16", 1),
-        ("BF16", 2),
-    ]
-    timed = [row for row in rows if "error" not in row]
-    assert len(timed) == 7 and min(row["step_ms"] for row in timed) > 0
-    for row in timed:
-        assert row["tokens_per_s"] == pytest.approx(1e3 * row["accumulation"] * 256 / row["step_ms"])
-        assert row["breaks"] == 0 and row["part"] == "models"
-    losses = [row["loss"] for row in timed]
-    assert losses[:2] == losses[-2:]  # The same training again.
-    assert len({round(loss, 6) for loss in losses}) == 5 and losses == pytest.approx([losses[0]] * 7, rel=0.1)
-
-
-@compiles
-@pytest.mark.slow
-def test_plans_change_without_a_recompilation_and_layers_train_as_the_whole_model(tiny_speed: None) -> None:
-    rows = list(speed.run_part("compile", speed_options("--quick"), []))
-    by_run = {(row["compiled"], row["mode"]): row for row in rows}
-    for row in by_run["layers", "default"], by_run["whole", "reduce-overhead"]:
-        assert (row["graphs"], row["breaks"], row["changes"], row["recompilations"]) == (1, 0, 3, 0)
-        assert len(set(row["losses"])) == 5 and row["difference"] == pytest.approx(0, abs=5e-3)
-    folded = next(speed.run_part("compile", speed_options("--quick", "--formats", "mxfp4", "fp8-tensor"), []))
-    assert (folded["graphs"], folded["breaks"], folded["recompilations"]) == (1, 0, 0)
-    assert folded["losses"][0] != rows[0]["losses"][0]
-
-
-@compiles
-@pytest.mark.slow
-def test_steps_are_timed_under_plans_with_more_and_more_gemms_in_bf16(tiny_speed: None) -> None:
-    alone, *mixed = speed.run_part("bf16_mix", speed_options(), [])
-    assert alone["recipe"] == "BF16" and alone["speedup"] == 1
-    assert [round(21 * row["bf16_gemms"]) for row in mixed[:5]] == [0, 2, 5, 10, 0]
-    assert mixed[5]["bf16_gemms"] == mixed[3]["bf16_gemms"] / 2  # one of two decoder layers
-    assert all(row["speedup"] == pytest.approx(alone["step_ms"] / row["step_ms"]) for row in mixed)
-
-
-def test_tied_linears_are_in_bf16_together() -> None:
-    kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    for seed in range(5):
-        chosen = bf16_mix.pattern(kinds, 0.5, seed)
-        for tie in setting.TIES:
-            assert all(len({chosen[kind, gemm] for kind in tie}) == 1 for gemm in GEMMS)
-        assert 8 <= sum(chosen.values()) <= 10
-    assert not any(bf16_mix.pattern(kinds, 0.0, 0).values()) and all(bf16_mix.pattern(kinds, 1.0, 0).values())
-
-
-def test_a_plan_is_drawn_for_each_gemm_and_tied_layers_share_it(tiny_speed: None) -> None:
-    recipe, device = "snip-hf FP4, ties", torch.device("cpu")
-    training = training_steps.Training(setting.SMALL, (1, 8), recipe, 0, device, backend="eager")
-    layers = snip_linears(training.model)
-    plan_changes.draw_plan(layers, random.Random(1), ("fp4", "fp8"))
-    formats = {name.removeprefix("model.layers."): layer.formats for name, layer in layers.items()}
-    for one, other in (("0.self_attn.q_proj", "0.self_attn.v_proj"), ("1.mlp.gate_proj", "1.mlp.up_proj")):
-        assert formats[one] == formats[other]
-    assert len({tuple(chosen.values()) for chosen in formats.values()}) > 4
-
-
-def test_a_run_of_the_trainer_has_two_refreshes_and_times_other_steps_under_the_first_plan() -> None:
-    plan = trainer_runs.Plan(24)
-    assert (plan.first, plan.every, plan.delay) == (5, 12, 4)
-    assert plan.refreshes == (5, 17) and plan.applications == (9, 21)
-    assert plan.ordinary == [10, 11, 12, 13, 14, 15, 16, 18, 19, 20, 22, 23]
-    with pytest.raises(ValueError, match=r"^17 steps are too few for two refreshes; expected at least 18\.$"):
-        trainer_runs.Plan(17)
-
-
-def test_what_refreshes_and_first_steps_take_is_in_units_of_bf16_and_the_speed_in_those_of_torchao_too() -> None:
-    names = ("recipe", "step_ms", "first_s", "first_refresh_ms", "refresh_ms", "peak_gib", "refresh_peak_gib")
-    figures = [
-        ("BF16", 10.0, 20.0, 0.0, 0.0, 4.0, 4.0),
-        ("snip-hf 75%", 8.0, 25.0, 120.0, 44.0, 3.0, 5.0),
-        ("torchao tensorwise", 9.0, 22.0, 0.0, 0.0, 3.5, 3.5),
-        ("BF16", 12.0, 5.0, 0.0, 0.0, 4.0, 4.0),
-    ]
-    rows = [dict(zip(names, row, strict=True)) for row in figures]
-    error = {"recipe": "snip-hf 100%", "error": "no"}
-    first, ours, torchao, last, failed = trainer_runs.in_units_of_others([*rows, error])
-    assert (ours["first_refresh_steps"], ours["refresh_steps"]) == pytest.approx((120 / 11, 4))
-    assert ours["first_ratio"] == 1.25 and ours["refresh_peak_ratio"] == 1.25
-    assert ours["against_torchao"] == pytest.approx(1.125) and torchao["against_torchao"] == 1
-    assert first["first_ratio"] == 1 and last["first_ratio"] == 0.25 and failed == error
-
-
-@compiles
-@pytest.mark.slow
-def test_runs_of_the_trainer_are_measured_with_their_refreshes(tiny_speed: None) -> None:
-    options = speed_options("--recipes", "snip-hf 75%", "snip-hf 100%", "--trainer-steps", "18")
-    first, part, whole, last = speed.run_part("trainer", options, [])
-    assert [row["recipe"] for row in (first, part, whole, last)] == ["BF16", "snip-hf 75%", "snip-hf 100%", "BF16"]
-    assert first["loss"] == last["loss"] and first["backend"] is None and first["seconds"] == []
-    assert (part["share"] >= 0.75, whole["share"]) == (True, 1.0)
-    for row in part, whole:
-        assert row["backend"] == "emulated" and row["formats"] == ("mxfp4", "fp8-tensor") and len(row["seconds"]) == 2
-        assert row["speedup"] > 0 and row["tokens_per_s"] == pytest.approx(256e3 / row["step_ms"])
-    for row in first, part, whole, last:
-        assert row["graphs"] > 0 and (row["breaks"], row["recompilations"]) == (0, 0)
-
-
-@pytest.mark.slow
-def test_first_steps_are_timed_in_processes_that_find_nothing_compiled(
-    tiny_speed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A cache of the user's, which no run may read or write.
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    options = speed_options("--recipes", "snip-hf 75%", "--trainer-steps", "18")
-    bf16, ours = speed.run_part("first", options, [])
-    assert [row["recipe"] for row in (bf16, ours)] == ["BF16", "snip-hf 75%"]
-    assert bf16["first_ratio"] == 1 and ours["first_ratio"] == ours["first_s"] / bf16["first_s"]
-    both = ours["first_s"] + ours["first_refresh_ms"] / 1e3
-    assert ours["first_two_ratio"] == pytest.approx(both / bf16["first_s"]) and ours["backend"] == "emulated"
-    assert list(tmp_path.iterdir()) == []
-    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
-
-
-@compiles
-@pytest.mark.slow
-def test_a_decoder_layer_is_timed_in_bf16_and_in_the_formats_asked_for(
-    tiny_speed: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(setting, "CROSSING", ((128, 64), (128, 128), (256, 64)))
-    rows = list(speed.run_part("crossing", speed_options("--quick", "--formats", "mxfp4", "fp8"), []))
-    assert [(row["hidden"], row["tokens"], row["recipe"]) for row in rows] == [
-        (hidden, 64, recipe) for hidden in (128, 256) for recipe in ("BF16", "snip-hf mxfp4, ties")
-    ]
-    assert min(row["speedup"] for row in rows) > 0
-
-
-@compiles
-@pytest.mark.slow
-def test_the_whole_benchmark_prints_and_writes_what_runs_on_a_cpu(
-    tiny_speed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(probe_cost, "SIZES", {"1B": (128, 384, 1, 2048, 0.5, 8, 256)})
-    monkeypatch.setattr(setting, "MODELS", {"TinyLlama-1.1B": setting.SMALL})
-    output = tmp_path / "speed.jsonl"
-    options = ["--parts", "kernels", "gemms", "refresh", "linears", "--linears", "256x128", "--quick"]
-    options += ["--recipes", "snip-hf FP4", "--rows", "2", "--length", "128", "--steps", "1", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["speed.py", *options, "--seed", "3", "--output", str(output)])
-    speed.main()
-    kernels, gemms, refresh, *linears = (json.loads(line) for line in output.read_text().splitlines())
-    for row in kernels, gemms:
-        assert row["error"].startswith("RuntimeError: the model is on 'cpu', expected a CUDA device")
-    assert refresh["refresh_steps"] == pytest.approx(refresh["refresh"] / refresh["step"])
-    assert refresh["step"] != refresh["eager_step"]
-    assert [row["recipe"] for row in linears] == ["BF16", "snip-hf FP4", "BF16"]
-    assert linears[1]["speedup"] == pytest.approx((linears[0]["ms"] + linears[2]["ms"]) / 2 / linears[1]["ms"])
-    for row in kernels, refresh, linears[0]:
-        assert row["seed"] == 3 and {"commit", "machine", "torch", "triton", "torchao", "command"} <= row.keys()
-    printed = capsys.readouterr().out
-    assert "\nFailed: gemms: RuntimeError" in printed and "\n| 256 | 128 | snip-hf FP4 | " in printed
+def test_figures_name_their_commit_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["speed.py", "--a", "b c"])
+    source = lines.origin_of("cpu")
+    describe = ["git", "describe", "--always"]
+    commit = subprocess.run(describe, capture_output=True, text=True, cwd=Path(lines.__file__).parent).stdout.strip()
+    assert (source["commit"] or "").removesuffix("-dirty") == commit
+    assert source["torch"] == torch.__version__ and source["command"] == "python speed.py --a 'b c'"
+    assert json.loads(json.dumps(source)) == source

@@ -28,10 +28,9 @@ from transformers import (
 )
 
 from snip_hf import SnipCallback, SnipConfig, keep_model_card, restore_model
-from snip_hf.config import DoesNotFit
+from snip_hf.config import DoesNotFit, shares_text
 from snip_hf.extras import needed_by
 from snip_hf.policies.registry import aims_at_share
-from snip_hf.schedule_checks import shares_text
 
 with needed_by("recipes/pretrain.py"):
     import datasets

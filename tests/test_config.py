@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import dataclasses
 import inspect
-import itertools
 import json
 import pickle
 import re
@@ -17,54 +15,52 @@ import pytest
 import yaml
 
 from snip_hf import config as config_module
-from snip_hf.config import POLICIES, SnipConfig
-from snip_hf.field_names import RENAMED, current_names
+from snip_hf.config import _TYPES, POLICIES, RATES, SnipConfig, mean_share, shares_text
 from snip_hf.numerics.formats import FORMATS
-from snip_hf.schedule_checks import mean_share, shares_text
 
 REPOSITORY = Path(__file__).parents[1]
 
-FIELDS = [field.name for field in dataclasses.fields(SnipConfig)]
-INTEGERS = [name for name, kind in SnipConfig.field_types.items() if "int" in kind]
-FLOATS = [name for name, kind in SnipConfig.field_types.items() if "float" in kind]
+FIELDS = list(_TYPES)
+INTEGERS = [name for name, kind in _TYPES.items() if "int" in kind]
+FLOATS = [name for name, kind in _TYPES.items() if "float" in kind]
 # One value per field that differs from the default.
 OTHER: dict[str, Any] = {
     "target_fp4_fraction": 0.5,
-    "target_linear_speedup": 2.5,
-    "rates": "ideal",
     "formats": ("fp4", "fp8", "bf16"),
+    "policy": "random",
+    "fixed_plan": "plan.json",
     "granularity": "layer",
-    "decides": "forward",
-    "stages": (("a.0", "a.1"), ("a.2",)),
     "ties": (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
     "skip_modules": ("*.down_proj", "model.layers.0.mlp.up_proj"),
     "include_modules": ("model.vision_tower.*", "score"),
-    "budget": "measured",
-    "timing_file": "times.json",
-    "timing_tokens": 4096,
     "start_format": "bf16",
     "first_refresh": 3,
     "refresh_every": 7,
     "apply_delay": 0,
     "guard": "raise",
-    "guard_spike": 8,
-    "guard_window": 64,
-    "guard_patience": 20,
+    "backend": "emulated",
+    "seed": 5,
+    "target_linear_speedup": 2.5,
+    "rates": "ideal",
+    "budget": "measured",
+    "timing_file": "times.json",
+    "timing_tokens": 4096,
+    "decides": "forward",
+    "stages": (("a.0", "a.1"), ("a.2",)),
+    "objective": "paper",
+    "loss_estimator": "token-fisher",
     "probes": 2,
     "probe_tokens": None,
     "probe_batch_tokens": None,
-    "loss_estimator": "token-fisher",
-    "policy": "random",
-    "fixed_plan": "plan.json",
-    "objective": "paper",
-    "loss_divergence_factor": 0.0,
-    "weight_divergence_factor": 2,
     "solver": "greedy",
     "solver_time_limit": 1,
     "solver_gap": 0.0,
-    "backend": "emulated",
     "rank_timeout": 30.5,
-    "seed": 5,
+    "loss_divergence_factor": 0.0,
+    "weight_divergence_factor": 2,
+    "guard_spike": 8,
+    "guard_window": 64,
+    "guard_patience": 20,
 }
 # For all of them at once: a speed-up excludes a share, and a table of rates measured times.
 ONE_BUDGET = {"target_linear_speedup": None, "rates": None}
@@ -109,14 +105,13 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"policy": "backward-first", "granularity": "layer"},
-        "granularity='layer' with policy='backward-first' cannot work: it decides the GEMMs of a linear apart. Leave "
-        "granularity out, or set it to None where a config is changed (dataclasses.replace, to_dict), or take another "
-        "policy.",
+        "granularity='layer' with policy='backward-first' cannot work: it decides on the GEMMs of a linear separately. "
+        "Omit granularity (set it to None in dataclasses.replace and to_dict), or choose another policy.",
     ),
     (
         {"policy": "snip-paper", "granularity": "gemm"},
-        "granularity='gemm' with policy='snip-paper' cannot work: it decides for whole linears. Leave granularity "
-        "out, or set it to None where a config is changed (dataclasses.replace, to_dict), or take another policy.",
+        "granularity='gemm' with policy='snip-paper' cannot work: it decides on whole linears. Omit granularity "
+        "(set it to None in dataclasses.replace and to_dict), or choose another policy.",
     ),
     *(
         (
@@ -149,9 +144,9 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"target_fp4_fraction": ((1, 0), (8, 0.5)), "formats": ("fp8", "bf16")},
-        "target_fp4_fraction=0.5 cannot be met in the formats ('fp8', 'bf16'): 0 is the largest attainable; expected "
-        "among them a format that rounds both operands to at most 4 bits, e.g. 'fp4'. Without one, set "
-        "target_linear_speedup with rates, or target_fp4_fraction=0.",
+        "target_fp4_fraction=0.5 cannot be met in the formats ('fp8', 'bf16'): none of them rounds both "
+        "operands to at most 4 bits. Add one that does, e.g. 'fp4', or set target_linear_speedup with rates, or "
+        "target_fp4_fraction=0.",
     ),
     (
         {"target_fp4_fraction": ((1, 0.9), (8, 0.5)), "target_linear_speedup": 2.0, "rates": "ideal"},
@@ -161,14 +156,14 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"decides": "backward"}, "decides='backward' is not known; expected one of all, forward."),
     (
         {"decides": "forward", "granularity": "layer"},
-        "decides='forward' with granularity='layer' cannot work: it decides the forward GEMM of a linear apart from "
-        "the others. Set granularity='gemm'.",
+        "decides='forward' with granularity='layer' cannot work: it decides on the forward GEMM of a linear "
+        "alone. Set granularity='gemm'.",
     ),
     *(
         (
             {"decides": "forward", "granularity": "gemm", "policy": policy, "formats": ("fp4", "bf16")},
-            f"decides='forward' with policy={policy!r} has no effect: that policy meets no target. Leave it out, or "
-            "take a policy that meets one (docs/policies.md).",
+            f"decides='forward' with policy={policy!r} has no effect: that policy has no target. Leave it out, or "
+            "choose a policy that has one (docs/policies.md).",
         )
         for policy in ("uniform-fp8", "uniform-fp4", "bf16", "first2-last8-bf16", "last-15-percent-bf16")
     ),
@@ -180,7 +175,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     (
         {"decides": "forward", "granularity": "gemm", "target_linear_speedup": 2.0, "rates": "ideal"},
         "decides='forward' with target_linear_speedup=2.0 cannot work: a speed-up counts all GEMMs of the linears. Set "
-        "target_fp4_fraction, a share of the forward GEMMs, in its place.",
+        "target_fp4_fraction, a share of the forward GEMMs, instead.",
     ),
     ({"guard": "on"}, "guard='on' is not known; expected one of off, raise."),
     *(
@@ -244,21 +239,21 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"formats": ("fp4-pqt", "nvfp4", "fp8"), "policy": "random"},
-        "target_fp4_fraction=0.75 (the default) cannot be met in the formats ('fp4-pqt', 'fp8'): 0 is the largest "
-        "attainable; expected among them a format that rounds both operands to at most 4 bits, e.g. 'fp4'. Without "
-        "one, set target_linear_speedup with rates, or target_fp4_fraction=0.",
+        "target_fp4_fraction=0.75 cannot be met in the formats ('fp4-pqt', 'fp8'): none of them rounds both "
+        "operands to at most 4 bits. Add one that does, e.g. 'fp4', or set target_linear_speedup with rates, or "
+        "target_fp4_fraction=0.",
     ),
     (
         {"formats": ("fp8", "bf16"), "target_fp4_fraction": 0.1},
-        "target_fp4_fraction=0.1 cannot be met in the formats ('fp8', 'bf16'): 0 is the largest attainable; expected "
-        "among them a format that rounds both operands to at most 4 bits, e.g. 'fp4'. Without one, set "
-        "target_linear_speedup with rates, or target_fp4_fraction=0.",
+        "target_fp4_fraction=0.1 cannot be met in the formats ('fp8', 'bf16'): none of them rounds both "
+        "operands to at most 4 bits. Add one that does, e.g. 'fp4', or set target_linear_speedup with rates, or "
+        "target_fp4_fraction=0.",
     ),
     (
         {"formats": ("fp8", "bf16")},
-        "target_fp4_fraction=0.75 (the default) cannot be met in the formats ('fp8', 'bf16'): 0 is the largest "
-        "attainable; expected among them a format that rounds both operands to at most 4 bits, e.g. 'fp4'. Without "
-        "one, set target_linear_speedup with rates, or target_fp4_fraction=0.",
+        "target_fp4_fraction=0.75 cannot be met in the formats ('fp8', 'bf16'): none of them rounds both "
+        "operands to at most 4 bits. Add one that does, e.g. 'fp4', or set target_linear_speedup with rates, or "
+        "target_fp4_fraction=0.",
     ),
     (
         {"formats": ("fp4", "int9")},
@@ -351,7 +346,7 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
         (
             "target_fp4_fraction",
             [[1, 0.9], pair],
-            f"target_fp4_fraction[1]={pair!r} is no pair of a step and a share; expected {EXAMPLE}.",
+            f"target_fp4_fraction[1]={pair!r} is not a step and a share; expected {EXAMPLE}.",
         )
         for pair in (0.5, [8], [8, 0.5, 0.4], [8.0, 0.5], [True, 0.5], ["8", 0.5], [8, "0.5"], [8, None], [2**63, 0.5])
     ),
@@ -359,8 +354,8 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
         (
             "target_linear_speedup",
             value,
-            f"target_linear_speedup={value!r} has type {type(value).__name__}; expected float | None. Targets that "
-            "change during a run are for target_fp4_fraction.",
+            f"target_linear_speedup={value!r} has type {type(value).__name__}; expected float | None. Only "
+            "target_fp4_fraction can change during a run.",
         )
         for value in ("2", [[1, 2.0], [800, 1.5]])
     ),
@@ -372,7 +367,7 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     (
         "rates",
         {"fp4": 4},
-        "rates={'fp4': 4} has type dict; expected str | None. It is a name: register a table of your own with "
+        "rates={'fp4': 4} has type dict; expected str | None. Give the name of a table; register your own with "
         "`snip_hf.costs.rates.register_rates`.",
     ),
     ("budget", None, "budget=None has type NoneType; expected str."),
@@ -512,22 +507,6 @@ def test_from_dict_checks_values_too() -> None:
         SnipConfig.from_dict({"target_fp4_fraction": 2})
 
 
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_a_field_is_read_under_its_old_name_and_written_under_its_new_one(old: str, new: str) -> None:
-    needed = {"cost": "measured"} if old.startswith("cost_") else {}
-    config = SnipConfig.from_dict({**needed, old: OTHER[new]})
-    assert getattr(config, new) == OTHER[new]
-    assert list(config.to_dict()) == FIELDS
-    assert SnipConfig.from_dict(config.to_dict()) == config
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_a_field_under_both_names_is_refused(old: str, new: str) -> None:
-    message = f"{old!r} is the old name of {new!r}, and both are given; expected {new!r} alone."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        SnipConfig.from_dict({old: OTHER[new], new: OTHER[new]})
-
-
 def test_the_constructor_refuses_an_unknown_name_and_says_the_closest_one() -> None:
     for refused in (
         lambda: SnipConfig(target_fp4_fracton=0.5),  # type: ignore[call-arg]
@@ -545,29 +524,6 @@ def test_the_constructor_refuses_an_unknown_name_and_says_the_closest_one() -> N
         SnipConfig(target_fp4=0.5)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"^SnipConfig has no field 'colour'\. docs/config\.md lists all of them\.$"):
         SnipConfig(colour="red")  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_the_constructor_refuses_an_old_name_and_says_the_new_one(old: str, new: str) -> None:
-    message = f"SnipConfig has no field {old!r}; it is named {new!r} now."
-    for refused in (
-        lambda: SnipConfig(**{old: OTHER[new]}),
-        lambda: dataclasses.replace(SnipConfig(), **{old: OTHER[new]}),
-        lambda: SnipConfig.preset("gemm", **{old: OTHER[new]}),
-    ):
-        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-            refused()
-
-
-def test_old_names_lead_to_fields_and_are_none_themselves() -> None:
-    assert set(RENAMED.values()) <= set(FIELDS)
-    assert not RENAMED.keys() & set(FIELDS)
-    assert current_names({"plan": "a.json", "cost": "flops", "seed": 1, "of_tomorrow": 2}) == {
-        "fixed_plan": "a.json",
-        "budget": "flops",
-        "seed": 1,
-        "of_tomorrow": 2,
-    }
 
 
 def test_a_config_can_be_copied_and_pickled_and_shows_its_fields_as_its_signature() -> None:
@@ -625,23 +581,13 @@ def test_the_readme_shows_the_default() -> None:
     assert eval(shown, {"SnipConfig": SnipConfig}) == SnipConfig()
 
 
-def test_every_field_begins_with_a_sentence_of_one_line_which_its_page_repeats() -> None:
-    tree = ast.parse(Path(config_module.__file__).read_text(encoding="utf-8"))
-    [fields] = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SnipConfig"]
-    meanings = {}
-    for field, doc in itertools.pairwise(fields):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            assert isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant), field.target.id
-            meanings[field.target.id] = doc.value.value.splitlines()[0]
-    assert list(meanings) == FIELDS
-    assert [name for name, meaning in meanings.items() if not meaning.endswith(".")] == []
+def test_every_field_has_help_which_its_page_repeats() -> None:
     page = (REPOSITORY / "docs" / "config.md").read_text(encoding="utf-8")
-    defaults = {field.name: field.default for field in dataclasses.fields(SnipConfig)}
-    rows = [f"| `{name}` | `{defaults[name]!r}` | {meaning} |" for name, meaning in meanings.items()]
-    part = page.partition("## Fields")[2].partition("## Names of earlier versions")
-    assert [line for line in part[0].splitlines() if line.startswith("| `")] == rows
-    renamed = [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
-    assert [line for line in part[2].splitlines() if line.startswith("| `")] == renamed
+    rows = [
+        f"| `{field.name}` | `{field.default!r}` | {field.metadata['help'].partition(' Given as ')[0]} |"
+        for field in dataclasses.fields(SnipConfig)
+    ]
+    assert [line for line in page.partition("## Fields")[2].splitlines() if line.startswith("| `")] == rows
 
 
 def test_a_config_is_frozen_and_takes_keywords_only() -> None:
@@ -755,3 +701,103 @@ def test_what_yaml_reads_otherwise_is_taken_as_meant(values: Any, expected: dict
 def test_a_preset_without_a_name_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^Unknown preset None; expected one of"):
         SnipConfig.preset(None)  # type: ignore[arg-type]
+
+
+# Speed as the target
+
+THREE = ("fp4", "fp8", "bf16")
+
+
+def test_without_either_budget_three_quarters_of_the_flops_are_in_fp4() -> None:
+    assert SnipConfig().target_fp4_fraction == SnipConfig(target_fp4_fraction=None).target_fp4_fraction == 0.75
+
+
+def test_a_speed_up_takes_the_place_of_the_share() -> None:
+    config = SnipConfig(target_linear_speedup=2.5, rates="ideal")
+    assert config.target_fp4_fraction is None
+    assert SnipConfig.from_dict(config.to_dict()) == config
+
+
+def test_configs_saved_without_a_speed_up_load_as_they_were() -> None:
+    saved = SnipConfig(target_fp4_fraction=0.6).to_dict()
+    del saved["target_linear_speedup"], saved["rates"]
+    assert SnipConfig.from_dict(saved) == SnipConfig(target_fp4_fraction=0.6)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"target_fp4_fraction": 0.75, "target_linear_speedup": 2.0, "rates": "ideal"},
+            "target_fp4_fraction=0.75 and target_linear_speedup=2.0 are two targets; expected one of them. Leave the "
+            "other one out, or set it to None.",
+        ),
+        (
+            {"target_linear_speedup": 2.0},
+            "target_linear_speedup=2.0 needs to know how fast each format runs. Set rates to one of ideal, h100, b200, "
+            "gb300, rtx50, mi355, or set budget='measured'.",
+        ),
+        (
+            {"rates": "a100"},
+            "Unknown table of rates 'a100' for rates. Did you mean 'h100'? Expected one of ideal, h100, b200, gb300, "
+            "rtx50, mi355.",
+        ),
+        (
+            {"rates": "ideal", "budget": "measured"},
+            "rates='ideal' and budget='measured' are two sources of speed; expected one of them. Set rates=None, or "
+            "budget='flops'.",
+        ),
+        (
+            {"target_linear_speedup": 2.5, "rates": "h100"},
+            "target_linear_speedup=2.5 is out of reach: with every GEMM in the fastest of the formats fp4, fp8 it is 2 "
+            "by rates='h100', the largest attainable. Lower it, or add a faster format.",
+        ),
+    ],
+)
+def test_budgets_that_cannot_hold_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        SnipConfig(**values)
+
+
+def test_a_format_that_the_hardware_does_not_run_is_refused_with_those_that_it_runs() -> None:
+    with pytest.raises(ValueError, match=r"^rates='b200' has no rate of the format 'fp4', which .* it has bf16, fp8"):
+        SnipConfig(rates="b200")
+    SnipConfig(rates="b200", formats=("fp8", "bf16"), target_linear_speedup=1.5)
+
+
+def test_the_largest_attainable_speed_up_itself_is_accepted() -> None:
+    assert SnipConfig(target_linear_speedup=4, rates="ideal").target_linear_speedup == 4
+    assert SnipConfig(target_linear_speedup=1, rates="ideal", formats=THREE).target_linear_speedup == 1
+
+
+def test_a_rule_reaches_what_its_two_formats_reach() -> None:
+    """It uses the first and the last of the formats, and no others."""
+    assert SnipConfig(policy="random", target_linear_speedup=4, rates="ideal", formats=THREE)
+    options: dict[str, Any] = {"rates": "h100", "formats": ("fp4", "bf16")}
+    assert SnipConfig(policy="random", target_linear_speedup=2, **options)
+    with pytest.raises(ValueError, match="formats fp4, bf16 it is 2 by rates='h100'"):
+        SnipConfig(policy="random", target_linear_speedup=2.01, **options)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "uniform-fp8", "first-last-bf16"])
+def test_a_speed_up_is_refused_with_a_policy_without_a_target(policy: str) -> None:
+    expected = f"target_linear_speedup=1.5 with policy='{policy}' has no effect: that policy has no target. Leave it"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}"):
+        SnipConfig(policy=policy, target_linear_speedup=1.5, rates="ideal", formats=THREE)
+    assert SnipConfig(policy=policy, target_fp4_fraction=0.9, formats=THREE).target_fp4_fraction == 0.9
+
+
+def test_a_share_is_attainable_where_any_of_the_formats_counts() -> None:
+    """Noise on the weights is the least precise of these, but no format of 4 bits."""
+    formats = ("fp4-pqt", "nvfp4", "fp8")
+    assert SnipConfig(formats=formats, target_fp4_fraction=0.5).formats == formats
+    assert SnipConfig(formats=("fp4-pqt", "nvfp4"), policy="random", target_fp4_fraction=0.5)
+
+
+def test_rates_alone_only_report() -> None:
+    config = SnipConfig(rates="h100")
+    assert (config.target_fp4_fraction, config.target_linear_speedup) == (0.75, None)
+
+
+def test_every_table_says_where_its_figures_come_from() -> None:
+    assert all(table.source for table in RATES.values())

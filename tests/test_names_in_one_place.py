@@ -95,7 +95,8 @@ def test_backends_are_named_by_their_own_files_and_a_preset_alone() -> None:
 
 def test_policies_are_named_in_policies_as_the_default_and_in_one_piece_of_advice_alone() -> None:
     found = places({name for name in POLICIES if name not in FORMATS})
-    assert found.pop("config.py") == {"snip", "greedy"}  # the default; the solver of that name
+    # The default, the solver of that name, and the advice about a removed loss estimator.
+    assert found.pop("config.py") == {"snip", "greedy", "snip-paper"}
     assert found.pop("text.py") == {"layer-position"}
     assert found.pop("layers/experts.py") == {"snip"}  # the name of an implementation in transformers
     assert [file for file in found if not file.startswith("policies/")] == []

@@ -1,50 +1,39 @@
-"""The configuration of a run: one frozen, validated `SnipConfig`."""
+"""The configuration of a run: one frozen, validated `SnipConfig`.
+
+The metadata of each field holds its help text, as in transformers' `TrainingArguments`: command lines show it, and
+docs/config.md repeats it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+import math
+from argparse import ArgumentTypeError
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, get_args
 
-from .budget_checks import (
-    check_decided,
-    check_fraction,
-    check_rates,
-    check_speedup,
-    check_timing,
-    fp4_fraction_of,
-    refuse_speedup,
-)
-from .field_arguments import takes_arguments
-from .field_names import RENAMED, current_names
-from .field_ranges import check_least, check_ranges
-from .field_values import (
-    FOUND,
-    as_meant,
-    as_names,
-    as_plain,
-    as_ties,
-    check_bits,
-    check_formats,
-    check_stages,
-    check_start,
-    check_type,
-)
 from .kernels.backend import BACKENDS
-from .numerics.formats import FORMATS
+from .numerics.formats import FORMATS, UNQUANTIZED, check_format
 from .registry import Registry, choices, did_you_mean
-from .schedule_checks import Share, largest_share, share_at
 
-# Who decides. The entries are in `policies`, one file per family; `policies.registry.Policy` says what they are.
+# Policies decide the plan. `policies` registers the built-in ones; `policies.registry.Policy` is the interface.
 POLICIES: Registry[Any] = Registry("policy", "snip_hf.policies", "`list(snip_hf.config.POLICIES)`")
+# How fast hardware runs each format. `costs.rates` registers the built-in tables.
+RATES: Registry[Any] = Registry("table of rates", "snip_hf.costs.rates")
 
 
 class DoesNotFit(ValueError):
-    """A configuration that can work, but not on this model."""
+    """A valid configuration that cannot work on this model."""
 
 
+Share = tuple[int, float]
+"""A step, and the FP4 share to aim at from this step on."""
 Granularity = Literal["layer", "gemm"]
 Decides = Literal["all", "forward"]
 Budget = Literal["flops", "measured"]
@@ -52,35 +41,41 @@ Objective = Literal["additive", "paper"]
 LossEstimator = Literal["saliency", "token-fisher"]
 Solver = Literal["auto", "cbc", "highs", "greedy"]
 Guard = Literal["off", "raise"]
-_CHOICES = {
-    "granularity": Granularity,
-    "decides": Decides,
-    "budget": Budget,
-    "objective": Objective,
-    "loss_estimator": LossEstimator,
-    "solver": Solver,
-    "guard": Guard,
+
+# Values of `decides`.
+ALL, FORWARD = "all", "forward"
+# The value of `ties` that finds tied linears in the model.
+AUTO_TIES = "auto"
+# The target if none is given.
+DEFAULT_FP4_FRACTION = 0.75
+# Seconds: one week.
+LONGEST_WAIT = 7 * 24 * 3600.0
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"granularity": "layer", "objective": "paper"},
+    "layer": {"granularity": "layer"},
+    "gemm": {"granularity": "gemm"},
+    "hopper": {"formats": ("mxfp4", "fp8-tensor"), "granularity": "gemm", "ties": AUTO_TIES}
+    | {"first_refresh": 200, "apply_delay": 20},
 }
-# What an error of type says beyond the type.
-_ADVICE = {
-    "target_fp4_fraction": " Shares that change are pairs of a step and a share, e.g. ((1, 0.9), (800, 0.5)).",
-    "target_linear_speedup": " Targets that change during a run are for target_fp4_fraction.",
-    "rates": " It is a name: register a table of your own with `snip_hf.costs.rates.register_rates`.",
-    "skip_modules": " For example skip_modules=('*.q_proj',), with the comma, or ['*.q_proj'].",
-    "include_modules": " For example include_modules=('model.vision_tower.*',), with the comma, or a list.",
-}
-# Fields that no longer exist -> what to use instead.
+
+# Removed and renamed fields -> what to use instead.
 _REMOVED_FIELDS = {
+    "expert_groups": "all experts of a projection share its formats (docs/experts.md)",
     "refresh_on_drift": "plans are refreshed every `refresh_every` steps; lower it to refresh more often",
     "drift_every": "plans are refreshed every `refresh_every` steps; lower it to refresh more often",
     "switching_cost": "raise refresh_every to change plans less often",
-    "expert_groups": "all experts of a projection share its formats (docs/experts.md)",
     "estimate_memory": "raise refresh_every to change plans less often, or probes to make estimates less noisy",
-    "guard_noise": "guard='raise' raises the formats of layers and adds no noise",
     "probe_memory_mib": "a probe stays within the memory of a training step; set probe_tokens to keep less",
+    "guard_noise": "guard='raise' raises the formats of layers and adds no noise",
     "guard_failures": "a callback can go back to a checkpoint (docs/reliability.md, Rolling back)",
+    "cost": "use budget",
+    "cost_file": "use timing_file",
+    "cost_tokens": "use timing_tokens",
+    "loss_form": "use loss_estimator",
+    "plan": "use fixed_plan",
 }
-# A field and one of its former values -> what to use instead.
+# A field and a removed value -> what to use instead.
 _REMOVED_VALUES = {
     ("guard", "watch"): "set guard='raise', which also raises formats, or log loss and gradient norm yourself",
     ("guard", "roll-back"): (
@@ -90,258 +85,549 @@ _REMOVED_VALUES = {
     ("loss_estimator", "taylor"): "set loss_estimator='token-fisher', which is the same without the first-order part",
     ("loss_estimator", "norm"): "set loss_estimator='saliency', or policy='snip-paper' for the paper's norms",
 }
-# What each sets and why: docs/config.md.
-_PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"granularity": "layer", "objective": "paper"},
-    "layer": {"granularity": "layer"},
-    "gemm": {"granularity": "gemm"},
-    "hopper": {"formats": ("mxfp4", "fp8-tensor"), "granularity": "gemm", "ties": FOUND}
-    | {"first_refresh": 200, "apply_delay": 20},
+
+_CHOICES = {
+    "granularity": Granularity,
+    "decides": Decides,
+    "budget": Budget,
+    "objective": Objective,
+    "loss_estimator": LossEstimator,
+    "solver": Solver,
+    "guard": Guard,
 }
+# Field -> smallest value, and what an error says was expected.
+_AT_LEAST: dict[str, tuple[int, str]] = {
+    "refresh_every": (1, "at least 1"),
+    "first_refresh": (1, "at least 1"),
+    "apply_delay": (0, "at least 0"),
+    "probes": (1, "at least 1"),
+    "probe_tokens": (128, "None or at least 128 (one tile)"),
+    "probe_batch_tokens": (128, "None or at least 128 (one tile)"),
+    "timing_tokens": (1, "None or at least 1"),
+    "stages": (1, "None, a number of at least 1, or lists of names"),
+    "guard_window": (8, "at least 8"),
+    "guard_patience": (1, "at least 1"),
+    "seed": (0, "at least 0"),
+}
+_AT_MOST = {
+    "probes": 10_000,
+    # Larger GEMMs exceed 32-bit indices.
+    "timing_tokens": 2**31 - 1,
+    # The solver takes costs up to 1e100, which are these factors times divergences.
+    "loss_divergence_factor": 1e50,
+    "weight_divergence_factor": 1e50,
+    "solver_gap": 1e50,
+    "guard_window": 100_000,
+}
+_NOT_NEGATIVE = ("loss_divergence_factor", "weight_divergence_factor", "solver_gap")
+_SECONDS = ("solver_time_limit", "rank_timeout")
+# Files and random number generators store integers in 64 bits.
+_INTEGER_BITS = 63
+# Advice that follows the error about a wrong type.
+_ADVICE = {
+    "target_fp4_fraction": " Shares that change are pairs of a step and a share, e.g. ((1, 0.9), (800, 0.5)).",
+    "target_linear_speedup": " Only target_fp4_fraction can change during a run.",
+    "rates": " Give the name of a table; register your own with `snip_hf.costs.rates.register_rates`.",
+    "skip_modules": " For example skip_modules=('*.q_proj',), with the comma, or ['*.q_proj'].",
+    "include_modules": " For example include_modules=('model.vision_tower.*',), with the comma, or a list.",
+}
+_SHARES_EXAMPLE = "e.g. 0.75, or ((1, 0.9), (800, 0.5)): 0.9 from step 1 on, 0.5 from step 800 on"
 
 
-class _FieldNames:
-    """Base of a dataclass of keyword arguments, which tells who gives it an unknown or an old name what is right."""
+@dataclass(frozen=True)
+class _ArgumentReader:
+    """Reads a field's value from the text of a command-line argument."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-    field_types: ClassVar[dict[str, str]] = {}
-    """The annotations of the fields as the source has them; parsers of arguments write over those of the class."""
+    form: str
+    """The expected text, for help and errors."""
+    read: Callable[[str], Any]
+    takes_none: bool
 
-    def __init_subclass__(cls) -> None:
-        cls.field_types = cls.field_types | inspect.get_annotations(cls)
+    def __call__(self, text: str) -> Any:
+        text = text.strip()
+        if self.takes_none and _is_none(text):
+            return None
+        try:
+            return json.loads(text) if text.startswith("[") else self.read(text)
+        except ValueError as error:
+            raise ArgumentTypeError(f"{text!r} is not understood; expected {self.form}.") from error
+
+
+def _items(text: str, separator: str = ",") -> list[str]:
+    return [item.strip() for item in text.split(separator)] if text else []
+
+
+def _lists(text: str) -> list[list[str]]:
+    return [_items(part) for part in _items(text, ";")]
+
+
+def _read_shares(text: str) -> float | list[tuple[int, float]]:
+    if ":" not in text:
+        return float(text)
+    pairs = [item.split(":") for item in _items(text)]
+    return [(int(step), float(share)) for step, share in pairs]
+
+
+def _reader(form: str, read: Callable[[str], Any], takes_none: bool = False) -> _ArgumentReader:
+    return _ArgumentReader(f"{form}, or none" if takes_none else form, read, takes_none)
+
+
+_NAMES = _reader("a,b for two names, or lists in JSON", _items)
+_INTEGER = _reader("an integer", int, takes_none=True)
+_NUMBER = _reader("a number", float, takes_none=True)
+_SHARES = _reader("0.75, or 1:0.9,800:0.5 as STEP:SHARE, or lists in JSON", _read_shares, takes_none=True)
+_STAGES = _reader(
+    "a number, or a,b;c,d for two lists, or lists in JSON",
+    lambda text: int(text) if text.lstrip("+-").isdigit() else _lists(text),
+    takes_none=True,
+)
+_TIES = _reader(
+    "auto, or a,b;c,d for two lists, or lists in JSON", lambda text: _lists(text) if "," in text or not text else text
+)
+
+
+def _help(text: str, reader: _ArgumentReader | None = None) -> dict[str, Any]:
+    """Returns the metadata of a field: the keywords of its command-line argument."""
+    if reader is None:
+        return {"help": text.replace("%", "%%")}
+    return {"help": f"{text} Given as {reader.form}.".replace("%", "%%"), "type": reader}
+
+
+class _NamedFields:
+    """Refuses removed and unknown keywords; a base class, so that the signature stays that of the fields."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def __new__(cls, *args: object, **values: object) -> Any:
-        fields = cls.__dataclass_fields__
+        names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name in _REMOVED_FIELDS:
-                raise TypeError(f"The {cls.__name__} field {name!r} was removed: {_REMOVED_FIELDS[name]}.")
-            if name in RENAMED:
-                raise TypeError(f"{cls.__name__} has no field {name!r}; it is named {RENAMED[name]!r} now.")
-            if name not in fields:
-                guess = did_you_mean(name, fields)
+                raise TypeError(_removed_text(name))
+            if name not in names:
+                guess = did_you_mean(name, names)
                 raise TypeError(f"{cls.__name__} has no field {name!r}.{guess} docs/config.md lists all of them.")
         return super().__new__(cls)
 
 
-@takes_arguments
 @dataclass(frozen=True, kw_only=True)
-class SnipConfig(_FieldNames):
+class SnipConfig(_NamedFields):
     """Everything that decides how a run chooses and applies its precisions.
 
-    Steps are optimizer steps, counted from 1. Every field is checked when the config is built.
+    Steps are optimizer steps, counted from 1. Every field is checked when the config is built. docs/config.md explains
+    the fields.
 
     Raises:
-        ValueError: a field's value is out of range; the message names the field, the value and what is expected.
+        ValueError: a field's value is out of range; the message names the field, the value and the expectation.
         TypeError: a field's value has the wrong type.
     """
 
-    # Target: what the plan must reach
+    # Target
 
-    target_fp4_fraction: float | tuple[Share, ...] | None = None
-    """Least share of the linear FLOPs that runs in formats of at most 4 bits, 0..1, in every stage.
-    With `budget="measured"` it is a share of their time. It is not a reduction of FLOPs. None: 0.75, unless
-    `target_linear_speedup` is given. Pairs of a step and a share change it: ((1, 0.9), (800, 0.5)) (ours)."""
-    target_linear_speedup: float | None = None
-    """Least speed-up of the linears' GEMMs over BF16, in every stage, in place of `target_fp4_fraction` (ours).
-    It is their time in BF16 divided by that under the plan: FLOPs by `rates`, or measured with `budget="measured"`."""
-    rates: str | None = None
-    """Table of how fast each format runs: "h100", "b200", "gb300", "rtx50", "mi355", "ideal", or one that you register.
-    Those of hardware are datasheets' peaks; "ideal" is twice the rate for half of the bits (`costs.rates`). Without
-    `target_linear_speedup` it only tells reports what speed-up a plan has."""
-    formats: tuple[str, ...] = ("fp4", "fp8")
-    """Formats that the plan chooses from for each GEMM, the least precise first (`snip_hf.formats`)."""
-    granularity: Granularity | None = None
-    """Unit that gets a format: "layer" (the paper), "gemm" (ours), or None: "gemm" unless the policy is by layer only.
-    By layer the three GEMMs of a linear share one format. By GEMM long trainings lost less (docs/config.md)."""
-    decides: Decides = "all"
-    """GEMMs that the plan decides on and the target is a share of: "all", or "forward", those alone (ours).
-    "forward" needs granularity "gemm". Every plan then runs all other GEMMs in the least precise of `formats`."""
-    stages: int | tuple[tuple[str, ...], ...] | None = None
-    """Pipeline stages, each of which attains `target_fp4_fraction` by itself.
-    None: the whole model is one. A number: so many contiguous, equal runs of blocks. Or the layer names of each."""
-    ties: str | tuple[tuple[str, ...], ...] = ()
-    """Sibling linears that share a format, by their last name, e.g. (("q_proj", "k_proj", "v_proj"),).
-    "auto" finds those that receive the same tensor, when a run begins (`estimation.shared_inputs`)."""
-    skip_modules: tuple[str, ...] = ()
-    """Exact names or globs (`fnmatch`, whole name) of linears that stay as they are."""
-    include_modules: tuple[str, ...] = ()
-    """As `skip_modules`: linears outside the language model's decoder that are swapped too, e.g. a vision tower's."""
-    budget: Budget = "flops"
-    """What `target_fp4_fraction` is a share of: "flops", or "measured", the time of the linears' GEMMs.
-    It is measured on this machine, in the most precise quantized one of `formats`. By time, small and inefficient GEMMs
-    count more (ours; docs/method.md, section 6)."""
-    timing_file: str | None = None
-    """File that keeps measured times, for several runs.
-    What it has for this GPU, torch and backend is not timed again. None: the run's plan alone keeps them."""
-    timing_tokens: int | None = None
-    """Tokens of a micro-batch to time the GEMMs for.
-    None: those of the first micro-batch that is probed. Policies without a probe that aim at a share of time need the
-    number."""
+    target_fp4_fraction: float | tuple[Share, ...] | None = field(
+        default=None,
+        metadata=_help(
+            "Minimum share (0..1) of the linear FLOPs that runs in formats of at most 4 bits. None means 0.75, or no "
+            "share if `target_linear_speedup` is given. Pairs of a step and a share change it during the run: "
+            "((1, 0.9), (800, 0.5)).",
+            _SHARES,
+        ),
+    )
+    formats: tuple[str, ...] = field(
+        default=("fp4", "fp8"),
+        metadata=_help(
+            "Formats that the plan chooses from for each GEMM, least precise first. `snip_hf.formats` lists them.",
+            _NAMES,
+        ),
+    )
+    policy: str = field(
+        default="snip",
+        metadata=_help('Method that makes the plan: "snip", or another registered policy (docs/policies.md).'),
+    )
+    fixed_plan: str | None = field(
+        default=None,
+        metadata=_help(
+            "Path of a plan file. The plan is applied before the first step and never changes; `policy` is not used."
+        ),
+    )
+    granularity: Granularity | None = field(
+        default=None,
+        metadata=_help(
+            'Unit that gets a format: a "gemm", or a "layer" with its three GEMMs (as in the paper). None means '
+            '"gemm", or "layer" if the policy only supports layers.'
+        ),
+    )
+    ties: str | tuple[tuple[str, ...], ...] = field(
+        default=(),
+        metadata=_help(
+            'Linears of a block that share a format, by last name: (("q_proj", "k_proj", "v_proj"),). "auto" ties '
+            "those that receive the same tensor.",
+            _TIES,
+        ),
+    )
+    skip_modules: tuple[str, ...] = field(
+        default=(),
+        metadata=_help("Linears to leave unquantized, by exact name or `fnmatch` glob of the whole name.", _NAMES),
+    )
+    include_modules: tuple[str, ...] = field(
+        default=(),
+        metadata=_help(
+            "Linears outside the language model's decoder to quantize too, such as those of a vision tower; written "
+            "like `skip_modules`.",
+            _NAMES,
+        ),
+    )
 
-    # Schedule: when the plan is made and applied
+    # Schedule
 
-    start_format: str | None = None
-    """Format of every GEMM until the first plan is applied.
-    One of `formats`, or "bf16" (not quantized). None: the most precise of `formats`."""
-    first_refresh: int = 100
-    """Step of the first probe.
-    Adam's very first updates say nothing of how later ones answer to the gradient."""
-    refresh_every: int | None = 500
-    """Steps between two refreshes, counted from the last probe.
-    How fast rankings age: docs/fidelity.md, section 6. None: the first plan stays; a first refresh that failed is
-    tried again every `first_refresh` steps."""
-    apply_delay: int = 10
-    """Steps between a probe and the application of its plan; the solver runs meanwhile. At most `refresh_every`."""
-
-    # Guard: what happens when training goes wrong (docs/reliability.md)
-
-    guard: Guard = "off"
-    """The answer to an alarm: "off" (nothing is watched), or "raise": formats are raised, and training goes on (ours).
-    "raise" gives the layers concerned one format more precise for `guard_patience` steps, and then a refresh."""
-    guard_spike: float = 6.0
-    """Standard deviations above the mean of its last healthy steps at which a loss or a gradient norm is a spike.
-    The default, and that of `guard_window`, are those of OLMo-core's optimizers that skip steps."""
-    guard_window: int = 128
-    """Healthy steps that a spike is told from.
-    Spikes are looked for from half of them on, or from `guard_patience` on if that is less."""
-    guard_patience: int = 50
-    """Steps for which raised formats hold: then the plan is refreshed, and spikes are looked for again.
-    Spikes that last as many steps are the new level, which later ones are compared with."""
-
-    # Probe: what a refresh measures
-
-    probes: int = 1
-    """Random directions per refresh; each costs two forward-backward passes. The policy "hessian-trace" needs many."""
-    probe_tokens: int | None = 1024
-    """Tokens per layer that the probe keeps, in whole runs of 128, of all ranks together; None keeps all.
-    In experts each of them has as many rows as it is sent to experts."""
-    probe_batch_tokens: int | None = 4096
-    """Tokens that the probe's passes run on, of all ranks together. None: the whole micro-batch.
-    They are whole sequences, spread evenly over the micro-batch, at least one per rank, and stand for all of it
-    (ours)."""
-    loss_estimator: LossEstimator = "saliency"
-    """Estimator of the loss divergence: "saliency" or "token-fisher".
-    "saliency" (after ScaleBITS): magnitudes of the first-order effects of the weight's elements; its plans ended
-    slightly below those of "token-fisher" (docs/results-loss-forms.md), but it is no estimate of the loss's rise.
-    "token-fisher" (ours): the rise by curvature, which training does not take away."""
-
-    # Objective: who decides, and what for
-
-    policy: str = "snip"
-    """Who decides: "snip", or another registered policy (docs/policies.md)."""
-    fixed_plan: str | None = None
-    """Path of a plan file to apply before the first step and hold fixed; `policy` and `decides` are then not asked."""
-    objective: Objective = "additive"
-    """What the program minimises: "additive" or "paper".
-    Both divergences are divided by their totals with everything in the least precise format. "additive" (ours):
-    dL + 0.1 dW^2, since independent errors add in squares. "paper": Q = dL + dW."""
-    loss_divergence_factor: float = 1.0
-    """Multiplies the loss divergence's part of the objective."""
-    weight_divergence_factor: float = 1.0
-    """Multiplies the weight divergence's part of the objective."""
-
-    # Solver
-
-    solver: Solver = "auto"
-    """Solver of the integer program: "cbc" (python-mip), "highs" (scipy), "greedy" (ours), or "auto".
-    "auto" is the first of them that fits and is installed. A policy may name its own."""
-    solver_time_limit: float = 60.0
-    """Seconds after which the solver is stopped, at most 7 days."""
-    solver_gap: float = 1e-4
-    """Relative gap at which the solver may stop."""
+    start_format: str | None = field(
+        default=None,
+        metadata=_help(
+            'Format of every GEMM until the first plan is applied: one of `formats`, or "bf16" (not quantized). None '
+            "means the most precise of `formats`."
+        ),
+    )
+    first_refresh: int = field(default=100, metadata=_help("Step of the first probe."))
+    refresh_every: int | None = field(
+        default=500,
+        metadata=_help(
+            "Steps between two probes. None keeps the first plan; if the first refresh fails, it is retried every "
+            "`first_refresh` steps.",
+            _INTEGER,
+        ),
+    )
+    apply_delay: int = field(
+        default=10,
+        metadata=_help(
+            "Steps between a probe and the application of its plan; the solver runs meanwhile. At most `refresh_every`."
+        ),
+    )
 
     # Run
 
-    backend: str = "auto"
-    """Kernels: the name of a backend (docs/hopper.md), or "auto", the fastest that can run.
-    The log says which one and why."""
-    rank_timeout: float = 600.0
-    """Seconds that a process waits for the others at most when they agree on something, at most 7 days.
-    They are beyond `solver_time_limit` and another 60. Then training ends with an error."""
-    seed: int = 0
-    """Seed of stochastic rounding, of the probe's directions and of the `random` policy."""
+    guard: Guard = field(
+        default="off",
+        metadata=_help(
+            'Response to a loss or gradient norm that spikes or is not finite: "off" (not watched), or "raise", which '
+            "runs the affected layers in more precise formats for a while, then refreshes the plan."
+        ),
+    )
+    backend: str = field(
+        default="auto",
+        metadata=_help('Kernels: the name of a backend (docs/hopper.md), or "auto", the fastest one available.'),
+    )
+    seed: int = field(
+        default=0, metadata=_help("Seed of stochastic rounding, of the probe's noise and of policies that draw lots.")
+    )
+
+    # Speed as the target
+
+    target_linear_speedup: float | None = field(
+        default=None,
+        metadata=_help(
+            "Minimum speed-up of the linears' GEMMs over BF16, in every stage, instead of `target_fp4_fraction`. Needs "
+            '`rates` or `budget="measured"`.',
+            _NUMBER,
+        ),
+    )
+    rates: str | None = field(
+        default=None,
+        metadata=_help(
+            'Table of relative speeds of formats: "h100", "b200", "gb300", "rtx50", "mi355", "ideal", or one that you '
+            "registered. Without `target_linear_speedup`, only reports use it."
+        ),
+    )
+    budget: Budget = field(
+        default="flops",
+        metadata=_help(
+            'Unit of the target: "flops", or "measured", the time of the linears\' GEMMs, measured on this machine '
+            "(docs/method.md, section 6)."
+        ),
+    )
+    timing_file: str | None = field(
+        default=None,
+        metadata=_help(
+            "File that keeps measured times for later runs with the same kind of GPU, torch version and backend."
+        ),
+    )
+    timing_tokens: int | None = field(
+        default=None,
+        metadata=_help(
+            "Tokens of a micro-batch to measure GEMM times for. None means those of the first probed micro-batch. "
+            'Policies without a probe need a number with `budget="measured"`.',
+            _INTEGER,
+        ),
+    )
+
+    # Expert settings
+
+    decides: Decides = field(
+        default="all",
+        metadata=_help(
+            'GEMMs that the plan decides on and the target refers to: "all" or "forward". With "forward", all backward '
+            'GEMMs run in the least precise of `formats`; it needs granularity "gemm".'
+        ),
+    )
+    stages: int | tuple[tuple[str, ...], ...] | None = field(
+        default=None,
+        metadata=_help(
+            "Pipeline stages, each of which attains the target: their number (contiguous runs of equally many blocks), "
+            "or the layer names of each. None means one stage.",
+            _STAGES,
+        ),
+    )
+    objective: Objective = field(
+        default="additive",
+        metadata=_help(
+            'Quantity that the solver minimizes: "additive" (dL + 0.1 dW^2) or "paper" (dL + dW), with divergences '
+            "relative to a model in the least precise format."
+        ),
+    )
+    loss_estimator: LossEstimator = field(
+        default="saliency",
+        metadata=_help(
+            'Estimator of the loss divergence: "saliency" (first order, after ScaleBITS) or "token-fisher" (curvature).'
+        ),
+    )
+    probes: int = field(
+        default=1,
+        metadata=_help(
+            "Random directions per refresh, each of two forward-backward passes. Estimates of the Hessian's trace need "
+            "many."
+        ),
+    )
+    probe_tokens: int | None = field(
+        default=1024,
+        metadata=_help(
+            "Tokens per layer that the probe keeps, over all ranks, in runs of 128. None keeps all.", _INTEGER
+        ),
+    )
+    probe_batch_tokens: int | None = field(
+        default=4096,
+        metadata=_help(
+            "Tokens that the probe's passes run on, over all ranks: whole sequences, at least one per rank. None means "
+            "the whole micro-batch.",
+            _INTEGER,
+        ),
+    )
+    solver: Solver = field(
+        default="auto",
+        metadata=_help(
+            'Solver of the integer program: "cbc" (python-mip), "highs" (scipy) or "greedy". "auto" is the first one '
+            "that is installed."
+        ),
+    )
+    solver_time_limit: float = field(
+        default=60.0, metadata=_help("Seconds after which the solver is stopped, at most 7 days.")
+    )
+    solver_gap: float = field(default=1e-4, metadata=_help("Relative gap at which the solver may stop."))
+    rank_timeout: float = field(
+        default=600.0,
+        metadata=_help(
+            "Seconds that a process waits for the others when they agree on something, beyond the solver's limit."
+        ),
+    )
+    loss_divergence_factor: float = field(
+        default=1.0, metadata=_help("Factor of the loss divergence in the objective.")
+    )
+    weight_divergence_factor: float = field(
+        default=1.0, metadata=_help("Factor of the weight divergence in the objective.")
+    )
+    guard_spike: float = field(
+        default=6.0, metadata=_help("Standard deviations above the recent mean at which a value is a spike.")
+    )
+    guard_window: int = field(default=128, metadata=_help("Healthy steps that a spike is compared with."))
+    guard_patience: int = field(
+        default=50,
+        metadata=_help(
+            'Steps for which `guard="raise"` keeps formats raised. A spike that lasts as long becomes the new level.'
+        ),
+    )
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            annotation = self.field_types[field.name]
-            if field.name in _CHOICES:
-                annotation = "str | None" if "None" in annotation else "str"
-            check_type(field.name, getattr(self, field.name), annotation, _ADVICE.get(field.name, ""))
-            check_bits(field.name, getattr(self, field.name))
+        for name, annotation in _TYPES.items():
+            value = getattr(self, name)
+            _check_type(name, value, annotation)
+            if isinstance(value, int):
+                _check_integer(name, value)
+        self._check_choices()
+        self._check_granularity()
+        self._check_target()
+        self._check_numbers()
+        self._check_timing()
+        self._check_formats()
+        POLICIES[self.policy].check(self)
+        self._check_attainable()
+        for name in ("skip_modules", "include_modules"):
+            self._set(name, as_names(name, getattr(self, name)))
+        self._set("ties", _as_ties(self.ties))
+        if isinstance(self.stages, list | tuple):
+            self._set("stages", tuple(as_names("stages", stage) for stage in self.stages))
+            if () in self.stages:
+                raise ValueError(
+                    f"stages: stage {self.stages.index(())} names no layer; expected at least one in every stage."
+                )
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_choices(self) -> None:
         closed = {name: get_args(literal) for name, literal in _CHOICES.items()}
         registered = {"policy": tuple(POLICIES), "backend": ("auto", *BACKENDS)}
         for name, known in (closed | registered).items():
-            if getattr(self, name) not in (*known, None):
-                guess = did_you_mean(getattr(self, name), known)
-                if name == "policy" and self.policy in _PRESETS:
-                    guess = f" {self.policy!r} is a preset: SnipConfig.preset({self.policy!r})."
-                if (name, getattr(self, name)) in _REMOVED_VALUES:
-                    advice = _REMOVED_VALUES[name, getattr(self, name)]
-                    raise ValueError(f"{name}={getattr(self, name)!r} was removed: {advice}.")
-                listing = POLICIES.listing if name == "policy" else None
-                raise ValueError(f"{name}={getattr(self, name)!r} is not known{choices(known, guess, listing)}")
-        self._check_granularity()
-        check_least(self)
-        is_default = self.target_fp4_fraction is None
-        fraction = fp4_fraction_of(self.target_fp4_fraction, self.target_linear_speedup)
-        object.__setattr__(self, "target_fp4_fraction", fraction)
-        check_ranges(self)
-        check_timing(self, POLICIES[self.policy])
-        self._check_formats()
-        POLICIES[self.policy].check(self)
-        self._check_share(is_default)
-        for name in ("skip_modules", "include_modules"):
-            object.__setattr__(self, name, as_names(name, getattr(self, name)))
-        object.__setattr__(self, "ties", as_ties(self.ties))
-        if not (self.stages is None or isinstance(self.stages, int)):
-            object.__setattr__(self, "stages", tuple(as_names("stages", stage) for stage in self.stages))
-        check_stages(self.stages)
+            value = getattr(self, name)
+            if value in known or (value is None and name == "granularity"):
+                continue
+            if (name, value) in _REMOVED_VALUES:
+                raise ValueError(f"{name}={value!r} was removed: {_REMOVED_VALUES[name, value]}.")
+            guess = did_you_mean(value, known)
+            if name == "policy" and value in _PRESETS:
+                guess = f" {value!r} is a preset: SnipConfig.preset({value!r})."
+            listing = POLICIES.listing if name == "policy" else None
+            raise ValueError(f"{name}={value!r} is not known{choices(known, guess, listing)}")
 
     def _check_granularity(self) -> None:
         supported = POLICIES[self.policy].granularities
         if self.granularity is None:
-            object.__setattr__(self, "granularity", supported[0])
+            self._set("granularity", supported[0])
         if self.granularity not in supported and self.fixed_plan is None:
-            what = "for whole linears" if supported == ("layer",) else "the GEMMs of a linear apart"
+            what = "whole linears" if supported == ("layer",) else "the GEMMs of a linear separately"
             raise ValueError(
-                f"granularity={self.granularity!r} with policy={self.policy!r} cannot work: it decides {what}. Leave "
-                "granularity out, or set it to None where a config is changed (dataclasses.replace, to_dict), or take "
-                "another policy."
+                f"granularity={self.granularity!r} with policy={self.policy!r} cannot work: it decides on {what}. Omit "
+                "granularity (set it to None in dataclasses.replace and to_dict), or choose another policy."
+            )
+
+    def _check_target(self) -> None:
+        fraction, speedup = _as_shares(self.target_fp4_fraction), self.target_linear_speedup
+        if fraction is not None and speedup is not None:
+            raise ValueError(
+                f"target_fp4_fraction={fraction!r} and target_linear_speedup={speedup!r} are two targets; expected one "
+                "of them. Leave the other one out, or set it to None."
+            )
+        self._set("target_fp4_fraction", DEFAULT_FP4_FRACTION if fraction is None and speedup is None else fraction)
+
+    def _check_numbers(self) -> None:
+        for name, (least, expected) in _AT_LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"{name}={value!r} is too small; expected {expected}.")
+        if self.refresh_every is not None and self.apply_delay > self.refresh_every:
+            raise ValueError(
+                f"apply_delay={self.apply_delay} is larger than refresh_every={self.refresh_every}; a plan must be "
+                "applied before the next probe. Lower apply_delay or raise refresh_every."
+            )
+        for name in _NOT_NEGATIVE:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}={value!r} is not a finite number of at least 0.")
+        for name, most in _AT_MOST.items():
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise ValueError(f"{name}={value!r} is too large; expected at most {most}.")
+        if self.loss_divergence_factor == self.weight_divergence_factor == 0:
+            raise ValueError(
+                "loss_divergence_factor and weight_divergence_factor are both 0; at least one must be above 0."
+            )
+        for name in _SECONDS:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value!r} is not a number of seconds above 0.")
+            if value > LONGEST_WAIT:
+                raise ValueError(f"{name}={value!r} is too long; expected at most {LONGEST_WAIT:g} seconds (7 days).")
+        if not (math.isfinite(self.guard_spike) and self.guard_spike > 0):
+            raise ValueError(f"guard_spike={self.guard_spike!r} is not a finite number above 0.")
+
+    def _check_timing(self) -> None:
+        policy = POLICIES[self.policy]
+        if self.budget == "flops":
+            for name in ("timing_file", "timing_tokens"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}={getattr(self, name)!r} is for budget='measured'; set that too.")
+        by_rule = self.fixed_plan is None and policy.aims_at_share and not policy.needs_probe
+        if self.budget == "measured" and self.timing_tokens is None and by_rule:
+            raise ValueError(
+                f"budget='measured' with policy={self.policy!r} needs timing_tokens, the tokens of a micro-batch: its "
+                "plan is made before the first one is there. Set it to batch size times sequence length, e.g. 16384."
             )
 
     def _check_formats(self) -> None:
-        object.__setattr__(self, "formats", as_names("formats", self.formats))
-        check_formats(self.formats, SnipConfig.__dataclass_fields__["formats"].default)
+        self._set("formats", as_names("formats", self.formats))
+        formats = self.formats
+        if not formats:
+            example = SnipConfig.__dataclass_fields__["formats"].default
+            raise ValueError(f"formats=() names no format; expected e.g. {example!r}.")
+        for name in formats:
+            check_format(name, "formats")
+        ordered = tuple(sorted(dict.fromkeys(formats), key=lambda name: FORMATS[name].bits))
+        if len(ordered) < len(formats):
+            raise ValueError(f"formats={formats!r} names a format twice; expected {ordered!r}.")
+        bits = [FORMATS[name].bits for name in formats]
+        if bits != sorted(bits):
+            raise ValueError(f"formats={formats!r} is not in order, the least precise first; expected {ordered!r}.")
         if self.start_format is None:
-            object.__setattr__(self, "start_format", self.most_precise)
-        check_start(str(self.start_format), self.formats)
+            self._set("start_format", self.most_precise)
+        starts = dict.fromkeys([*formats, UNQUANTIZED.name])
+        if self.start_format not in starts:
+            raise ValueError(
+                f"start_format={check_format(self.start_format, 'start_format')!r} is not among formats={formats!r}; "
+                f"expected one of {', '.join(starts)}, or None for the last of formats."
+            )
 
-    def _check_share(self, is_default: bool) -> None:
-        policy = POLICIES[self.policy]
-        check_rates(self.rates, self.formats, self.budget == "measured")
+    def _check_attainable(self) -> None:
+        """Refuses targets that the policy, its formats or the table of rates cannot reach."""
+        policy, measured = POLICIES[self.policy], self.budget == "measured"
+        if self.rates is not None:
+            _check_rates(self.rates, self.formats, measured)
         if self.fixed_plan is not None:
             return
-        check_decided(self, policy.aims_at_share)
         if not policy.aims_at_share:
-            refuse_speedup(self.target_linear_speedup, self.policy)
+            useless: dict[str, Any] = {"decides": self.decides} if self.decides != ALL else {}
+            if self.target_linear_speedup is not None:
+                useless |= {"target_linear_speedup": self.target_linear_speedup}
+            for name, value in useless.items():
+                raise ValueError(
+                    f"{name}={value!r} with policy={self.policy!r} has no effect: that policy has no target. Leave it "
+                    "out, or choose a policy that has one (docs/policies.md)."
+                )
             return
+        if self.decides != ALL:
+            self._check_decides()
         if not FORMATS[self.least_precise].is_quantized:
             raise ValueError(
                 f"policy={self.policy!r} has nothing to decide between the formats {self.formats!r}; expected at least "
                 "one that is quantized."
             )
-        chosen = self.formats if policy.needs_probe else (self.least_precise, self.most_precise)
+        used = self.formats if policy.needs_probe else (self.least_precise, self.most_precise)
         if self.target_linear_speedup is not None:
-            check_speedup(self.target_linear_speedup, self.rates, chosen, self.budget == "measured")
-        else:
-            check_fraction(largest_share(self.target_fp4_fraction), " (the default)" if is_default else "", chosen)
+            _check_speedup(self.target_linear_speedup, self.rates, used, measured)
+            return
+        share = largest_share(self.target_fp4_fraction)
+        if share and not any(FORMATS[name].counts_as_fp4 for name in used):
+            example = next(name for name, format in FORMATS.items() if format.counts_as_fp4)
+            raise ValueError(
+                f"target_fp4_fraction={share!r} cannot be met in the formats {used!r}: none of them rounds both "
+                f"operands to at most 4 bits. Add one that does, e.g. {example!r}, or set target_linear_speedup with "
+                "rates, or target_fp4_fraction=0."
+            )
+
+    def _check_decides(self) -> None:
+        what = f"decides={self.decides!r}"
+        if self.granularity == "layer":
+            raise ValueError(
+                f"{what} with granularity='layer' cannot work: it decides on the forward GEMM of a linear alone. Set "
+                "granularity='gemm'."
+            )
+        if self.target_linear_speedup is not None:
+            raise ValueError(
+                f"{what} with target_linear_speedup={self.target_linear_speedup!r} cannot work: a speed-up counts all "
+                "GEMMs of the linears. Set target_fp4_fraction, a share of the forward GEMMs, instead."
+            )
 
     def target_at(self, step: int) -> float | None:
-        """Returns the share of FP4 that a plan made at an optimizer step aims at; None: it aims at a speed-up."""
+        """Returns the FP4 share that a plan made at a step aims at; None if the target is a speed-up."""
         return share_at(self.target_fp4_fraction, step)
 
     def at_step(self, step: int) -> SnipConfig:
-        """Returns the config of a plan made at an optimizer step: with the share of that step alone."""
+        """Returns the config with the constant FP4 share that a plan made at a step aims at."""
         share = self.target_at(step)
         return self if share == self.target_fp4_fraction else dataclasses.replace(self, target_fp4_fraction=share)
 
@@ -352,7 +638,7 @@ class SnipConfig(_FieldNames):
 
     @property
     def quantized_formats(self) -> tuple[str, ...]:
-        """Those of `formats` that quantize, whose divergences are estimated; the most precise first."""
+        """The formats that quantize, most precise first. The probe estimates their divergences."""
         return tuple(name for name in reversed(self.formats) if FORMATS[name].is_quantized)
 
     @property
@@ -367,18 +653,14 @@ class SnipConfig(_FieldNames):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> SnipConfig:
-        """Builds a config from a named set of values (docs/config.md says why these).
-
-        "gemm": the default, the three GEMMs of a linear apart. "layer": together. "hopper": as "gemm", for an H100 or
-        H200, in MXFP4 and FP8 with one scale per tensor, with ties that let linears of the same input quantize it
-        once. "paper": by layer, Q = dL + dW, as far as the paper is known.
+        """Builds a config from a named set of values (docs/config.md explains them).
 
         Args:
             name: of the preset.
             changes: fields with other values.
 
         Raises:
-            ValueError: an unknown name, or as the constructor.
+            ValueError: unknown name, or an invalid value.
         """
         if not isinstance(name, str) or name not in _PRESETS:
             raise ValueError(f"Unknown preset {name!r}{choices(_PRESETS, did_you_mean(str(name), _PRESETS))}")
@@ -386,25 +668,220 @@ class SnipConfig(_FieldNames):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None) -> SnipConfig:
-        """Builds a config from plain YAML or JSON data (lists stand for tuples); takes old names of fields too.
+        """Builds a config from plain YAML or JSON data, with lists for tuples.
 
-        YAML reads `off` as false, `1e-3` and `none` as text, and an empty document as None: they are taken as meant.
+        YAML reads `off` as false, `1e-3` and `none` as text, and an empty document as None; all are converted.
 
         Raises:
-            ValueError: a key that is not a field, or a field under both its names.
+            ValueError: a key is not a field.
         """
         if not isinstance(values, Mapping | None):
             raise TypeError(f"SnipConfig.from_dict got a {type(values).__name__}; expected fields and their values.")
-        values = current_names(values or {})
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = [key for key in values if key not in known]
-        if unknown and unknown[0] in _REMOVED_FIELDS:
-            raise ValueError(f"The SnipConfig field {unknown[0]!r} was removed: {_REMOVED_FIELDS[unknown[0]]}.")
-        if unknown:
-            guess = did_you_mean(unknown[0], known)
-            raise ValueError(f"Unknown SnipConfig field {unknown[0]!r}{choices(known, guess, 'docs/config.md')}")
-        return cls(**{name: as_meant(value, cls.field_types[name]) for name, value in values.items()})
+        values = values or {}
+        for key in values:
+            if key in _REMOVED_FIELDS:
+                raise ValueError(_removed_text(key))
+            if key not in _TYPES:
+                guess = did_you_mean(key, _TYPES)
+                raise ValueError(f"Unknown SnipConfig field {key!r}{choices(_TYPES, guess, 'docs/config.md')}")
+        return cls(**{name: _as_meant(value, _TYPES[name]) for name, value in values.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data that `from_dict` and `json` take."""
-        return {field.name: as_plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        """Returns plain data that `from_dict` and `json` accept."""
+        return {name: _as_lists(getattr(self, name)) for name in _TYPES}
+
+
+# `HfArgumentParser` overwrites `Field.type`, and calls the annotated types with the text of arguments.
+_TYPES: dict[str, str] = dict(inspect.get_annotations(SnipConfig))
+for _one in dataclasses.fields(SnipConfig):
+    SnipConfig.__annotations__[_one.name] = _one.metadata.get("type", _TYPES[_one.name])
+
+
+def as_names(field: str, names: object) -> tuple[str, ...]:
+    """Returns a list of names as a tuple; raises TypeError for anything else."""
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{field}: got {names!r}; expected a list of names.")
+    return tuple(names)
+
+
+def read_shares(value: Any) -> tuple[Share, ...] | None:
+    """Returns the changing shares in a config of unknown origin; None if it has none, or invalid ones."""
+    if not isinstance(value, list | tuple):
+        return None
+    try:
+        shares = _as_shares(value)
+    except (TypeError, ValueError):
+        return None
+    return shares if isinstance(shares, tuple) else None
+
+
+def share_at(value: float | tuple[Share, ...] | None, step: int) -> float | None:
+    """Returns the FP4 share at an optimizer step; step 0 (before training) counts as step 1."""
+    if not isinstance(value, tuple):
+        return value
+    return next(share for begins, share in reversed(value) if begins <= max(step, 1))
+
+
+def largest_share(value: float | tuple[Share, ...] | None) -> float:
+    """Returns the largest FP4 share of a run; 0 without one."""
+    return max(share for _, share in value) if isinstance(value, tuple) else value or 0.0
+
+
+def shares_text(value: float | tuple[Share, ...] | None, spec: str = "g") -> str:
+    """Describes a share or a schedule of shares: "0.9 from step 1, 0.5 from step 800".
+
+    Args:
+        value: `SnipConfig.target_fp4_fraction`.
+        spec: format specification of a share.
+    """
+    if not isinstance(value, tuple):
+        return format(value or 0.0, spec)
+    return ", ".join(f"{format(share, spec)} from step {step}" for step, share in value)
+
+
+def mean_share(value: float | tuple[Share, ...] | None, steps: int) -> float:
+    """Returns the mean target share over the steps 1 to `steps` (at least 1)."""
+    if not isinstance(value, tuple):
+        return value or 0.0
+    ends = [min(begins - 1, steps) for begins, _ in value[1:]] + [steps]
+    begins = [min(begins - 1, steps) for begins, _ in value]
+    return sum(share * (end - begin) for (_, share), begin, end in zip(value, begins, ends, strict=True)) / steps
+
+
+def _removed_text(name: str) -> str:
+    return f"The SnipConfig field {name!r} was removed: {_REMOVED_FIELDS[name]}."
+
+
+def _check_type(name: str, value: object, annotation: str) -> None:
+    if name in _CHOICES:
+        annotation = "str | None" if "None" in annotation else "str"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = (
+        ("None" in annotation and value is None)
+        or ("float" in annotation and is_number)
+        or ("int" in annotation and is_number and isinstance(value, int))
+        or (annotation.startswith("str") and isinstance(value, str))
+        or ("tuple" in annotation and isinstance(value, list | tuple))
+    )
+    if not fits:
+        raise TypeError(
+            f"{name}={value!r} has type {type(value).__name__}; expected {annotation}.{_ADVICE.get(name, '')}"
+        )
+
+
+def _check_integer(name: str, value: int) -> None:
+    if value.bit_length() > _INTEGER_BITS:
+        # Python refuses to print integers of thousands of digits.
+        shown = str(value) if value.bit_length() < 1000 else f"an integer of {value.bit_length()} bits"
+        raise ValueError(f"{name}={shown} is too large; expected less than 2**{_INTEGER_BITS}, in size.")
+
+
+def _is_none(text: str) -> bool:
+    return text.strip().lower() in ("none", "null", "~")
+
+
+def _as_meant(value: Any, annotation: str) -> Any:
+    """Converts what YAML misreads: None, "off", and numbers such as 1e-3."""
+    if value is False and annotation == "Guard":
+        return "off"
+    if not isinstance(value, str):
+        return value
+    if "None" in annotation and _is_none(value):
+        return None
+    if "float" in annotation:
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value
+
+
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _as_ties(ties: object) -> str | tuple[tuple[str, ...], ...]:
+    if ties == AUTO_TIES:
+        return AUTO_TIES
+    if not isinstance(ties, list | tuple):
+        raise TypeError(f"ties={ties!r} has type {type(ties).__name__}; expected {AUTO_TIES!r} or lists of names.")
+    result = tuple(as_names("ties", tie) for tie in ties)
+    counts = Counter(name for tie in result for name in dict.fromkeys(tie))
+    for name, count in counts.items():
+        if count > 1:
+            raise ValueError(f"ties: {name!r} is in more than one tie; put all names that share a format into one.")
+    return result
+
+
+def _as_shares(value: Any) -> float | tuple[Share, ...] | None:
+    """Returns `target_fp4_fraction`, checked, with tuples for lists."""
+    if not isinstance(value, list | tuple):
+        share: float | None = value
+        _check_share(share)
+        return share
+    for index, pair in enumerate(value):
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2 and not any(isinstance(x, bool) for x in pair)
+        is_step = is_pair and isinstance(pair[0], int) and pair[0].bit_length() <= _INTEGER_BITS
+        if not (is_step and isinstance(pair[1], int | float)):
+            raise TypeError(
+                f"target_fp4_fraction[{index}]={pair!r} is not a step and a share; expected {_SHARES_EXAMPLE}."
+            )
+        _check_share(pair[1], f"[{index}]")
+    shares = tuple((step, share) for step, share in value)
+    if not shares or shares[0][0] != 1:
+        begins = f"begins at step {shares[0][0]}" if shares else "has no entry"
+        raise ValueError(
+            f"target_fp4_fraction={shares!r} {begins}; expected step 1 first, whose share the run begins with, "
+            f"{_SHARES_EXAMPLE}."
+        )
+    for (step, _), (later, _) in pairwise(shares):
+        if later <= step:
+            raise ValueError(
+                f"target_fp4_fraction={shares!r} names step {later} after step {step}; expected steps that increase, "
+                f"{_SHARES_EXAMPLE}."
+            )
+    return shares
+
+
+def _check_share(share: float | None, place: str = "") -> None:
+    if share is not None and not 0 <= share <= 1:
+        raise ValueError(
+            f"target_fp4_fraction{place}={share!r} is outside 0..1; it is the share of the linear FLOPs that run in "
+            "FP4, e.g. 0.75."
+        )
+
+
+def _check_rates(rates: str, formats: Sequence[str], measured: bool) -> None:
+    table = RATES[RATES.checked(rates, "rates")]
+    if measured:
+        raise ValueError(
+            f"rates={rates!r} and budget='measured' are two sources of speed; expected one of them. Set rates=None, or "
+            "budget='flops'."
+        )
+    for name in formats:
+        if table.rate(name) is None:
+            raise ValueError(
+                f"rates={rates!r} has no rate of the format {name!r}, which that hardware does not run; it has "
+                f"{', '.join(table.formats)}. Choose other formats or rates, e.g. rates='ideal', which has all."
+            )
+
+
+def _check_speedup(speedup: float, rates: str | None, formats: Sequence[str], measured: bool) -> None:
+    """Refuses a speed-up below 1, without a source of speeds, or beyond the fastest format."""
+    if not (math.isfinite(speedup) and speedup >= 1):
+        raise ValueError(
+            f"target_linear_speedup={speedup!r} is not a finite number of at least 1, which is the speed of BF16; "
+            "expected e.g. 1.8."
+        )
+    if rates is None:
+        if measured:
+            return
+        raise ValueError(
+            f"target_linear_speedup={speedup!r} needs to know how fast each format runs. Set rates to one of "
+            f"{', '.join(RATES)}, or set budget='measured'."
+        )
+    largest = max(RATES[rates].rate(name) for name in formats)
+    if speedup > largest * (1 + 1e-9):
+        raise ValueError(
+            f"target_linear_speedup={speedup!r} is out of reach: with every GEMM in the fastest of the formats "
+            f"{', '.join(formats)} it is {largest:g} by rates={rates!r}, the largest attainable. Lower it, or add a "
+            "faster format."
+        )

@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from snip_hf.budget_checks import RATES
-from snip_hf.config import SnipConfig
+from snip_hf.config import RATES, SnipConfig
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.costs.rates import Rates, linear_times, register_rates, speedup

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from trainings import SCHEDULE, Training
 
-from snip_hf.field_values import FOUND
+from snip_hf.config import AUTO_TIES
 
 _SGD = {"optimizer": "sgd", "steps": 6, "micro_batches": 2, "clip": 0.5}
 _NEVER = {"start_format": "bf16", "first_refresh": 1, "refresh_every": 1, "apply_delay": 0, "probe_tokens": 256}
@@ -74,7 +74,7 @@ _EMULATED = replace(
     config=SCHEDULE | {"granularity": "gemm", "target_fp4_fraction": 0.5, "backend": "emulated"},
 )
 _HOPPER = Training(
-    SCHEDULE | {"formats": ("mxfp4", "fp8-tensor"), "granularity": "gemm", "ties": FOUND},
+    SCHEDULE | {"formats": ("mxfp4", "fp8-tensor"), "granularity": "gemm", "ties": AUTO_TIES},
     "sgd",
     hidden=128,
     mixed_precision="bf16",

@@ -21,8 +21,7 @@ from policy_settings import (
     stage_shares,
 )
 
-from snip_hf.budget_checks import RATES
-from snip_hf.config import SnipConfig
+from snip_hf.config import RATES, SnipConfig
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.costs.rates import Rates, register_rates

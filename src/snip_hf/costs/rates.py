@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..budget_checks import RATES
+from ..config import RATES
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from .flops import Work
 from .measured_cost import MeasuredCost

@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import SnipConfig
-from ..field_arguments import takes_arguments
 
 
-@takes_arguments
 @dataclass(frozen=True, kw_only=True)
 class SnipArguments(SnipConfig):
     """`SnipConfig` for a parser that takes `TrainingArguments` too, which has a `seed` of its own.
@@ -22,8 +20,7 @@ class SnipArguments(SnipConfig):
     """
 
     seed: int = field(default=0, init=False)
-    snip_seed: int = 0
-    """Seed of stochastic rounding, of the probe's directions and of the `random` policy: `SnipConfig.seed`."""
+    snip_seed: int = field(default=0, metadata=SnipConfig.__dataclass_fields__["seed"].metadata)
 
     def __new__(cls, *, snip_seed: int = 0, **values: Any) -> Any:
         return SnipConfig.from_dict(dict(seed=snip_seed, **values))  # as YAML may have them

@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping
 
 from huggingface_hub import ModelCard
 
-from ..config import POLICIES, SnipConfig
+from ..config import POLICIES, SnipConfig, read_shares, shares_text
 from ..estimation.coverage import Coverage
 from ..numerics.formats import FORMATS
 from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
 from ..records.run_folder import FOLDER
-from ..schedule_checks import read_shares, shares_text
 from ..shipped_files import REPOSITORY
 from ..text import printable
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..budget_checks import FORWARD
+from ..config import FORWARD
 from ..costs.flops import Work
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..budget_checks import ALL, DEFAULT_FP4_FRACTION
-from ..config import SnipConfig
+from ..config import ALL, DEFAULT_FP4_FRACTION, SnipConfig
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from .registry import policy_of
 

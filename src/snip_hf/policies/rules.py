@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..budget_checks import ALL
-from ..config import SnipConfig
+from ..config import ALL, SnipConfig
 from ..layers.state import block_of
 from .registry import Policy, register_policy
 from .setting import Setting

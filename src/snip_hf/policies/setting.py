@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..budget_checks import ALL
-from ..config import SnipConfig
+from ..config import ALL, SnipConfig
 from ..costs.flops import Tokens, Work, executed
 from ..costs.measured_cost import MeasuredCost
 from ..numerics.gemms import GEMMS

@@ -51,8 +51,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from ..budget_checks import ALL
-from ..config import SnipConfig
+from ..config import ALL, SnipConfig
 from ..estimation.criterion import LayerCriterion
 from ..estimation.extrapolation import Squares
 from ..estimation.noise import PLACES

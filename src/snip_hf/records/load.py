@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 from ..config import SnipConfig
 from ..costs.flops import Tokens
 from ..costs.measured_cost import MeasuredCost
-from ..field_names import current_names
 from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
 from .checkpoints import STATE_NAME, Checkpoint, read_checkpoint
@@ -73,7 +72,7 @@ class Run:
     @property
     def config(self) -> Mapping[str, Any]:
         """The run's configuration, with the names that its fields have now."""
-        return current_names(self.plans[0][1].provenance.config or {})
+        return self.plans[0][1].provenance.config or {}
 
     @property
     def last_config(self) -> Mapping[str, Any]:

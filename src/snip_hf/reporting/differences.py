@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..field_names import current_names
 from ..layers.labels import LayerLabels
 from ..planning.plan import PrecisionPlan
 from ..records.checkpoints import STATE_NAME
@@ -51,7 +50,7 @@ class Compared:
     def config(self) -> Mapping[str, Any]:
         if self.run is not None:
             return self.run.last_config
-        return {} if self.plan is None else current_names(self.plan.provenance.config or {})
+        return {} if self.plan is None else self.plan.provenance.config or {}
 
     def losses_of(self, kind: str) -> dict[int, float]:
         """Returns step -> loss of a kind, without those that are not finite."""

@@ -6,14 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..budget_checks import FORWARD
-from ..config import POLICIES
+from ..config import FORWARD, POLICIES, mean_share, read_shares, shares_text
 from ..estimation.coverage import Coverage
 from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
 from ..records.load import Run
 from ..records.values import short
-from ..schedule_checks import mean_share, read_shares, shares_text
 
 
 def policy_text(config: Mapping[str, Any]) -> str:

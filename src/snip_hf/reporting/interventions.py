@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..config import read_shares, shares_text
 from ..records.interventions import RAISED, Alarm, Retarget
 from ..records.values import short
-from ..schedule_checks import read_shares, shares_text
 
 
 def alarms_told(alarms: Sequence[Alarm]) -> list[str]:

@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from ..budget_checks import FORWARD
+from ..config import FORWARD, read_shares
 from ..estimation.pending import LAYER
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..planning.plan import PrecisionPlan
 from ..records.events import Refresh
 from ..records.load import Run, thinned
-from ..schedule_checks import read_shares
 from ..text import printable
 from .facts import has_target
 from .interventions import alarms_told, retargets_told

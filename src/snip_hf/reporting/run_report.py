@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..budget_checks import FORWARD
-from ..config import SnipConfig
+from ..config import FORWARD, SnipConfig
 from ..estimation.pending import LAYER
 from ..estimation.table import Divergence, DivergenceTable
 from ..layers.labels import LayerLabels

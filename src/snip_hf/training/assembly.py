@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..config import POLICIES, SnipConfig
-from ..field_values import FOUND
+from ..config import AUTO_TIES, POLICIES, SnipConfig
 from ..kernels.backend import select_backend
 from ..layers.convert import keep_states_apart
 from ..layers.state import snip_linears
@@ -96,7 +95,7 @@ def assemble(
     setting = find_setting(bare, config, processes.pipeline)
     in_force = _first_in_force(bare, kernels.name, setting, processes, events, log)
     probe = StepProbe(bare, config, setting.flops, layers, source, processes)
-    refresher = Refresher(in_force, probe, events, solving, log, solver, finds_ties=config.ties == FOUND)
+    refresher = Refresher(in_force, probe, events, solving, log, solver, finds_ties=config.ties == AUTO_TIES)
     coverage = CoverageCheck(bare, in_force, processes, events, log, accelerator)
     messages = RunMessages(config, kernels.name, log)
     events.add_tracker(messages.note)

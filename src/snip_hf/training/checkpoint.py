@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..config import SnipConfig
+from ..config import SnipConfig, as_names
 from ..costs.flops import Work
 from ..estimation.coverage import Coverage
 from ..estimation.shared_inputs import Ties
-from ..field_names import current_names
-from ..field_values import as_names
 from ..layers.state import with_plain_names
 from ..parallel.ranks import Attempt, Ranks
 from ..planning.plan import PrecisionPlan
@@ -99,7 +97,7 @@ class SavedState:
             pending, last_probe, postponed = state["pending"], state["last_probe"], state.get("postponed")
             return cls(
                 # Fields that a later version added were then what their defaults are.
-                config=SnipConfig().to_dict() | current_names(dict(state["config"])),
+                config=SnipConfig().to_dict() | dict(state["config"]),
                 step=int(state["step"]),
                 plan=PrecisionPlan.from_dict(state["plan"]),
                 pending=None if pending is None else PendingRefresh.of(pending),

@@ -14,12 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from ..config import SnipConfig
+from ..config import AUTO_TIES, SnipConfig
 from ..costs.flops import Work, linear_flops
 from ..costs.gemm_timing import read_times
 from ..costs.measured_cost import MeasuredCost, describe_cost, measure_cost
 from ..estimation.shared_inputs import usual_ties
-from ..field_values import FOUND
 from ..kernels.backend import BACKENDS, Backend, why_emulated
 from ..layers.convert import convert_model
 from ..layers.layer import SnipLayer
@@ -88,7 +87,7 @@ def find_setting(model: nn.Module, config: SnipConfig, pipeline: Ranks) -> Setti
         ValueError: stages or ties that do not fit the model, or a file of times that cannot be read.
     """
     flops = flops_of_all(model, pipeline)
-    if config.ties == FOUND:  # as long as no probe has seen them
+    if config.ties == AUTO_TIES:  # as long as no probe has seen them
         config = replace(config, ties=usual_ties(flops))
     setting = Setting(config, flops, find_stages(list(flops), config))
     check_ties(setting)

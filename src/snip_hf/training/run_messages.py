@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import math
 
-from ..config import SnipConfig
+from ..config import SnipConfig, shares_text
 from ..estimation.coverage import Coverage
 from ..kernels.backend import BACKENDS
 from ..numerics.formats import FORMATS
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import aims_at_share, needs_probe
 from ..records.events import Event, Refresh
-from ..schedule_checks import shares_text
 from .plans import describe_plan
 
 

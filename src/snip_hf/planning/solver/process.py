@@ -21,8 +21,7 @@ import weakref
 from collections.abc import Sequence
 from typing import IO, Any
 
-from ...config import POLICIES, SnipConfig
-from ...field_ranges import LONGEST_WAIT
+from ...config import LONGEST_WAIT, POLICIES, SnipConfig
 from ...json_io import MAX_JSON_BYTES, parse_json
 from ...text import printable
 from . import ilp

@@ -1,31 +1,29 @@
-"""What becomes of a model in which a module or a parameter has several names?"""
+"""A pass of the probe uses stand-ins for parameters and puts everything back, whatever shares what."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from slow_cases import slow
 from small import TinyLM, adamw_after, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
-from tiny_runs import FAST, SCHEDULE, differing, model_with_dropout, train, weights, without_seconds
+from tiny_runs import differing
 from torch import Tensor, nn
+from torch._dynamo import eval_frame
 from transformers import LlamaForCausalLM
 
-from snip_hf import SnipConfig
+from snip_hf import SnipConfig, is_probing
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import estimate_divergence
-from snip_hf.estimation.ground_truth import measure_assignment, measure_divergence
+from snip_hf.estimation.ground_truth import measure_assignment
 from snip_hf.estimation.passes import run_pass
 from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
-
-CONFIG = SnipConfig(**SCHEDULE)
-SHORT = {"max_steps": 5}
 
 
 def aliased(model: LlamaForCausalLM) -> LlamaForCausalLM:
@@ -36,30 +34,13 @@ def aliased(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return model
 
 
-class Wrapped(nn.Module):
-    """Names the blocks before the model that they belong to."""
-
-    def __init__(self, lm: LlamaForCausalLM) -> None:
-        super().__init__()
-        self.blocks = lm.model.layers
-        self.lm = lm
-        self.config = lm.config
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm.get_output_embeddings()
-
-    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Any:
-        return self.lm(input_ids=input_ids, labels=labels, attention_mask=attention_mask)
-
-
 class Shared(TinyLM):
     """ALBERT's kind: one block runs three times, and has a second name."""
 
-    def __init__(self, has_alias: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([self.layers[0]] * 3)
-        if has_alias:
-            self.block = self.layers[0]
+        self.block = self.layers[0]
 
 
 class State:
@@ -83,52 +64,21 @@ def rows(table: DivergenceTable) -> list[dict[str, Any]]:
     return table.to_records()
 
 
-def test_a_run_with_aliases_is_the_run_without_them_to_the_bit(tmp_path: Path) -> None:
-    plain = train(tmp_path / "plain", CONFIG, model=model_with_dropout(), **SHORT)
-    model = aliased(model_with_dropout())
-    parameters = list(model.parameters())
-    run = train(tmp_path / "aliased", CONFIG, model=model, **SHORT)
-    assert run.losses == plain.losses
-    assert [line["status"] for line in run.refreshes] == ["applied"]
-    assert without_seconds(run.refreshes) == without_seconds(plain.refreshes)
-    now = list(model.parameters())
-    assert len(now) == len(parameters)
-    assert all(one is other for one, other in zip(now, parameters, strict=True))
-    assert all(type(parameter) is nn.Parameter for parameter in now)
-    mine, theirs = weights(model), weights(plain.model)
-    assert differing({name: mine[name] for name in theirs}, theirs) == []
-
-
-def test_a_wrapper_that_names_the_blocks_first_trains_the_same_parameters(tmp_path: Path) -> None:
-    # The blocks' names decide the random numbers: compared is with a run whose probes cannot matter.
-    config = {"start_format": "bf16", "first_refresh": 2, "refresh_every": 2, "apply_delay": 2, **FAST}
-    probed = Wrapped(model_with_dropout())
-    parameters = list(probed.parameters())
-    run = train(tmp_path / "probed", SnipConfig(**config), model=probed, max_steps=3)
-    bare = train(tmp_path / "bare", model=Wrapped(model_with_dropout()), max_steps=3)
-    assert run.losses == bare.losses
-    assert all(one is other for one, other in zip(probed.parameters(), parameters, strict=True))
-    assert differing(weights(probed), weights(bare.trainer.model)) == []
-
-
-@pytest.mark.parametrize("action", [estimate_divergence, slow(measure_divergence)])
-def test_aliases_leave_divergences_and_parameters_as_they_are(action: Any) -> None:
+def test_aliases_leave_divergences_and_parameters_as_they_are() -> None:
     model, batch = tiny_llama(hidden=32, layers=2), text(2, 8)
-    wanted = rows(action(model, batch))
+    wanted = rows(estimate_divergence(model, batch))
     aliased(model).register_parameter("one_weight", model.model.layers[0].mlp.gate_proj.weight)
     state = State(model)
-    assert rows(action(model, batch)) == wanted
+    assert rows(estimate_divergence(model, batch)) == wanted
     state.assert_unchanged()
 
 
-@pytest.mark.parametrize("has_alias", [False, True])
-@pytest.mark.parametrize("reentrant", [slow(None), slow(False), True])
-def test_a_block_that_runs_three_times_and_has_two_names_trains_on(has_alias: bool, reentrant: bool | None) -> None:
+def test_a_block_that_runs_three_times_and_has_two_names_trains_on() -> None:
     def losses(probes: bool) -> list[float]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = Shared(has_alias)
-        model.reentrant = reentrant
+            model = Shared()
+        model.reentrant = True
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         found = []
         for step in range(3):
@@ -147,7 +97,7 @@ def test_a_block_that_runs_three_times_and_has_two_names_trains_on(has_alias: bo
 
 
 def test_every_way_to_probe_leaves_an_aliased_model_alone() -> None:
-    model = aliased(tiny_llama(hidden=32, layers=1 + 1))
+    model = aliased(tiny_llama(hidden=32, layers=2))
     optimizer = adamw_after(model, 1, rows=2, length=8)
     convert_model(model, SnipConfig())
     state, batch = State(model), text(2, 8)
@@ -221,3 +171,55 @@ def test_what_parametrizes_a_weight_acts_and_is_put_back() -> None:
     loss = estimate_divergence(model, tokens(), optimizer).loss
     assert differing(dict(inner.state_dict()), before) == []
     assert loss == pytest.approx(model(**tokens())["loss"].item(), rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------- in two threads at once
+
+PATIENCE = 20.0
+
+
+def of_torch() -> list[Any]:
+    return [
+        eval_frame._stance,
+        nn.functional.scaled_dot_product_attention,
+        dict(nn.modules.module._global_forward_hooks),
+    ]
+
+
+class Waiting(nn.LayerNorm):
+    """Tells that its forward pass has begun, and ends it when it may."""
+
+    def __init__(self) -> None:
+        super().__init__(12)
+        self.began, self.may_end = threading.Event(), threading.Event()
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.began.set()
+        assert self.may_end.wait(PATIENCE)
+        assert eval_frame._stance.stance == "force_eager"
+        return super().forward(input)
+
+
+@pytest.mark.parametrize(("order", "fails"), [((0, 1), False), ((1, 0), True)])
+def test_passes_that_overlap_in_any_order_leave_torch_as_it_was(order: tuple[int, int], fails: bool) -> None:
+    seen: list[int] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: seen.append(is_probing()))
+    before = of_torch()
+    models = [tiny_lm(seed) for seed in range(2)]
+    for model in models:
+        convert_model(model, SnipConfig())
+        model.layers[0].norm = Waiting()
+    if fails:
+        models[1].head.forward = None
+    with ThreadPoolExecutor(2) as threads:
+        passes = []
+        for model in models:
+            passes.append(threads.submit(run_pass, model, Batch.of(tokens()), {}))
+            assert model.layers[0].norm.began.wait(PATIENCE)
+        for index in order:
+            models[index].layers[0].norm.may_end.set()
+            error = passes[index].exception(PATIENCE)
+            assert (error is not None) == (fails and index == 1)
+    assert of_torch() == before
+    assert seen and all(seen)
+    handle.remove()

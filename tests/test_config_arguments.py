@@ -54,7 +54,7 @@ def test_without_arguments_the_config_is_the_default() -> None:
         ("probe_tokens", "None", None),
         ("start_format", "bf16", "bf16"),
         ("granularity", "layer", "layer"),
-        ("solver_gap", "1e-3", 1e-3),
+        ("solver_time_limit", "1e1", 10.0),
         ("seed", "7", 7),
     ],
 )  # fmt: skip

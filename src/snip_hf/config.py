@@ -67,6 +67,12 @@ _REMOVED_FIELDS = {
     "switching_cost": "raise refresh_every to change plans less often",
     "estimate_memory": "raise refresh_every to change plans less often, or probes to make estimates less noisy",
     "probe_memory_mib": "a probe stays within the memory of a training step; set probe_tokens to keep less",
+    "solver_gap": "the solver stops at a relative gap of 1e-4",
+    "rank_timeout": "a process waits at most 600 seconds for the others, beyond solver_time_limit",
+    "loss_divergence_factor": "register a policy whose cost weighs the divergences differently (docs/policies.md)",
+    "weight_divergence_factor": "register a policy whose cost weighs the divergences differently (docs/policies.md)",
+    "guard_spike": "a spike is more than 6 standard deviations above the mean",
+    "guard_window": "spikes are compared with the last 128 healthy steps",
     "guard_noise": "guard='raise' raises the formats of layers and adds no noise",
     "guard_failures": "a callback can go back to a checkpoint (docs/reliability.md, Rolling back)",
     "cost": "use budget",
@@ -105,7 +111,6 @@ _AT_LEAST: dict[str, tuple[int, str]] = {
     "probe_batch_tokens": (128, "None or at least 128 (one tile)"),
     "timing_tokens": (1, "None or at least 1"),
     "stages": (1, "None, a number of at least 1, or lists of names"),
-    "guard_window": (8, "at least 8"),
     "guard_patience": (1, "at least 1"),
     "seed": (0, "at least 0"),
 }
@@ -113,14 +118,7 @@ _AT_MOST = {
     "probes": 10_000,
     # Larger GEMMs exceed 32-bit indices.
     "timing_tokens": 2**31 - 1,
-    # The solver takes costs up to 1e100, which are these factors times divergences.
-    "loss_divergence_factor": 1e50,
-    "weight_divergence_factor": 1e50,
-    "solver_gap": 1e50,
-    "guard_window": 100_000,
 }
-_NOT_NEGATIVE = ("loss_divergence_factor", "weight_divergence_factor", "solver_gap")
-_SECONDS = ("solver_time_limit", "rank_timeout")
 # Files and random number generators store integers in 64 bits.
 _INTEGER_BITS = 63
 # Advice that follows the error about a wrong type.
@@ -419,23 +417,6 @@ class SnipConfig(_NamedFields):
     solver_time_limit: float = field(
         default=60.0, metadata=_help("Seconds after which the solver is stopped, at most 7 days.")
     )
-    solver_gap: float = field(default=1e-4, metadata=_help("Relative gap at which the solver may stop."))
-    rank_timeout: float = field(
-        default=600.0,
-        metadata=_help(
-            "Seconds that a process waits for the others when they agree on something, beyond the solver's limit."
-        ),
-    )
-    loss_divergence_factor: float = field(
-        default=1.0, metadata=_help("Factor of the loss divergence in the objective.")
-    )
-    weight_divergence_factor: float = field(
-        default=1.0, metadata=_help("Factor of the weight divergence in the objective.")
-    )
-    guard_spike: float = field(
-        default=6.0, metadata=_help("Standard deviations above the recent mean at which a value is a spike.")
-    )
-    guard_window: int = field(default=128, metadata=_help("Healthy steps that a spike is compared with."))
     guard_patience: int = field(
         default=50,
         metadata=_help(
@@ -515,26 +496,17 @@ class SnipConfig(_NamedFields):
                 f"apply_delay={self.apply_delay} is larger than refresh_every={self.refresh_every}; a plan must be "
                 "applied before the next probe. Lower apply_delay or raise refresh_every."
             )
-        for name in _NOT_NEGATIVE:
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}={value!r} is not a finite number of at least 0.")
         for name, most in _AT_MOST.items():
             value = getattr(self, name)
             if value is not None and value > most:
                 raise ValueError(f"{name}={value!r} is too large; expected at most {most}.")
-        if self.loss_divergence_factor == self.weight_divergence_factor == 0:
+        seconds = self.solver_time_limit
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise ValueError(f"solver_time_limit={seconds!r} is not a number of seconds above 0.")
+        if seconds > LONGEST_WAIT:
             raise ValueError(
-                "loss_divergence_factor and weight_divergence_factor are both 0; at least one must be above 0."
+                f"solver_time_limit={seconds!r} is too long; expected at most {LONGEST_WAIT:g} seconds (7 days)."
             )
-        for name in _SECONDS:
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value!r} is not a number of seconds above 0.")
-            if value > LONGEST_WAIT:
-                raise ValueError(f"{name}={value!r} is too long; expected at most {LONGEST_WAIT:g} seconds (7 days).")
-        if not (math.isfinite(self.guard_spike) and self.guard_spike > 0):
-            raise ValueError(f"guard_spike={self.guard_spike!r} is not a finite number above 0.")
 
     def _check_timing(self) -> None:
         policy = POLICIES[self.policy]

@@ -30,8 +30,8 @@ from snip_hf.training.fingerprint import weights_fingerprint
 from snip_hf.training.refresh import Solving
 
 BOUND = 3.0
-QUICK: dict[str, Any] = {"rank_timeout": 1.0, "solver_time_limit": 2.0, "solver": "greedy", "probe_tokens": None}
-SOLVING = Solving(rank_grace=0.0)
+QUICK: dict[str, Any] = {"solver_time_limit": 2.0, "solver": "greedy", "probe_tokens": None}
+SOLVING = Solving(rank_grace=1.0)
 CONFIG = SnipConfig(first_refresh=2, apply_delay=0, **QUICK)
 
 
@@ -122,7 +122,7 @@ def too_few_batches() -> None:
 
 def without_a_controller() -> None:
     if dist.get_rank() == 0:
-        controller(SnipConfig(**QUICK | {"rank_timeout": 1.5}))
+        controller(SnipConfig(**QUICK | {"solver_time_limit": 2.5}))
 
 
 def main() -> None:

@@ -45,12 +45,13 @@ from snip_hf.training.refresh import Refresher, Solving
 
 STEPS = 8
 # Training waits for a solver no longer than the solver's own limit.
-_SOLVING = Solving(grace=0.0, rank_grace=0.0)
+_SOLVING = Solving(grace=0.0, rank_grace=30.0)
+_IMPATIENT = replace(_SOLVING, rank_grace=2.0)
 # Refreshes at steps 2 and 6, applied after steps 4 and 8; or at step 6 only.
-PATIENT = replace(CONFIG, rank_timeout=30.0, solver_time_limit=30.0)
+PATIENT = replace(CONFIG, solver_time_limit=30.0)
 WITHOUT_FIRST = replace(PATIENT, first_refresh=6)
 LATE = replace(PATIENT, apply_delay=4)  # as many steps as there are between refreshes
-QUICK = replace(CONFIG, rank_timeout=2.0, solver_time_limit=4.0)
+QUICK = replace(CONFIG, solver_time_limit=4.0)
 BOUND = 6.0  # seconds that a rank then waits for the others: the sum of the two
 LAYER = "model.layers.1.mlp.down_proj"
 _PATIENCE = 180.0  # seconds for each wave of groups
@@ -299,7 +300,7 @@ ENDED: dict[str, tuple[int, Callable[..., None], Any, str]] = {
 def end(folder: Path, name: str) -> None:
     """Notes how the rank that is not struck ends, and when, and the solver's process."""
     rank, strike, owner, attribute = ENDED[name]
-    loop = Loop(folder / "run", replace(QUICK, first_refresh=1, apply_delay=0), solving=_SOLVING)
+    loop = Loop(folder / "run", replace(QUICK, first_refresh=1, apply_delay=0), solving=_IMPATIENT)
     started = _noting_solver(folder)
     if loop.rank == rank:
         setattr(owner, attribute, strike)

@@ -27,7 +27,7 @@ from snip_hf.layers.state import snip_linears
 
 STEPS = 8
 # Refreshes at steps 2 and 6, applied after steps 4 and 8; or at step 6 only.
-WITH = replace(CONFIG, rank_timeout=30.0, solver_time_limit=30.0)
+WITH = replace(CONFIG, solver_time_limit=30.0)
 WITHOUT_FIRST = replace(WITH, first_refresh=6)
 MEMORY = "CUDA out of memory (simulated)"
 TIMEOUT = 10.0  # seconds, of training's process group

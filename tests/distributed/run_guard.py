@@ -19,9 +19,11 @@ from transformers import Trainer, TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig, restore_model
 from snip_hf.layers.state import snip_linears
+from snip_hf.training import spikes
 
 EMULATED = {"backend": "emulated"}  # FP32, which no other backend computes in
-OPTIONS: dict[str, Any] = {**SCHEDULE, **EMULATED, "guard_window": 8, "guard_patience": 3, "guard_spike": 20.0}
+OPTIONS: dict[str, Any] = {**SCHEDULE, **EMULATED, "guard_patience": 3}
+spikes.WINDOW, spikes.SPIKE = 8, 20.0
 RAISING = SnipConfig(guard="raise", **OPTIONS)
 
 

@@ -90,9 +90,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         found["noise table"] = read_run(folder / "noise" / "snip")[2][1]
     # Names of one block, which one process has alone.
-    skipping = SnipConfig(**CONFIG, skip_modules=("model.layers.7.*",), rank_timeout=5, solver_time_limit=5)
+    skipping = SnipConfig(**CONFIG, skip_modules=("model.layers.7.*",), solver_time_limit=5)
     try:
-        controller, *_ = train(training, skipping, None, 2, Solving(rank_grace=5.0))
+        controller, *_ = train(training, skipping, None, 2, Solving(rank_grace=10.0))
         found["skipping"] = list(controller.plan.assignment)
     except Exception as error:
         found["skipping"] = f"{type(error).__name__}: {error}"

@@ -451,12 +451,6 @@ def test_the_paper_s_costs_are_both_divergences_by_their_totals_in_fp4() -> None
         "layers.0.fc": [pytest.approx(0.01 / 0.4 + 0.001 / 0.02), pytest.approx(0.1 / 0.4 + 0.015 / 0.02)],
         "layers.1.fc": [pytest.approx(0.02 / 0.4 + 0.002 / 0.02), pytest.approx(0.3 / 0.4 + 0.005 / 0.02)],
     }
-    weights = {"loss_divergence_factor": 2.0, "weight_divergence_factor": 0.5}
-    weighted = problem(setting_by_layer(flops, objective="paper", **weights), table)
-    assert costs_of(weighted)["layers.1.fc"] == [
-        pytest.approx(2 * 0.02 / 0.4 + 0.5 * 0.002 / 0.02),
-        pytest.approx(2 * 0.3 / 0.4 + 0.5 * 0.005 / 0.02),
-    ]
 
 
 def test_additive_costs_are_the_loss_divergence_and_a_tenth_of_the_weight_divergence_s_square() -> None:
@@ -541,7 +535,7 @@ def test_where_only_the_forward_gemm_costs_something_the_backward_pass_goes_firs
 
 def test_weights_are_shares_of_the_stage_and_the_rest_comes_from_the_config() -> None:
     flops, table = hand_table()
-    setting = setting_by_layer(flops, target_fp4_fraction=0.6, solver="highs", solver_time_limit=7.0, solver_gap=0.01)
+    setting = setting_by_layer(flops, target_fp4_fraction=0.6, solver="highs", solver_time_limit=7.0)
     program = problem(setting, table)
     weights = {group["name"]: [option["weight"] for option in group["options"]] for group in program["groups"]}
     assert weights == {"layers.0.fc": [0.0, pytest.approx(0.25)], "layers.1.fc": [0.0, pytest.approx(0.75)]}
@@ -550,7 +544,7 @@ def test_weights_are_shares_of_the_stage_and_the_rest_comes_from_the_config() ->
     assert (program["solver"], program["time_limit"], program["relative_gap"], program["ties"]) == (
         "highs",
         7.0,
-        0.01,
+        1e-4,
         [],
     )
     staged = problem(setting_by_layer(flops, target_fp4_fraction=0.6, stages=2), table)

@@ -504,7 +504,7 @@ def write_staged_run(folder: Path, **config: Any) -> None:
     path = folder / "snip" / "history.jsonl"
     start, *rest = path.read_text().splitlines(keepends=True)
     record = json.loads(start) | {"stages": stages}
-    record["config"] |= {"granularity": "layer", "target_fp4_fraction": 0.3, "loss_divergence_factor": 1.0, **config}
+    record["config"] |= {"granularity": "layer", "target_fp4_fraction": 0.3, **config}
     path.write_text("".join([json.dumps(record) + "\n", *rest]))
     provenance = PlanProvenance(step=100, policy="snip", granularity="layer", config=record["config"])
     PrecisionPlan(new, record["flops"], stages, provenance).save(folder / "snip" / "plan.json")

@@ -22,9 +22,10 @@ from snip_hf.records.events import Refresh
 from snip_hf.records.history import read_history
 from snip_hf.records.interventions import Alarm
 from snip_hf.records.load import load_run
+from snip_hf.training import spikes
 
 # Refreshes from step 2 on, every 4 steps; plans come 2 steps later.
-OPTIONS: dict[str, Any] = {**SCHEDULE, "guard": "raise", "guard_window": 8, "guard_patience": 3, "guard_spike": 20.0}
+OPTIONS: dict[str, Any] = {**SCHEDULE, "guard": "raise", "guard_patience": 3}
 
 
 def config(**changes: Any) -> SnipConfig:
@@ -73,23 +74,29 @@ def used(loop: Loop) -> set[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def threads() -> Iterator[None]:
-    with one_thread():
+    with one_thread(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spikes, "WINDOW", 8)
+        patch.setattr(spikes, "SPIKE", 20.0)
         yield
 
 
-HEALTHY: dict[str, tuple[int, dict[str, Any]]] = {
-    "by layer": (12, {"guard_window": 8}),
-    "all in FP4": (24, {"guard_window": 16, "policy": "uniform-fp4"}),
+HEALTHY: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "by layer": (12, 8, {}),
+    "all in FP4": (24, 16, {"policy": "uniform-fp4"}),
     # As long as it takes for the default's window to be half full, and a while longer.
-    "by layer, defaults": (72, {"guard_window": 128}),
-    "by GEMM, two stages": (24, {"guard_window": 16, "granularity": "gemm", "stages": 2}),
+    "by layer, defaults": (72, 128, {}),
+    "by GEMM, two stages": (24, 16, {"granularity": "gemm", "stages": 2}),
 }
 
 
 @pytest.mark.parametrize("name", slow_but(HEALTHY, "by layer"))
-def test_healthy_runs_are_the_same_to_the_bit_without_an_alarm(name: str, tmp_path: Path) -> None:
-    steps, changes = HEALTHY[name]
-    asked = config(**SCHEDULE | {"refresh_every": 8, "guard_spike": 6.0, "guard_patience": 50} | changes)
+def test_healthy_runs_are_the_same_to_the_bit_without_an_alarm(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, window, changes = HEALTHY[name]
+    monkeypatch.setattr(spikes, "WINDOW", window)
+    monkeypatch.setattr(spikes, "SPIKE", 6.0)
+    asked = config(**SCHEDULE | {"refresh_every": 8, "guard_patience": 50} | changes)
     found = {}
     for guard in ("off", "raise"):
         loop = Provoked(replace(asked, guard=guard), tmp_path / guard, dropout=0.1).run(steps)
@@ -98,7 +105,7 @@ def test_healthy_runs_are_the_same_to_the_bit_without_an_alarm(name: str, tmp_pa
         assert alarms(tmp_path / guard) == []
         if guard != "off":  # Figures were judged, and not only noted.
             recent = loop.controller.state_dict()["guard"]["recent"]
-            assert all(len(recent[name]) > asked.guard_window // 2 for name in ("loss", "gradient norm"))
+            assert all(len(recent[name]) > window // 2 for name in ("loss", "gradient norm"))
         loop.controller.close()
     off, on = found["off"], found["raise"]
     assert on[0] == off[0] and on[1] == off[1] and on[3] == off[3]

@@ -13,6 +13,9 @@ from ..policies.target import check_attainable, contributions, least_sum
 from ..policies.ties import tied_groups
 from .solver.process import solver_of
 
+# The solver may stop at this relative gap between the best plan and its bound.
+_RELATIVE_GAP = 1e-4
+
 
 def problem(setting: Setting, table: DivergenceTable) -> dict[str, Any]:
     """Returns the integer program (`solver.ilp`) of a policy that needs a probe.
@@ -48,5 +51,5 @@ def problem(setting: Setting, table: DivergenceTable) -> dict[str, Any]:
         "ties": tied_groups(setting),
         "solver": solver_of(config),
         "time_limit": config.solver_time_limit,
-        "relative_gap": config.solver_gap,
+        "relative_gap": _RELATIVE_GAP,
     }

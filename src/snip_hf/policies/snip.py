@@ -22,8 +22,8 @@ _WEIGHT_SHARES = {"additive": 0.1, "paper": 1.0}
 def snip_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:
     """Both divergences, each divided by its total with everything in the run's least precise format."""
     parts: list[tuple[float, Callable[[Divergence], float]]] = [
-        (config.loss_divergence_factor, lambda row: row.loss_divergence),
-        (config.weight_divergence_factor * _WEIGHT_SHARES[config.objective], _WEIGHT_PARTS[config.objective]),
+        (1.0, lambda row: row.loss_divergence),
+        (_WEIGHT_SHARES[config.objective], _WEIGHT_PARTS[config.objective]),
     ]
     totals = [first_total(config, table, part) for _, part in parts]
     scaled = [(weight / total, part) for (weight, part), total in zip(parts, totals, strict=True) if total > 0]

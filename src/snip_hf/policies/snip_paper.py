@@ -31,7 +31,7 @@ Our readings, where the sources leave holes:
 6.  J meets the change of g in norm only: the root mean square of J's elements times |dg|. For Adam, AdamW and SGD J is
     elementwise and known; for others |J| is taken from one random direction.
 7.  eG is rounded as training does it, at random in FP4, along O; eX and eW along I, as in the forward GEMM.
-8.  Q adds dL and dW as they are, with `loss_divergence_factor` and `weight_divergence_factor` (1 each). There is no
+8.  Q adds dL and dW as they are. There is no
     division by totals, as the objectives of "snip" have it.
 9.  Beyond one micro-batch of one process: the tokens of all ranks are one micro-batch; changes of g in different
     micro-batches of a step, in different parts of one, and in tokens that are not sampled are independent. With
@@ -45,7 +45,6 @@ is refused. So are layers of several matrices and frozen ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from operator import itemgetter
 
 import torch
@@ -158,13 +157,12 @@ def _ratio(error: float, norm: float) -> float:
 
 def quality(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:
     """Returns Q = dL + dW of a row, by its total with everything in the least precise format: solvers like size."""
-    of_row = partial(_sum_of, config.loss_divergence_factor, config.weight_divergence_factor)
-    total = first_total(config, table, of_row) or 1.0
-    return lambda row: of_row(row) / total
+    total = first_total(config, table, _sum_of) or 1.0
+    return lambda row: _sum_of(row) / total
 
 
-def _sum_of(loss_factor: float, weight_factor: float, row: Divergence) -> float:
-    return loss_factor * row.loss_divergence + weight_factor * row.weight_divergence
+def _sum_of(row: Divergence) -> float:
+    return row.loss_divergence + row.weight_divergence
 
 
 def _check(config: SnipConfig) -> None:

@@ -25,7 +25,7 @@ SCHEMA_VERSION = 2
 # Fields that decide which layers there are, and nothing else.
 _CHOICE = {"skip_modules", "include_modules"}
 # Fields that say what happens when training goes wrong, as one may find out when it has.
-GUARD = ("guard", "guard_spike", "guard_window", "guard_patience")
+GUARD = ("guard", "guard_patience")
 
 
 @dataclass

@@ -38,7 +38,7 @@ from .gradients import LATE
 from .schedule import Schedule
 
 # Fields that do not decide the course of a run: they may differ on resume, and between ranks.
-_FREE = ("solver_time_limit", "rank_timeout", "backend", "timing_file")
+_FREE = ("solver_time_limit", "backend", "timing_file")
 
 
 def differences(config: SnipConfig, other: Mapping[str, Any]) -> list[str]:

@@ -40,11 +40,11 @@ def find_processes(config: SnipConfig, pipeline: Pipeline | None, grace: float) 
     """Returns the processes of this run, as `torch.distributed` has them. Collective.
 
     Args:
-        config: its `rank_timeout` and `solver_time_limit` bound how long a rank waits for the others.
+        config: its `solver_time_limit` bounds how long a rank waits for the others.
         pipeline: says which processes hold which parts of the model; None: all hold the whole of it.
         grace: seconds added to that bound, in which the first rank ends a solver that is late.
     """
-    timeout = config.rank_timeout + config.solver_time_limit + grace
+    timeout = config.solver_time_limit + grace
     everyone = Ranks.of_all(timeout)
     if pipeline is None:
         return Processes(data=everyone, everyone=everyone)

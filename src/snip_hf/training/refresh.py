@@ -41,8 +41,8 @@ class Solving:
     """Starts to solve a program and returns at once."""
     grace: float = 30.0
     """Seconds that training waits for a solver beyond its time limit before the plan in force is kept."""
-    rank_grace: float = 60.0
-    """Seconds that a rank waits for the first one beyond the solver's time limit before it gives up."""
+    rank_grace: float = 660.0
+    """Seconds that a rank waits for the others beyond the solver's time limit before training ends with an error."""
     clock: Callable[[], float] = time.perf_counter
     """Seconds, for the history."""
 

@@ -18,6 +18,10 @@ from typing import Any
 
 from ..config import SnipConfig
 
+# Standard deviations above the mean at which a value is a spike.
+SPIKE = 6.0
+# Healthy steps that a spike is compared with.
+WINDOW = 128
 # Of the mean. With 6 deviations, a spike is at least 1.6 times the mean.
 _LEAST_DEVIATION = 0.1
 
@@ -82,10 +86,10 @@ class Health:
     def limit(self, name: str) -> float | None:
         """Returns the value above which a figure is a spike; None: too little is known yet."""
         values = self._of(name)
-        if len(values) < min(self.config.guard_window // 2, self.config.guard_patience):
+        if len(values) < min(WINDOW // 2, self.config.guard_patience):
             return None
         mean = fmean(values)
-        return mean + self.config.guard_spike * max(pstdev(values, mean), _LEAST_DEVIATION * abs(mean))
+        return mean + SPIKE * max(pstdev(values, mean), _LEAST_DEVIATION * abs(mean))
 
     def _note_rise(self, name: str, value: float) -> None:
         """Takes spikes for the level once there are `guard_patience` of them in a row."""
@@ -124,7 +128,7 @@ class Health:
             self._of(name).extend(values)
 
     def _of(self, name: str) -> deque[float]:
-        return self.recent.setdefault(name, deque(maxlen=self.config.guard_window))
+        return self.recent.setdefault(name, deque(maxlen=WINDOW))
 
 
 def read_guard(saved: Any) -> dict[str, Any]:

@@ -31,7 +31,6 @@ def test_a_page_of_several_runs_lies_in_the_folder_of_the_first_and_their_figure
     assert "Run a/run" in lines and "Run b/run" in lines
     found = Page((tmp_path / "a" / "run" / "snip" / "report.html").read_text())
     assert found.rows[0] == ["", "a/run", "b/run", "plain (BF16)"]
-    assert found.data["charts"][0]["series"][0]["name"] == "plain (BF16), training"
 
 
 def test_a_run_above_the_working_directory_is_written_below_the_folder_too(

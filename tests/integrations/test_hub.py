@@ -394,10 +394,9 @@ def test_a_pushed_run_is_reported_from_a_server(tmp_path: Path) -> None:
         assert hub.unknown == []
     assert runs["someone/model"].returncode == 0, runs["someone/model"].stderr
     page = (tmp_path / "snip-report" / "report.html").read_text()
-    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
-    assert data["runs"][0]["name"] == "model"
-    assert data["runs"][0]["divergence"]["steps"] == [100]
-    assert data["charts"][0]["series"][0]["name"] == "model, training"
+    assert "<title>SNIP: model</title>" in page and all(
+        f'alt="{name}.png"' in page for name in ("divergence", "losses")
+    )
     assert not any("model.safetensors" in request for request in asked)
     assert runs["someone/other"].returncode == 2
     assert runs["someone/other"].stderr.splitlines()[-1] == (

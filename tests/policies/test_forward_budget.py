@@ -176,7 +176,7 @@ def test_a_run_says_everywhere_which_share_counts_what(tmp_path: Path, caplog: p
     text = " ".join(printed.getvalue().split())
     attained = f"{found.fp4_fraction:.4f} of the forward GEMMs ({plan.fp4_fraction:.4f} of all linear FLOPs)"
     assert f"target FP4 share 0.5 of the forward GEMMs alone, attained {attained}" in text
-    assert "Against one global constraint, one per stage saves" in text
+    assert "Pipeline of 8 micro-batches:" in text
     narrow = io.StringIO()
     Console(file=narrow, width=80).print(refresh_table(load_run(tmp_path)))
     assert "FP4 of" in narrow.getvalue() and "…" not in narrow.getvalue()

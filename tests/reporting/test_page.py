@@ -13,8 +13,7 @@ from written_runs import random_assignments, write_divergence, write_losses, wri
 
 from snip_hf import SnipConfig
 from snip_hf.records.load import load_run
-from snip_hf.reporting.page import blocks, page, write_page
-from snip_hf.reporting.reproduction import config_code
+from snip_hf.reporting.page import blocks, config_code, page, write_page
 from snip_hf.reporting.run_report import run_contents
 
 HOSTILE = "model.layers.0.</script><img src=x onerror=alert(1)>&amp;\u202e"
@@ -29,21 +28,26 @@ def full_run(folder: Path) -> None:
         write_divergence(folder, step, {(layer, "layer"): (0.1, 0.2) for layer in assignments[0]})
 
 
-def test_a_page_loads_nothing_and_allows_its_own_style_and_script_alone(tmp_path: Path) -> None:
+def images(found: Page) -> list[str]:
+    """The files whose figures a page shows."""
+    shown = [attributes for tag, attributes in found.elements if tag == "img"]
+    assert all(str(one["src"]).startswith("data:image/png;base64,iVBORw0KGgo") for one in shown)
+    return [str(one["alt"]) for one in shown]
+
+
+def test_a_page_loads_nothing_runs_nothing_and_allows_its_own_style_alone(tmp_path: Path) -> None:
     full_run(tmp_path)
     found = Page(page({"a run": load_run(tmp_path)}))
-    data, script = found.scripts
+    assert images(found) == ["plan.png", "divergence.png", "losses.png"]
     assert found.policy == (
-        f"default-src 'none'; style-src {hash_of(found.styles[0])}; script-src {hash_of(script)}; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src {hash_of(found.styles[0])}; img-src data:; base-uri 'none'; form-action 'none'"
     )
-    links = [value for _, attributes in found.elements for name, value in attributes.items() if name in ("src", "href")]
+    assert not any(tag in ("script", "link", "iframe") for tag, _ in found.elements)
+    links = [value for _, attributes in found.elements for name, value in attributes.items() if name == "href"]
     assert links == []
     handlers = [name for _, attributes in found.elements for name in attributes if name.startswith("on")]
     assert handlers == [] and not any("style" in attributes for _, attributes in found.elements)
-    for text in (script, found.styles[0]):
-        assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttpRequest|innerHTML|eval\(", text)
-    assert "NaN" not in data
+    assert not re.search(r"https?://|@import|url\(", found.styles[0])
 
 
 def test_names_and_texts_of_files_are_text_in_a_page(tmp_path: Path) -> None:
@@ -53,10 +57,8 @@ def test_names_and_texts_of_files_are_text_in_a_page(tmp_path: Path) -> None:
         file.write_text(file.read_text().replace("model.layers.0.self_attn.q_proj", text).replace("tiny", text))
     text = page({HOSTILE: load_run(tmp_path)})
     found = Page(text)
-    assert "img" not in [tag for tag, _ in found.elements]
-    assert [tag for tag, _ in found.elements].count("script") == 2
+    assert len(images(found)) == 3 and not any(tag == "script" for tag, _ in found.elements)
     shown = HOSTILE.replace("\u202e", "\\u202e")
-    assert found.data["runs"][0]["layers"][0] == shown
     assert shown in found.texts and ["Model", shown] in found.rows
     assert "\u202e" not in text
 
@@ -68,7 +70,6 @@ def test_every_table_and_sentence_of_the_terminal_is_in_the_page(tmp_path: Path)
     shown = blocks(run_contents(run))
     assert [block["title"] for block in shown if "title" in block] == [
         "Refreshes",
-        "Checks of the ranking",
         "Losses",
         "Plan",
         "Why",
@@ -101,7 +102,7 @@ def test_several_runs_stand_side_by_side_and_below_each_other(tmp_path: Path) ->
         "run-0",
         "run-1",
     ]
-    assert [run["name"] for run in found.data["runs"]] == ["first", "second"]
+    assert images(found) == ["losses.png", *["plan.png", "divergence.png"] * 2]
 
 
 def test_two_runs_without_bf16_are_compared_with_the_first_at_a_step_that_both_have(tmp_path: Path) -> None:
@@ -123,17 +124,15 @@ def test_the_code_of_a_page_builds_the_configuration_of_the_run() -> None:
     assert "\n    # of a later version: 1\n" in config_code({"of a later version": 1})
 
 
-def test_how_to_reproduce_has_versions_numbers_and_what_the_model_card_says(tmp_path: Path) -> None:
+def test_how_to_reproduce_has_versions_and_numbers(tmp_path: Path) -> None:
     full_run(tmp_path)
     history = tmp_path / "snip" / "history.jsonl"
     start, *rest = history.read_text().splitlines()
     history.write_text("\n".join([json.dumps(json.loads(start) | {"versions": {"torch": "2.13.0"}}), *rest]) + "\n")
     state = tmp_path / "trainer_state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"max_steps": 400, "best_metric": 1.0}))
-    card = "# A model\n\n### Training hyperparameters\n\n- seed: 42 <b>\n- optimizer: adamw\n\n### Framework versions\n"
-    (tmp_path / "README.md").write_text(card)
     found = Page(page({"a run": load_run(tmp_path)}))
-    for text in ("torch: 2.13.0", "max_steps: 400", "seed: 42 <b>", "optimizer: adamw"):
+    for text in ("torch: 2.13.0", "max_steps: 400"):
         assert text in found.texts
     assert not any("best_metric" in text for text in found.texts)
 
@@ -159,10 +158,4 @@ def test_a_page_of_no_run_is_refused() -> None:
 def test_the_page_of_eighty_blocks_and_a_hundred_refreshes_is_below_two_megabytes(tmp_path: Path) -> None:
     write_long_run(tmp_path)
     run = load_run(tmp_path)
-    text = page({"long": run})
-    assert len(text.encode()) < 2e6
-    data = Page(text).data["runs"][0]
-    assert len(data["layers"]) == 560 and len(data["plan"]["steps"]) == 91
-    assert len(data["divergence"]["steps"]) == 100 and len(data["divergence"]["panels"]) == 6
-    assert data["notes"] == []
-    assert len(page({"a": run, "b": run}).encode()) < 2e6
+    assert len(page({"long": run}).encode()) < 2e6

@@ -17,9 +17,7 @@ from tiny_runs import SCHEDULE, history
 
 from snip_hf import PrecisionPlan, SnipConfig
 from snip_hf.estimation.divergence import divergences_at
-from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.integrations.model_card import trained_section
-from snip_hf.planning.pipeline_model import compare_constraints
 from snip_hf.policies.registry import POLICIES
 from snip_hf.records.load import load_run
 from snip_hf.reporting.run_report import print_run
@@ -177,20 +175,6 @@ def test_a_rule_makes_its_plan_again_without_a_probe(
     assert "plan for the share of step 5 applied" in caplog.text
     fraction = [refresh.fp4_fraction for refresh in load_run(tmp_path).refreshes]
     assert fraction[0] > fraction[1] >= 0.5
-
-
-def test_one_constraint_per_stage_is_compared_with_a_global_one_at_the_share_of_the_plan(tmp_path: Path) -> None:
-    shares = ((1, 0.75), (5, 0.25))
-    loop = Loop(SnipConfig(**{**SCHEDULE, "stages": 2, "target_fp4_fraction": shares}), tmp_path).run(8)
-    assert loop.controller is not None
-    loop.controller.close()
-    found = load_run(tmp_path)
-    (_, before), (_, plan) = found.plans[-2:]
-    steps = [refresh.step for refresh in found.refreshes if refresh.applied_step is not None]
-    assert [plan.provenance.step for _, plan in found.plans] == [0, *steps]
-    table = DivergenceTable(0.0, tuple(Divergence(**record) for record in found.divergences[steps[-1]]))
-    compared = compare_constraints(plan, table, before=before.assignment)
-    assert compared.single_objective <= compared.per_stage_objective + 1e-9
 
 
 def test_the_report_of_a_policy_without_a_target_has_no_mean_of_it(tmp_path: Path) -> None:

@@ -6,18 +6,12 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .commands import PLAN, Commands, add_micro_batches
 from .messages import MOST_SHOWN
 from .model_fit import compare_with_model
 from .own_modules import add_import_option
 from .plan_files import load_plan
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..planning.plan import PrecisionPlan
 
 
 def add(commands: Commands) -> None:
@@ -39,12 +33,12 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from ..reporting.tables import listed, plan_table, print_cost, say
+    from ..reporting.tables import listed, plan_table, print_cost, print_stages, say
 
     plan = load_plan(arguments.plan)
     console = Console()
     console.print(plan_table(plan))
-    _print_stages(plan, arguments, console)
+    print_stages(plan, console, arguments.micro_batches)
     if plan.measured is not None:
         print_cost(plan, console)
     speedups = plan.stage_linear_speedups()
@@ -58,21 +52,3 @@ def run(arguments: argparse.Namespace) -> int:
             shown = json.dumps(dict(value)) if field.name == "config" else value
             say(console, f"{field.name}: {shown}", MOST_SHOWN)
     return 0 if arguments.model is None else compare_with_model(plan, arguments.model)
-
-
-def _print_stages(plan: PrecisionPlan, arguments: argparse.Namespace, console: Console) -> None:
-    """Prints the stages, compared with one global constraint where the run's divergences lie beside the plan."""
-    from ..records.divergences import read_divergence
-    from ..registry import UnknownName
-    from ..reporting.tables import print_stages
-
-    path = arguments.plan.parent / f"divergence-{plan.provenance.step}.json"
-    try:
-        records = read_divergence(path)[1]
-    except FileNotFoundError:
-        records = None
-    except UnknownName as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} holds no divergences: {error} Restore the file or move it away.") from error
-    print_stages(plan, console, arguments.micro_batches, records)

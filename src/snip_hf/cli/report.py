@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..reporting.csv_files import write_csv
     from ..reporting.figures import write_figures
     from ..reporting.page import write_page
-    from ..reporting.run_report import run_contents
+    from ..reporting.run_report import print_run
     from ..reporting.tables import say
 
     if arguments.bf16 is not None and not arguments.html:
@@ -67,21 +67,19 @@ def run(arguments: argparse.Namespace) -> int:
     names = short_names([*arguments.runs, *([] if arguments.bf16 is None else [arguments.bf16])])
     runs = {name: load_recorded(folder) for name, folder in zip(names, folders, strict=False)}
     bf16 = None if arguments.bf16 is None else (f"{names[-1]} (BF16)", _bf16_losses(arguments.bf16))
-    contents = {name: run_contents(run, arguments.micro_batches) for name, run in runs.items()}
     console = Console()
     files: list[Path] = []
     for (name, run), given in zip(runs.items(), arguments.runs, strict=True):
         if len(runs) > 1:
             say(console, f"Run {name}")
-        for content in contents[name]:
-            console.print(content)
+        print_run(run, console, arguments.micro_batches)
         folder = _folder(given, name, arguments.out, len(runs))
         files += write_figures(run, folder)
         if arguments.csv:
             files += write_csv(run, folder)
     if arguments.html:
         folder = _folder(arguments.runs[0], names[0], arguments.out, 1)
-        files.append(write_page(folder / "report.html", runs, bf16, contents))
+        files.append(write_page(folder / "report.html", runs, bf16))
     for path in files:
         print(shown_path(path))
     return 0

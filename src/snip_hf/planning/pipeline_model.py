@@ -1,4 +1,4 @@
-"""The cost of a pipeline's stages, and what one constraint per stage saves against one global constraint.
+"""The cost of a pipeline's stages under a plan.
 
 Everything here is a prediction from the linears' GEMMs alone. With measured times (`budget="measured"`) it is in
 seconds on the machine of the plan; otherwise on a modelled one, whose FP4 runs at twice FP8's rate
@@ -9,25 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..config import SnipConfig
 from ..costs.measured_cost import predicted_times
-from ..estimation.table import DivergenceTable
 from ..numerics.formats import REFERENCE
-from ..policies.registry import needs_probe
-from ..policies.setting import Setting
 from ..policies.ties import names_of
 from .plan import PrecisionPlan
-from .program import problem
-from .solver.ilp import evaluate
-from .solver.process import SolverProcess
 
 MICRO_BATCHES_PER_STAGE = 4
 # Comparisons of names that a config from elsewhere may ask for: a few seconds' worth.
 MOST_COMPARISONS = 10**7
-# Seconds that a comparison may take, whatever limit the run's own solver had.
-_TIME_LIMIT = 10.0
 
 
 @dataclass(frozen=True)
@@ -87,27 +79,6 @@ class PipelineTimes:
         return 1.0 - self.micro_batches * self.work / len(self.stages) / self.step_time
 
 
-@dataclass(frozen=True)
-class ConstraintComparison:
-    """A plan that meets its target in every stage, and the best one that meets it only over all layers together."""
-
-    per_stage: PipelineTimes
-    single: PipelineTimes
-    """The other plan's, in the same stages."""
-    per_stage_objective: float
-    single_objective: float
-
-    @property
-    def time_saved(self) -> float:
-        """Part of the step time that the constraints per stage save; below 0, they lengthen the step."""
-        return 1.0 - self.per_stage.step_time / self.single.step_time
-
-    @property
-    def bubble_saved(self) -> float:
-        """Difference of the two bubbles; below 0, the constraints per stage enlarge it."""
-        return self.single.bubble - self.per_stage.bubble
-
-
 def pipeline_times(plan: PrecisionPlan, micro_batches: int | None = None) -> PipelineTimes:
     """Predicts what the stages of a plan take, from measured times where all formats of the plan were timed.
 
@@ -137,68 +108,8 @@ def pipeline_times(plan: PrecisionPlan, micro_batches: int | None = None) -> Pip
     return PipelineTimes(stages, plan.fp4_fraction, count, measured is not None, reference)
 
 
-def compare_constraints(
-    plan: PrecisionPlan, table: DivergenceTable, micro_batches: int | None = None
-) -> ConstraintComparison:
-    """Solves the plan's problem again with one constraint over all layers in place of one per stage.
-
-    Target, costs and ties stay. The solver runs in a process of its own, for 10 s at most.
-
-    Args:
-        plan: with the config that it was made under in its provenance.
-        table: the divergences that it was decided from (divergence-<step>.json).
-        micro_batches: as in `pipeline_times`.
-
-    Raises:
-        ValueError: there is nothing to compare: one stage, a plan made without divergences or from others than these,
-            or a part of its problem is not known any more; the message says which.
-        SolverError: the solver found no other plan.
-    """
-    config = _config_of(plan)
-    foreign = [row.layer for row in table.rows if row.layer not in plan.assignment]
-    if foreign:
-        raise ValueError(f"the divergences are of another model: the plan has no layer {foreign[0]!r}.")
-    check_ties_are_few(config, len(plan.assignment))
-    everything = tuple(layer for stage in plan.stages for layer in stage)
-    setting = Setting(config, plan.flops, (everything,), plan.measured, plan.tokens)
-    program = problem(setting.at_step(plan.provenance.step), table)
-    program["time_limit"] = min(program["time_limit"], _TIME_LIMIT)
-    decided = {}
-    for group in setting.groups(everything):
-        layer, gemm = setting.members(group)[0]
-        decided[group] = plan.assignment[layer][gemm]
-    if not set(decided.values()) <= set(config.formats) or setting.assignment(decided) != plan.to_dict()["assignment"]:
-        raise ValueError(
-            f"the plan was not decided by {config.granularity} between {' and '.join(reversed(config.formats))}."
-        )
-    with SolverProcess.start(program) as process:
-        result = process.result()
-    other = replace(plan, assignment=setting.assignment(result.choices))
-    return ConstraintComparison(
-        pipeline_times(plan, micro_batches),
-        pipeline_times(other, micro_batches),
-        evaluate(program, decided)[0],
-        result.objective,
-    )
-
-
 def check_ties_are_few(config: SnipConfig, layers: int) -> None:
     """Raises ValueError if the config ties so many names that looking for them would take minutes."""
     names = sum(map(len, names_of(config)))
     if names * layers > MOST_COMPARISONS:
         raise ValueError(f"ties has {names:,} names, which are too many to look for among {layers:,} layers.")
-
-
-def _config_of(plan: PrecisionPlan) -> SnipConfig:
-    """Returns the config of the plan's problem; raises as `compare_constraints` where there was no problem."""
-    if len(plan.stages) == 1:
-        raise ValueError("there is one stage, whose constraint is the global one.")
-    if plan.provenance.config is None:
-        raise ValueError("the plan does not say under which config it was made.")
-    config = SnipConfig.from_dict(plan.provenance.config)
-    if not needs_probe(config):
-        how = f"policy {config.policy!r} decides" if config.fixed_plan is None else "a plan file was held"
-        raise ValueError(f"{how} without divergences.")
-    if config.budget == "measured" and plan.measured is None:
-        raise ValueError("the times that the plan was decided by are not known (nothing was timed yet, or it is lost).")
-    return config

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config import FORWARD, POLICIES, mean_share, read_shares, shares_text
 from ..estimation.coverage import Coverage
 from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
+from ..records.interventions import RAISED, Alarm, Retarget
 from ..records.load import Run
 from ..records.values import short
 
@@ -86,3 +87,29 @@ def plan_in_force(run: Run) -> PrecisionPlan:
 def last_decided(run: Run) -> int | None:
     """Returns the probe step of the last applied refresh."""
     return max((refresh.step for refresh in run.refreshes if refresh.applied_step is not None), default=None)
+
+
+def alarms_told(alarms: Sequence[Alarm]) -> list[str]:
+    """Returns a sentence per alarm."""
+    return [f"Step {alarm.step}: guard. {alarm.reason}{_followed(alarm)}." for alarm in alarms]
+
+
+def retargets_told(retargets: Sequence[Retarget]) -> list[str]:
+    """Returns a sentence per resume with another target."""
+    return [
+        f"Step {event.step}: resumed with another target. "
+        f"{'; '.join(f'{name} was {_value(old)} and is {_value(new)}' for name, (old, new) in event.fields.items())}."
+        for event in retargets
+    ]
+
+
+def _followed(alarm: Alarm) -> str:
+    left_out = ", and left the step out" if alarm.left_out else ""
+    if alarm.action == RAISED:
+        return f"; raised the formats of {len(alarm.changes)} GEMMs{left_out}"
+    return left_out
+
+
+def _value(value: object) -> str:
+    shares = read_shares(value)
+    return short(value) if shares is None else shares_text(shares)

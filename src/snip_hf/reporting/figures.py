@@ -6,9 +6,9 @@ import io
 import math
 import os
 import warnings
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -29,11 +29,13 @@ from ..planning.forward_shares import forward_shares
 from ..records.load import Run, thinned
 from ..records.run_folder import FOLDER
 from ..text import printable
-from .series import MOST_ROWS, Panels, curve, divergence_panels, edges, shown_layers
 
-# Grey, and sky blue and vermilion of Okabe and Ito's palette: colour-blind readers, and print, keep them apart.
-# More rows than this are labelled by block instead of by layer: a model of 140 blocks has 980 linears.
+# Okabe and Ito's palette, which colour-blind readers, and print, keep apart.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9", "#6b4fbb", "#555555", "#000000")
+# Models with more rows are labelled by block instead of by layer: a model of 140 blocks has 980 linears.
 _MOST_NAMED_ROWS = 1000
+# Rows that can be told apart; larger models show an evenly spaced part of their layers.
+MOST_ROWS = 2000
 # Points of a curve that can be told apart.
 _MOST_POINTS = 20_000
 # Lines between blocks; with more blocks there is nothing but lines.
@@ -43,41 +45,49 @@ _MOST_HEIGHT = 16.2
 # Characters of a name.
 _NAME = 60
 
+Panels = dict[tuple[str, str], np.ndarray[Any, Any]]
+"""(quantity, GEMM) -> (layers, probes)."""
+Losses = Mapping[int, Mapping[str, float]]
+"""Step -> {"loss", "eval_loss"}."""
 
-def write_figures(
-    run: Run, out_dir: str | os.PathLike[str] | None = None, most_named: int = _MOST_NAMED_ROWS
-) -> list[Path]:
-    """Writes plan.png, divergence.png and losses.png, as far as there is data for them; by default to RUN_DIR/snip.
 
-    Args:
-        run: what they show.
-        out_dir: the folder that they are written to.
-        most_named: layers that a figure names at most; of a model with more it names blocks, and is drawn faster.
+def write_figures(run: Run, out_dir: str | os.PathLike[str] | None = None) -> list[Path]:
+    """Writes plan.png and, if there is data, divergence.png and losses.png; by default to RUN_DIR/snip.
 
     Returns: the files written.
     """
     folder = run.folder / FOLDER if out_dir is None else Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    draw: dict[str, Callable[[Run], Figure]] = {"plan.png": partial(plan_figure, most_named=most_named)}
+    figures = figures_of(run)
+    for name, data in figures.items():
+        write_atomic(folder / name, data)  # replaces a link instead of following it
+    return [folder / name for name in figures]
+
+
+def figures_of(run: Run) -> dict[str, bytes]:
+    """Returns file name -> PNG of the figures that there is data for."""
+    found = {"plan.png": png(plan_figure(run))}
     if _panels(run):
-        draw["divergence.png"] = partial(divergence_figure, most_named=most_named)
+        found["divergence.png"] = png(divergence_figure(run))
     if run.losses:
-        draw["losses.png"] = loss_figure
-    for name, function in draw.items():
-        image = io.BytesIO()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a name in a script that it lacks
-            FigureCanvasAgg(function(run)).print_png(image)
-        write_atomic(folder / name, image.getvalue())  # in place of a link, not through it
-    return [folder / name for name in draw]
+        found["losses.png"] = png(loss_figure({"": run.losses}, [step for step, _ in run.plans[1:]]))
+    return found
 
 
-def plan_figure(run: Run, most_named: int = _MOST_NAMED_ROWS) -> Figure:
+def png(figure: Figure) -> bytes:
+    image = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a name in a script that the font lacks
+        FigureCanvasAgg(figure).print_png(image)
+    return image.getvalue()
+
+
+def plan_figure(run: Run) -> Figure:
     """Layers over optimizer steps, coloured by format; three panels if any layer's GEMMs are in different formats."""
     layers = shown_layers(run)
     mixed = any(len(set(formats.values())) > 1 for _, plan in run.plans for formats in plan.assignment.values())
     panels = GEMMS if mixed else GEMMS[:1]
-    figure, axes = _layer_panels(layers, len(panels), most_named)
+    figure, axes = _layer_panels(layers, len(panels))
     starts = [step for step, _ in run.plans]
     rows = np.arange(len(layers) + 1) - 0.5
     kept = thinned([refresh.step for refresh in run.refreshes if refresh.applied_step is None], _MOST_POINTS)
@@ -106,12 +116,12 @@ def plan_figure(run: Run, most_named: int = _MOST_NAMED_ROWS) -> Figure:
     return figure
 
 
-def divergence_figure(run: Run, most_named: int = _MOST_NAMED_ROWS) -> Figure:
+def divergence_figure(run: Run) -> Figure:
     """Layers over probes, coloured by the divergences in the least precise format on a logarithmic scale."""
     layers = shown_layers(run)
     steps = list(run.divergences)
     panels = _panels(run)
-    figure, axes = _layer_panels(layers, len(panels), most_named)
+    figure, axes = _layer_panels(layers, len(panels))
     rows = np.arange(len(layers) + 1) - 0.5
     for panel, ((quantity, gemm), values) in zip(axes, panels.items(), strict=True):
         # At least a factor of 2 from end to end: equal values have no scale, and nearly equal ones endless tick labels.
@@ -140,29 +150,45 @@ def _panels(run: Run) -> Panels:
     return whole or panels
 
 
-def loss_figure(run: Run) -> Figure:
-    """Training and validation loss over optimizer steps; a mark below wherever a plan came into force."""
+def loss_figure(losses: Mapping[str, Losses], applied: Sequence[int] = ()) -> Figure:
+    """Training and validation losses over optimizer steps; a mark below each step at which a plan came into force.
+
+    Args:
+        losses: name of a run -> its losses; a run alone needs no name.
+        applied: the steps with a mark.
+    """
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    for key, label, colour in (("loss", "training", "#0072b2"), ("eval_loss", "validation", "#d55e00")):
-        points = curve(run.losses, key, _MOST_POINTS)
-        if points:
-            marker = "o" if len(points) <= 50 else ""  # A single point has no line to be seen by.
-            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label, linewidth=1.2, markersize=4)
-    applied = [step for step, _ in run.plans[1:]]
+    kinds = (("loss", "training"), ("eval_loss", "validation"))
+    for number, (name, rows) in enumerate(losses.items()):
+        for index, (key, kind) in enumerate(kinds):
+            points = curve(rows, key, _MOST_POINTS)
+            if not points:
+                continue
+            colour = _COLOURS[index if len(losses) == 1 else number % len(_COLOURS)]
+            axes.plot(
+                *zip(*points, strict=True),
+                color=colour,
+                marker="o" if len(points) <= 50 else "",  # A single point has no line to be seen by.
+                label=printable(f"{name}, {kind}" if name else kind, _NAME),
+                linestyle="-" if len(losses) == 1 or key == "eval_loss" else ":",
+                linewidth=1.2,
+                markersize=4,
+            )
     if applied:
         axes.plot(applied, [0.0] * len(applied), "k|", transform=axes.get_xaxis_transform(), label="new plan in force")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss")
-    axes.legend(frameon=False)
+    for text in axes.legend(frameon=False).get_texts():
+        text.set_parse_math(False)
     axes.grid(axis="y", color="0.92")
     _title(figure, "Losses")
     return figure
 
 
-def _layer_panels(layers: list[str], count: int, most_named: int) -> tuple[Figure, list[Axes]]:
+def _layer_panels(layers: list[str], count: int) -> tuple[Figure, list[Axes]]:
     """A figure with `count` panels side by side whose rows are the layers, first on top, labelled on the left."""
-    is_named = len(layers) <= most_named
+    is_named = len(layers) <= _MOST_NAMED_ROWS
     # The letters of a name are 0.1 inches high.
     height = 2.2 + (max(0.13 * len(layers), min(0.19 * len(layers), 12.0), 2.0) if is_named else 14.0)
     figure = Figure(figsize=(2.8 + max(2.8 * count, 4.5), height), dpi=150, layout="constrained")
@@ -191,3 +217,51 @@ def _title(figure: Figure, title: str, run: Run | None = None) -> None:
     layers = 0 if run is None else len(run.plans[0][1].assignment)
     part = f" ({MOST_ROWS:,} of {layers:,} layers)" if layers > MOST_ROWS else ""
     figure.suptitle(title + part, fontsize=11, parse_math=False)
+
+
+def shown_layers(run: Run, most: int = MOST_ROWS) -> list[str]:
+    """Returns the names of the layers, in the plan's order; of very many some."""
+    return thinned(list(run.plans[0][1].assignment), most)
+
+
+def divergence_panels(run: Run, layers: Sequence[str], steps: Sequence[int]) -> Panels:
+    """Returns the divergences in the least precise format; NaN for those that are zero or were not measured.
+
+    A panel is there if it has any number, those of whole layers first.
+    """
+    rows = {layer: row for row, layer in enumerate(layers)}
+    panels: Panels = {}
+    for column, step in enumerate(steps):
+        for record in run.divergences[step]:
+            if record["format"] != run.formats[0] or record["layer"] not in rows:
+                continue
+            for quantity in ("loss divergence", "weight divergence"):
+                value = record[quantity.replace(" ", "_")]
+                key = (quantity, record["gemm"])
+                if 0 < value < math.inf and key not in panels:
+                    panels[key] = np.full((len(rows), len(steps)), math.nan)
+                if 0 < value < math.inf:
+                    panels[key][rows[record["layer"]], column] = value
+    return {key: panels[key] for key in sorted(panels, key=lambda key: ((LAYER, *GEMMS).index(key[1]), key[0]))}
+
+
+def edges(steps: Sequence[int], last_step: int) -> np.ndarray[Any, Any]:
+    """Returns where the time of each step begins, and where that of the last one ends; it never goes back."""
+    return np.maximum.accumulate([*steps, max(last_step, max(steps) + 1)])
+
+
+def curve(losses: Mapping[int, Mapping[str, float]], key: str, most: int) -> list[tuple[int, float]]:
+    """Returns (step, loss), with NaN for what is no real number.
+
+    Of more than `most` points, the lowest and the highest of each stretch of steps, so that spikes stay.
+    """
+    # Beyond 1e100 axes overflow.
+    points = [(step, row[key] if abs(row[key]) < 1e100 else math.nan) for step, row in losses.items() if key in row]
+    if len(points) <= most:
+        return points
+    size = math.ceil(len(points) / (most // 2 - 1))
+    kept = {points[0], points[-1]}
+    for start in range(0, len(points), size):
+        stretch = sorted(points[start : start + size], key=lambda point: (math.isnan(point[1]), point[1]))
+        kept |= {stretch[0], stretch[-1]}
+    return sorted(kept, key=lambda point: point[0])

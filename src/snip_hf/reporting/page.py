@@ -1,11 +1,13 @@
-"""The page of one run or several: one HTML file with its style, its script and its data, which loads nothing else."""
+"""The page of one run or several: one HTML file with its style and figures, which loads nothing and runs nothing."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
@@ -14,31 +16,27 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from rich.table import Table
 from rich.text import Text
 
+from ..config import SnipConfig
 from ..json_io import write_atomic
+from ..records.events import Refresh
 from ..records.load import Run
 from ..text import printable
-from .comparison import comparison
-from .page_data import Losses, page_data
-from .reproduction import reproduction
+from .facts import attained_text, plan_in_force, policy_text, target_text
+from .figures import Losses, figures_of, loss_figure, png
 from .run_report import Content, run_contents
 
-# Characters of a cell and of a sentence.
-_CELL, _SENTENCE = 200, 2000
+# Characters of a cell, of a sentence and of a value of the configuration; lines on versions and numbers.
+_CELL, _SENTENCE, _VALUE, _MOST_LINES = 200, 2000, 2000, 60
+_NOTHING = "-"
 
 
-def write_page(
-    path: str | os.PathLike[str],
-    runs: Mapping[str, Run],
-    bf16: tuple[str, Losses] | None = None,
-    contents: Mapping[str, Sequence[Content]] | None = None,
-) -> Path:
+def write_page(path: str | os.PathLike[str], runs: Mapping[str, Run], bf16: tuple[str, Losses] | None = None) -> Path:
     """Writes the page.
 
     Args:
         path: the file, which is replaced.
         runs: name -> run.
         bf16: name and losses of a run in BF16 to compare with; None: there is none.
-        contents: name -> what `run_contents` gave for a run. None: it is asked for all runs.
 
     Returns: the file.
 
@@ -48,15 +46,11 @@ def write_page(
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, page(runs, bf16, contents).encode())
+    write_atomic(path, page(runs, bf16).encode())
     return path
 
 
-def page(
-    runs: Mapping[str, Run],
-    bf16: tuple[str, Losses] | None = None,
-    contents: Mapping[str, Sequence[Content]] | None = None,
-) -> str:
+def page(runs: Mapping[str, Run], bf16: tuple[str, Losses] | None = None) -> str:
     """Returns the page as HTML; the arguments are those of `write_page`.
 
     Raises:
@@ -71,25 +65,38 @@ def page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # JSON.parse knows no NaN; `tojson` escapes what would end the element.
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    style, script = _template("report.css"), _template("curves.js") + _template("layers.js")
-    data = page_data(runs, bf16)
-    shown = [run_contents(run) if contents is None else contents[name] for name, run in runs.items()]
+    losses: dict[str, Losses] = {name: run.losses for name, run in runs.items()} | dict([bf16] if bf16 else [])
+    names = {name: printable(name, _CELL) for name in losses}
+    style = _template("report.css")
     return environment.get_template("report.html").render(
-        title=", ".join(run["name"] for run in data["runs"]),
+        title=", ".join(names[name] for name in runs),
         style=style,
-        script=script,
-        style_hash=_hash(style),
-        script_hash=_hash(script),
-        data=data,
+        style_hash=f"sha256-{base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()}",
         version=_version(),
-        comparison=comparison(runs, bf16),
-        runs=[
-            {"name": own["name"], "data": own, "blocks": blocks(content), "again": reproduction(run)}
-            for own, run, content in zip(data["runs"], runs.values(), shown, strict=True)
-        ],
+        headings=list(names.values()),
+        rows=comparison(runs, losses, None if bf16 is None else bf16[0]),
+        # Losses of several runs share one figure.
+        losses=_image(png(loss_figure(losses))) if len(losses) > 1 and any(losses.values()) else None,
+        runs=[_shown(names[name], run, len(losses) == 1) for name, run in runs.items()],
     )
+
+
+def _shown(name: str, run: Run, with_losses: bool) -> dict[str, Any]:
+    images = {file: _image(data) for file, data in figures_of(run).items() if with_losses or file != "losses.png"}
+    config = json.dumps(dict(run.config), indent=1, sort_keys=True)
+    return {
+        "name": name,
+        "images": images,
+        "blocks": blocks(run_contents(run)),
+        "seed": printable(run.config.get("seed", "not recorded")),
+        "code": config_code(run.config),
+        "config": "\n".join(printable(line, _VALUE) for line in config.splitlines()),
+        "facts": [printable(f"{fact}: {value}") for fact, value in list(run.facts.items())[:_MOST_LINES]],
+    }
+
+
+def _image(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
 def blocks(contents: Sequence[Content]) -> list[dict[str, Any]]:
@@ -104,7 +111,7 @@ def _table(table: Table) -> dict[str, Any]:
         "title": title,
         "legend": legend.removesuffix(")"),
         "caption": _text(table.caption or "", _SENTENCE),
-        # "\\[" is rich's way to write a bracket that begins no markup.
+        # rich writes "\\[" for a bracket that begins no markup.
         "headings": [_text(str(column.header).replace("\\[", "[").replace("\n", " ")) for column in table.columns],
         "left": [column.justify == "left" for column in table.columns],
         "rows": list(zip(*columns, strict=True)),
@@ -119,13 +126,118 @@ def _template(name: str) -> str:
     return resources.files(__package__).joinpath("template").joinpath(name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
-    """Returns what a Content-Security-Policy allows an inline style or script by."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
 def _version() -> str:
     try:
         return metadata.version("snip-hf")
     except metadata.PackageNotFoundError:
         return "(not installed)"
+
+
+def config_code(config: Mapping[str, Any]) -> str:
+    """Returns the call of `SnipConfig` that builds a configuration: the fields that differ from their defaults.
+
+    Always includes the granularity, whose default depends on the policy.
+    """
+    defaults = SnipConfig().to_dict() | {"granularity": None}
+    fields = [
+        f"    {name}={value!r}," if name.isidentifier() else f"    # {printable(name)}: {value!r}"
+        for name, value in config.items()
+        if name not in defaults or defaults[name] != value
+    ]
+    inside = "\n".join(printable(field, _VALUE) for field in fields)
+    call = f"SnipConfig(\n{inside}\n)" if inside else "SnipConfig()"
+    return f"from snip_hf import SnipCallback, SnipConfig\n\nconfig = {call}\ncallback = SnipCallback(config)"
+
+
+def comparison(runs: Mapping[str, Run], losses: Mapping[str, Losses], bf16: str | None) -> list[tuple[str, list[str]]]:
+    """Returns the rows of the runs side by side; the last loss is compared with BF16's, or with the first run's.
+
+    Args:
+        runs: name -> run.
+        losses: name -> losses, of the runs and of the one in BF16.
+        bf16: name of the run in BF16.
+    """
+    rows = [(label, [text(run) for run in runs.values()]) for label, text in _ROWS]
+    rows = [(label, cells) for label, cells in rows if any(cell != _NOTHING for cell in cells)]
+    if bf16 is not None:
+        rows = [(label, [*cells, _NOTHING]) for label, cells in rows]
+    for key, label in (("loss", "Training loss"), ("eval_loss", "Validation loss")):
+        if any(key in row for one in losses.values() for row in one.values()):
+            rows.append((f"{label}, last", [_last(one, key) for one in losses.values()]))
+    if len(losses) > 1:
+        against = next(iter(losses)) if bf16 is None else bf16
+        rows.append((f"Loss against {against}", [_against(one, losses[against]) for one in losses.values()]))
+    return [(printable(label, _CELL), [printable(cell, _CELL) for cell in cells]) for label, cells in rows]
+
+
+def _last(losses: Losses, key: str) -> str:
+    steps = [step for step, row in losses.items() if key in row]
+    return f"{losses[steps[-1]][key]:.4g} (step {steps[-1]:,})" if steps else _NOTHING
+
+
+def _against(losses: Losses, other: Losses) -> str:
+    """Returns the difference at the last step that both have a loss of, validation before training."""
+    if losses is other:
+        return _NOTHING
+    for key, label in (("eval_loss", "validation"), ("loss", "training")):
+        common = [step for step in losses if key in losses[step] and key in other.get(step, {})]
+        if common:
+            mine, theirs = losses[common[-1]][key], other[common[-1]][key]
+            relative = f", {(mine - theirs) / theirs:+.2%}" if theirs and math.isfinite(theirs) else ""
+            return f"{mine - theirs:+.4g}{relative} ({label}, step {common[-1]:,})"
+    return "no step in common"
+
+
+def _coverage(run: Run) -> str:
+    if not run.counted:
+        return _NOTHING
+    share = run.counted[-1].coverage.share
+    return f"{share:.1%} of the model's matmul FLOPs, {share * plan_in_force(run).fp4_fraction:.1%} of all in FP4"
+
+
+def _speed(run: Run) -> str:
+    plan = plan_in_force(run)
+    speedup = plan.linear_speedup()
+    return _NOTHING if speedup is None else f"{speedup:.3f} times BF16's ({plan.speed_source})"
+
+
+def _refreshes(run: Run) -> str:
+    applied = sum(refresh.applied_step is not None for refresh in run.refreshes)
+    return f"{applied:,} applied, {len(run.refreshes) - applied:,} kept" if run.refreshes else _NOTHING
+
+
+def _seconds(run: Run) -> str:
+    def total(part: str) -> float:
+        return math.fsum(refresh.seconds.get(part) or 0.0 for refresh in run.refreshes)
+
+    parts = [f"{part} {total(part):,.1f}" for part in ("probe", "solver", "waited")]
+    return ", ".join(parts) if any(refresh.seconds for refresh in run.refreshes) else _NOTHING
+
+
+def _solvers(run: Run) -> str:
+    names = dict.fromkeys(map(_solver, run.refreshes))
+    return ", ".join(name for name in names if name) or _NOTHING
+
+
+def _solver(refresh: Refresh) -> str:
+    return "" if refresh.solver is None else f"{refresh.solver} {refresh.solver_version or ''}".strip()
+
+
+def _mean(run: Run) -> str:
+    mean = run.mean_fp4_fraction
+    return _NOTHING if mean is None else f"{mean:.4f}"
+
+
+_ROWS: tuple[tuple[str, Callable[[Run], str]], ...] = (
+    ("Model", lambda run: run.plans[-1][1].provenance.model_name or _NOTHING),
+    ("Decided by", lambda run: policy_text(run.config)),
+    ("Target", lambda run: target_text(run.config)),
+    ("FP4 share at the end", lambda run: attained_text(plan_in_force(run))),
+    ("FP4 share, mean over the steps", _mean),
+    ("Coverage", _coverage),
+    ("Speed of the linears", _speed),
+    ("Last step", lambda run: f"{run.last_step:,}"),
+    ("Refreshes", _refreshes),
+    ("Seconds in all", _seconds),
+    ("Solver", _solvers),
+)

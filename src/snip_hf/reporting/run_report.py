@@ -17,11 +17,11 @@ from ..estimation.table import Divergence, DivergenceTable
 from ..layers.labels import LayerLabels
 from ..numerics.formats import FORMATS
 from ..planning.pipeline_model import check_ties_are_few
-from ..planning.plan import PrecisionPlan
 from ..planning.program import problem
 from ..policies.setting import Setting
 from ..records.load import Run, load_recorded, thinned
 from .facts import (
+    alarms_told,
     attained_text,
     coverage_text,
     has_target,
@@ -29,11 +29,11 @@ from .facts import (
     mean_shares_text,
     plan_in_force,
     policy_text,
+    retargets_told,
     target_text,
     value_text,
 )
 from .figures import write_figures
-from .interventions import alarms_told, retargets_told
 from .tables import name_text, new_table, number, plan_table, print_cost, print_stages, say
 
 _MOST_ROWS = 20
@@ -112,7 +112,7 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
     if run.losses:
         console.print(loss_table(run))
     console.print(plan_table(plan))
-    _print_run_stages(run, plan, console, micro_batches)
+    print_stages(plan, console, micro_batches)
     if plan.measured is not None:
         print_cost(plan, console)
     elif by_time:
@@ -133,11 +133,6 @@ def _say_some(console: Console, sentences: list[str]) -> None:
         say(console, sentence)
     if len(sentences) > _MOST_ROWS:
         say(console, f"... and {len(sentences) - _MOST_ROWS:,} more such lines.")
-
-
-def _print_run_stages(run: Run, plan: PrecisionPlan, console: Console, micro_batches: int | None) -> None:
-    decided = last_decided(run)
-    print_stages(plan, console, micro_batches, None if decided is None else run.divergences.get(decided))
 
 
 def refresh_table(run: Run) -> Table:

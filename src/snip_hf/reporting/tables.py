@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -11,13 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ..costs.measured_cost import cost_shares, describe_cost
-from ..estimation.table import Divergence, DivergenceTable
 from ..layers.labels import LayerLabels, split_layer
 from ..numerics.formats import FORMATS, REFERENCE
 from ..planning.forward_shares import forward_shares
-from ..planning.pipeline_model import ConstraintComparison, PipelineTimes, compare_constraints, pipeline_times
+from ..planning.pipeline_model import PipelineTimes, pipeline_times
 from ..planning.plan import PrecisionPlan
-from ..planning.solver.solution import SolverError
 from ..text import printable
 
 # What a table shows at most: the blocks of every model of today, the kinds of linears of one without single experts.
@@ -122,18 +119,8 @@ def cost_table(plan: PrecisionPlan) -> Table:
     return table
 
 
-def print_stages(
-    plan: PrecisionPlan,
-    console: Console,
-    micro_batches: int | None = None,
-    records: Sequence[Mapping[str, Any]] | None = None,
-) -> None:
-    """Prints the stages, the pipeline's bubble and, from the records of the plan's divergences, what its stages save.
-
-    Args:
-        micro_batches: as in `pipeline_model.compare_constraints`.
-        records: None means that there are none: no comparison.
-    """
+def print_stages(plan: PrecisionPlan, console: Console, micro_batches: int | None = None) -> None:
+    """Prints the stages and the pipeline's bubble; `micro_batches` as in `pipeline_model.pipeline_times`."""
     times, forward = pipeline_times(plan, micro_batches), forward_shares(plan)
     if len(plan.stages) == 1:
         of_forward = "" if forward is None else f", and {forward.fp4_fraction:.4f} of its forward ones"
@@ -141,28 +128,17 @@ def print_stages(
         say(console, f"One stage, so no pipeline and no bubble: {share}.")
         return
     console.print(stage_table(plan))
-    missing, comparison = "there are no divergences of its refresh", None
-    if records is not None:
-        table = DivergenceTable(0.0, tuple(Divergence(**record) for record in records))
-        try:
-            comparison = compare_constraints(plan, table, micro_batches)
-        except (ValueError, TypeError, SolverError) as error:  # a config of another version among them
-            missing = str(error)
-    console.print(bubble_table(times, comparison))
-    if comparison is None:
-        sentence = f"Not compared with one global constraint: {missing.removesuffix('.')}."
-    else:
-        sentence = (
-            f"Against one global constraint, one per stage saves {comparison.time_saved:.2%} of the step's time and "
-            f"{comparison.bubble_saved:.4f} of the bubble."
-        )
+    slowest = max(range(len(times.stages)), key=lambda index: times.stages[index].time)
+    name, scale = _time_unit(times)
     unit = "measured"
     if not times.measured:
         unit = f"modelled, {_modelled(plan)}, 1 is all linears in {FORMATS[times.reference].label}"
     say(
         console,
-        f"{sentence} Times are of the linears, forward and backward ({unit}): a stage's for one micro-batch, a step's "
-        "(m - 1) times the slowest stage's and once all stages'; communication is not counted.",
+        f"Pipeline of {times.micro_batches} micro-batches: stage {slowest} is the slowest, a step takes "
+        f"{scale * times.step_time:.4g} ({name}), and {times.bubble:.4f} of it is bubble. Times are those of the "
+        f"linears, forward and backward ({unit}): a stage's for one micro-batch, a step's (m - 1) times the slowest "
+        "stage's and once all stages'; communication is not counted.",
     )
 
 
@@ -198,26 +174,6 @@ def _modelled(plan: PrecisionPlan) -> str:
     used = {name for formats in plan.assignment.values() for name in formats.values()} - {REFERENCE.name}
     speeds = [f"{fmt.label} at {fmt.speed:g}x {REFERENCE.label}" for name, fmt in FORMATS.items() if name in used]
     return ", ".join(speeds) or f"all in {REFERENCE.label}"
-
-
-def bubble_table(times: PipelineTimes, comparison: ConstraintComparison | None) -> Table:
-    """Step, bubble and objective of the plan and, if compared, of the one with one global constraint."""
-    table = new_table(f"Pipeline ({times.micro_batches} micro-batches)")
-    unit, scale = _time_unit(times)
-    for heading in ("constraints", "FP4\nshare", "slowest\nstage", f"step\n{unit}", "bubble", "objective"):
-        table.add_column(heading, justify="left" if heading == "constraints" else "right")
-    rows: list[tuple[str, PipelineTimes, float | None]] = [("one per stage", times, None)]
-    if comparison is not None:
-        rows = [
-            ("one per stage", comparison.per_stage, comparison.per_stage_objective),
-            ("one global", comparison.single, comparison.single_objective),
-        ]
-    for name, pipeline, objective in rows:
-        slowest = max(range(len(pipeline.stages)), key=lambda index: pipeline.stages[index].time)
-        step = f"{scale * pipeline.step_time:.4g}"
-        numbers = (str(slowest), step, f"{pipeline.bubble:.4f}", number(objective, ".4g"))
-        table.add_row(name, f"{pipeline.fp4_fraction:.4f}", *numbers)
-    return table
 
 
 def _time_unit(times: PipelineTimes) -> tuple[str, float]:

@@ -118,11 +118,7 @@ def test_solve_exits_with_1_and_the_attainable_value_when_no_map_is_good_enough(
     [
         ("{", "PATH is not a usable problem: it is not valid JSON, perhaps truncated (line 1: "),
         ("[]", "PATH holds a list, expected a JSON object with groups."),
-        (
-            '{"groups": [], "groups": []}',
-            "PATH is not a usable problem: the key 'groups' occurs 2 times in one object.",
-        ),
-        (json.dumps({**PROBLEM, "solver": "gurobi"}), "The solver gave up (bad problem): solver"),
+        (json.dumps({**PROBLEM, "solver": "gurobi"}), "The integer program is malformed: solver is 'gurobi'"),
     ],
 )
 def test_solve_exits_with_2_and_one_line_on_a_bad_problem(

@@ -1,78 +1,62 @@
-"""JSON files, written atomically and parsed strictly.
-
-A plan or a state may come from the Hub, or from a disk that filled up: what is read is bounded, complete
-and unambiguous. A process may be killed, or the power fail, at any instant: what was written before is still there.
-"""
+"""JSON files: written atomically, and read strictly into dataclasses."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import functools
 import json
 import math
 import os
 import re
 import secrets
-import stat
-from collections import Counter
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-# A plan of a 405B model (882 linears) makes about 300 kB. Of 45,032 linears (DeepSeek-V3) by GEMM, a plan makes 26 MB
-# with measured times, a state in the middle of a refresh 67 MB, a table of divergences 68 MB.
+from .text import printable
+
+T = TypeVar("T")
+
+# The largest files of a run are tables of divergences: 68 MB for the 45,032 linears of DeepSeek-V3 by GEMM.
 MAX_JSON_BYTES = 128 * 2**20
-# Each value takes memory, however short it is written; that table has 4 million.
-MAX_VALUES = 10**7
-# Longer documents are written without indentation, which would double them.
+# Indentation would double the size of larger documents.
 _MAX_INDENTED = 2**20
-# The deepest file of ours, a state with a configuration inside its plan, has 7 levels. Bounded, because code that
-# compares or prints a document recurses.
-MAX_DEPTH = 32
-# Reading an integer takes time with the square of its length, and 10**309 is no float any more.
-MAX_DIGITS = 40
 
 
 def write_json_atomic(path: str | os.PathLike[str], document: Any) -> None:
-    """Writes `document` as JSON in one stroke, see `write_atomic`.
+    """Writes `document` as JSON, see `write_atomic`.
 
     Raises:
-        OSError: it cannot be written; what was at `path` is still there.
-        ValueError, TypeError: `document` is not JSON data (NaN and infinity are not), or larger than what `read_json`
-            takes; nothing is written.
+        OSError: the file cannot be written; the old file is still there.
+        ValueError, TypeError: `document` is not JSON data (NaN and infinity are not), or is too large to be read back.
     """
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
     if len(text) <= _MAX_INDENTED:
         text = json.dumps(document, indent=1, allow_nan=False)
-    data = f"{text}\n".encode()
-    _check_readable(path, data)
-    write_atomic(path, data)
+    _check_size(len(text))
+    write_atomic(path, f"{text}\n".encode())
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a file in one stroke: temporary file beside `path`, fsync, rename, fsync of the folder.
+    """Writes a temporary file beside `path`, syncs it and renames it, so that `path` is the old or the whole new file.
 
-    A file that is replaced passes its permissions on. A process killed in between leaves the old file, and perhaps the
-    temporary one (`remove_temporaries`).
-
-    Raises:
-        OSError: it cannot be written, or `path` is a symbolic link; what was at `path` is still there.
+    A process that is killed in between may leave the temporary file (`remove_temporaries`).
     """
     path = Path(path)
-    mode = _mode(path)
-    # Random: containers that share a folder may have the same process ids.
+    # Random, because containers that share a folder may have equal process ids.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
-            if mode not in (None, stat.S_IMODE(os.fstat(file.fileno()).st_mode)):
-                os.fchmod(file.fileno(), mode)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    # Without it a rename may be lost with the power. Not every file system can; the new file is in place by now.
+    # Otherwise a power failure may undo the rename. Not every file system can sync a folder.
     with contextlib.suppress(OSError):
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -81,52 +65,31 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
             os.close(folder)
 
 
-def _mode(path: Path) -> int | None:
-    """Returns the permissions of the file at `path`, None if there is none; raises OSError for a symbolic link."""
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return None
-    if stat.S_ISLNK(mode):
-        # Neither written through, to wherever it points, nor replaced: somebody put it there for a reason.
-        raise OSError(errno.ELOOP, "It is a symbolic link, which is not written to", os.fspath(path))
-    return stat.S_IMODE(mode)
-
-
 def remove_temporaries(folder: Path, *names: str) -> None:
-    """Removes what killed processes left of `write_atomic`, of the files of these names or globs."""
+    """Removes temporary files that killed processes left, for files of these names or globs."""
     for path in folder.iterdir():
-        found = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}\.tmp", path.name)
-        if found and any(fnmatchcase(found[1], name) for name in names):
+        match = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}\.tmp", path.name)
+        if match and any(fnmatchcase(match[1], name) for name in names):
             path.unlink(missing_ok=True)
 
 
-def append_json_line(path: str | os.PathLike[str], document: Any, mode: int = 0o666) -> None:
-    """Adds one line of JSON to a file; all of it or, on an error, nothing.
-
-    A process killed in between leaves a last line without its end.
-
-    Args:
-        path: the file.
-        document: JSON data.
-        mode: permissions of a file that is not there yet, less those of the umask.
+def append_json_line(path: str | os.PathLike[str], document: Any) -> None:
+    """Appends one line of JSON to a file; on an error, the file is as it was.
 
     Raises:
-        OSError: it cannot be written, or `path` is not a regular file.
-        ValueError, TypeError: `document` is not JSON data, or larger than what a reader takes; nothing is written.
+        OSError: the file cannot be written.
+        ValueError, TypeError: `document` is not JSON data, or is too large to be read back.
     """
     data = json.dumps(document, allow_nan=False).encode() + b"\n"
-    _check_readable(path, data)
-    left = memoryview(data)
-    file = _open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), mode)
+    _check_size(len(data))
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         size = os.fstat(file).st_size
         try:
-            while left:
-                left = left[os.write(file, left) :]
+            while data:
+                data = data[os.write(file, data) :]
             os.fsync(file)
         except BaseException:
-            # Half a line would spoil the next one too.
             os.ftruncate(file, size)
             raise
     finally:
@@ -134,111 +97,126 @@ def append_json_line(path: str | os.PathLike[str], document: Any, mode: int = 0o
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Reads one JSON document strictly: UTF-8, no duplicate keys, finite numbers, bounded size, depth and integers.
+    """Reads one JSON document.
 
     Raises:
-        OSError: the file cannot be read, or is not a regular file.
-        ValueError: anything else; the message says what is wrong, not which file it is.
+        OSError: the file cannot be read.
+        ValueError: it is too large or not JSON; the message does not name the file.
     """
-    with open_regular(path) as file:
-        # Twice: a file that is too large is not read at all, and one that grows is read no further.
-        too_large = os.fstat(file.fileno()).st_size > max_bytes
-        data = b"" if too_large else file.read(max_bytes + 1)
-    if too_large or len(data) > max_bytes:
+    with open(path, "rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
         raise ValueError(f"the file is larger than {max_bytes} bytes.")
     return parse_json(data)
 
 
 def parse_json(data: bytes) -> Any:
-    """`read_json` for bytes already in memory, such as one line of a history file."""
-    if problem := _too_many(data):
-        raise ValueError(f"{problem}, expected at most {MAX_VALUES}.")
+    """Parses UTF-8 JSON; raises ValueError for anything else, and for NaN and infinity."""
     try:
-        document = json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=_unique,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-            parse_int=_bounded,
-        )
+        return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 text (byte {error.start}).") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not valid JSON, perhaps truncated (line {error.lineno}: {error.msg}).") from error
-    except RecursionError as error:
-        raise ValueError("its JSON is nested too deeply.") from error
-    _check_depth(document)
-    return document
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a file for reading; raises OSError for anything else, where reading might never end."""
-    return open(_open_regular(path, os.O_RDONLY), "rb")
+def read_as(kind: type[T], path: str | os.PathLike[str]) -> T:
+    """Reads a JSON file into a dataclass, see `from_json`; raises OSError too."""
+    value: T = from_json(kind, read_json(path))
+    return value
 
 
-def _open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
-    # Opening a pipe would wait for whoever is at its other end.
-    file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0), mode)
-    mode = os.fstat(file).st_mode
-    if stat.S_ISREG(mode):
-        return file
-    os.close(file)
-    code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-    raise OSError(code, "It is not a regular file", os.fspath(path))
+def from_json(kind: Any, value: Any, where: str = "") -> Any:
+    """Converts JSON data to a type: a dataclass with exactly its fields, or what annotations of its fields name.
+
+    Fields with a default may be missing. Supported are dataclasses, str, int, float, bool, None, Any, Literal, unions,
+    sequences (lists become tuples) and mappings from names.
+
+    Args:
+        kind: the type.
+        value: JSON data.
+        where: path of the value in its document, for messages.
+
+    Raises:
+        ValueError: the data is not of the type; names the field, what was got and what was expected.
+    """
+    options = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    for option in options:
+        if _fits(option, value):
+            return _converted(option, value, where)
+    raise ValueError(f"{where or 'the document'} is {short(value)}, expected {' or '.join(map(_name, options))}.")
 
 
-def _check_readable(path: str | os.PathLike[str], data: bytes) -> None:
-    """Raises ValueError for a document that `read_json` would refuse by its size."""
-    problem = f"it takes {len(data)} bytes" if len(data) > MAX_JSON_BYTES else _too_many(data)
-    if problem:
-        name = ascii(os.path.basename(path))
-        raise ValueError(
-            f"{name} is not written, since it could not be read back: {problem}; the most are {MAX_JSON_BYTES} bytes "
-            f"and {MAX_VALUES} values."
-        )
+def short(value: object) -> str:
+    """`repr`, cut for a message; only the size of a container."""
+    if isinstance(value, dict | list | tuple):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    return printable(repr(value), 60)
 
 
-def _too_many(data: bytes) -> str | None:
-    """Says how many values JSON text has, if these are too many: at most one before each comma and in each bracket."""
-    count = sum(map(data.count, (b",", b"[", b"{")))
-    return f"it has {count} values" if count > MAX_VALUES else None
+def _fits(kind: Any, value: Any) -> bool:
+    """Returns True if a value has the JSON type of a type; what is inside of containers is not looked at."""
+    if kind in (Any, object):
+        return True
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+    if kind in (str, int, bool, types.NoneType):
+        return type(value) is kind
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    return isinstance(value, list | tuple) if _is_sequence(kind) else isinstance(value, dict)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) < len(pairs):
-        key, count = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {key[:60]!r} occurs {count} times in one object.")
-    return mapping
+def _converted(kind: Any, value: Any, where: str) -> Any:
+    if kind is float:
+        return float(value)
+    if not isinstance(value, list | tuple | dict) or kind in (Any, object):
+        return value
+    arguments = get_args(kind)
+    if isinstance(value, dict):
+        if is_dataclass(kind):
+            return _record(kind, value, where)
+        inside = arguments[1] if arguments else Any
+        return {name: from_json(inside, item, f"{where}[{printable(name)!r}]") for name, item in value.items()}
+    if len(arguments) == 2 and arguments[1] is not ...:
+        if len(value) != 2:
+            raise ValueError(f"{where} is {short(value)}, expected two values.")
+        return tuple(from_json(inside, item, where) for inside, item in zip(arguments, value, strict=True))
+    return tuple(from_json(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+
+
+def _record(kind: Any, value: Mapping[str, Any], where: str) -> Any:
+    hints, inside = _hints(kind), f"{where}." if where else ""
+    for name in value:
+        if name not in hints:
+            raise ValueError(f"{where or 'it'} has an unknown entry {short(name)}; expected {', '.join(hints)}.")
+    for field in fields(kind):
+        if field.name not in value and field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"{where or 'it'} has no entry {field.name!r}.")
+    return kind(**{name: from_json(hints[name], item, inside + name) for name, item in value.items()})
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind) if field.init}
+
+
+def _is_sequence(kind: Any) -> bool:
+    return get_origin(kind) in (list, tuple, Sequence)
+
+
+def _name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    names = {str: "text", int: "an integer", float: "a finite number", bool: "true or false", types.NoneType: "null"}
+    return names.get(kind, "a list" if _is_sequence(kind) else "an object")
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_JSON_BYTES:
+        raise ValueError(f"{size} bytes of JSON are not written, since at most {MAX_JSON_BYTES} are read back.")
 
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"it holds {name}, which is not a JSON number.")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"it holds {text[:60]}, which is too large for a number.")
-    return value
-
-
-def _bounded(text: str) -> int:
-    digits = len(text.lstrip("-"))
-    if digits > MAX_DIGITS:
-        raise ValueError(f"it holds an integer of {digits} digits, which is too large for a number.")
-    return int(text)
-
-
-def _check_depth(document: Any) -> None:
-    level: list[Any] = [[document]]
-    for _ in range(MAX_DEPTH + 1):
-        level = [
-            child
-            for value in level
-            for child in (value.values() if isinstance(value, dict) else value)
-            if isinstance(child, (dict, list))
-        ]
-        if not level:
-            return
-    raise ValueError("its JSON is nested too deeply.")

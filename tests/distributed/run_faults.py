@@ -168,7 +168,7 @@ def slow_solver(loop: Loop) -> Iterator[None]:
     """Rank 0 gets its answer two seconds late."""
     result = SolverProcess.result
 
-    def late(process: SolverProcess, timeout: float | None = None) -> Any:
+    def late(process: SolverProcess, timeout: float = 600.0) -> Any:
         if loop.at <= 5:
             time.sleep(2)
         return result(process, timeout)
@@ -333,9 +333,9 @@ def _hanging(folder: Path) -> list[str]:
     program = folder / "hanging.py"
     program.write_text(
         f"import sys, time\nsys.path.insert(0, {str(source)!r})\nimport ilp\n"
-        "ilp.solve = lambda problem: time.sleep(600)\nsys.exit(ilp.main())\n"
+        "ilp.solve = lambda problem: time.sleep(600)\nilp.main()\n"
     )
-    return [sys.executable, "-I", str(program), "--parent", str(os.getpid())]
+    return [sys.executable, str(program), str(os.getpid()), "600"]
 
 
 def be_killed(folder: Path) -> None:

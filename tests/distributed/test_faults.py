@@ -70,7 +70,7 @@ REASONS = {
     "not captured": f"ValueError: On rank 1: ValueError: {NOT_CAPTURED}",
     "out of memory in the sums": f"ValueError: On rank 1: {MEMORY}",
     "out of memory in the sums of rank 0": MEMORY,
-    "solver hangs": "SolverError: The solver ran past the 5 s it was waited for and was killed.",
+    "solver hangs": "SolverError: The solver ran past the 5 s that it had and was killed.",
     "ddp out of memory in the probe": f"ValueError: On rank 1: {MEMORY}",
     "ddp out of memory before the probe": f"ValueError: On rank 1: {MEMORY}",
     "ddp out of memory after the probe": f"ValueError: On rank 1: {MEMORY}",

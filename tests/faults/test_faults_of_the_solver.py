@@ -44,7 +44,7 @@ def program(text: str) -> Callable[[dict[str, Any]], SolverProcess]:
 
 
 def without_cbc(problem: dict[str, Any]) -> SolverProcess:
-    return START(problem | {"solver": "cbc"}, [sys.executable, "-I", "-S", ilp.__file__])
+    return START(problem | {"solver": "cbc"}, [sys.executable, "-S", ilp.__file__])
 
 
 def without_memory(problem: dict[str, Any]) -> SolverProcess:
@@ -94,10 +94,9 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], SolverProcess], str]] = {
         "crashed (exit code 1): ",
     ),
     "its libraries without memory": (without_memory, "SolverError: The solver "),
-    "printing garbage": (program("print('Welcome to the CBC MILP Solver')"), "no JSON object (it begins with 'Welcome"),
-    "printing deep JSON": (program("print('[' * 10**6)"), "no JSON object"),
-    "printing numbers that are none": (program(NOT_FINITE), "no JSON object"),
-    "CBC is missing": (without_cbc, "SolverError: The solver gave up (missing): solver: 'cbc' needs mip"),
+    "printing garbage": (program("print('Welcome to the CBC MILP Solver')"), "no JSON (it begins with 'Welcome"),
+    "printing numbers that are none": (program(NOT_FINITE), "no JSON (it begins with"),
+    "CBC is missing": (without_cbc, "SolverError: solver='cbc' cannot be used by "),
     "the program is missing": (lambda problem: START(problem, ["/nowhere/solver"]), "could not be started: [Errno 2]"),
     "no descriptor is left": (without_descriptors, "could not be started: [Errno 24]"),
     "no process can be started": (without_processes, "could not be started: [Errno 11]"),
@@ -154,7 +153,7 @@ def test_a_solver_that_hangs_is_waited_for_no_longer_than_its_limit(
     waits: list[float] = []
     result = SolverProcess.result
 
-    def timed(process: SolverProcess, timeout: float | None = None) -> Any:
+    def timed(process: SolverProcess, timeout: float = 600.0) -> Any:
         began = time.monotonic()
         try:
             return result(process, timeout)
@@ -167,7 +166,7 @@ def test_a_solver_that_hangs_is_waited_for_no_longer_than_its_limit(
     config = SnipConfig(**SCHEDULE, solver_time_limit=1.0)
     callback = SnipCallback(config, solving=Solving(grace=0.2))
     run = train(tmp_path, callback=callback, callbacks=stop, **SHORT)
-    reason = "SolverError: The solver ran past the 1.2 s it was waited for and was killed."
+    reason = "SolverError: The solver ran past the 1.2 s that it had and was killed."
     assert_cost_only_the_first_refresh(run, without_first, reason, caplog.messages)
     assert 1.2 <= waits[0] < 1.2 + 5
     assert started[0]._process.returncode == -signal.SIGKILL
@@ -210,23 +209,3 @@ def test_a_solver_that_is_slow_is_waited_for_and_its_plan_applied_at_the_same_st
     seconds = run.refreshes[0]["seconds"]
     assert seconds["waited"] >= 0.5
     assert seconds["solver"] < seconds["waited"]
-
-
-def test_output_without_end_fills_neither_the_disk_nor_the_trainers_memory(tmp_path: Path) -> None:
-    """The solver's process may write 64 MiB into a file and no more; the parent reads no more than that."""
-    stub = (
-        "import os, sys; sys.path.insert(0, sys.argv.pop()); import ilp\n"
-        "def solve(problem):\n"
-        "    try:\n"
-        "        while True: os.write(1, b'x' * (1 << 20))\n"
-        "    except OSError as error: print(error, file=sys.stderr)\n"
-        "    raise SystemExit(9)\n"
-        "ilp.solve = solve; ilp.main()"
-    )
-    process = START({}, [sys.executable, "-I", "-c", stub, str(Path(ilp.__file__).parent)])
-    wait_until(lambda: process._process.poll() is not None)
-    assert os.fstat(process._files[1].fileno()).st_size <= ilp.LARGEST_FILE
-    with pytest.raises(Exception, match="The solver process crashed") as caught:
-        process.result()
-    assert len(str(caught.value)) < 1100
-    assert children() == set()

@@ -24,10 +24,10 @@ from snip_hf.json_io import append_json_line, read_json, remove_temporaries, wri
 
 # The module alone, so that a process takes milliseconds and not seconds to start.
 ALONE = f"""
-import importlib.util, os, sys
-spec = importlib.util.spec_from_file_location("json_io", {json_io.__file__!r})
-json_io = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(json_io)
+import os, sys, types
+sys.modules["snip_hf"] = types.ModuleType("snip_hf")
+sys.modules["snip_hf"].__path__ = [{str(Path(json_io.__file__).parent)!r}]
+from snip_hf import json_io
 path = sys.argv[1]
 def document(number): return {{"number": number, "text": str(number) * 20000}}
 """

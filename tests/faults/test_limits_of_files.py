@@ -16,7 +16,7 @@ from snip_hf.costs.gemm_timing import GemmShape, Machine, gemm_times
 from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.estimation.pending import LAYER
 from snip_hf.estimation.table import Divergence, DivergenceTable
-from snip_hf.json_io import MAX_JSON_BYTES, MAX_VALUES, append_json_line, parse_json, read_json, write_json_atomic
+from snip_hf.json_io import MAX_JSON_BYTES, append_json_line, read_json, write_json_atomic
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
@@ -79,7 +79,6 @@ def assert_round_trip(decided: Decided, folder: Path, layers: int) -> None:
     write_json_atomic(folder / "snip" / "state.json", decided.state)
     for path in (folder / "snip").iterdir():
         assert path.stat().st_size * LARGEST / layers < 0.8 * MAX_JSON_BYTES
-        assert sum(map(path.read_bytes().count, (b",", b"[", b"{"))) * LARGEST / layers < 0.8 * MAX_VALUES
     assert PrecisionPlan.load(folder / "snip" / "plan.json") == decided.plan
     assert read_json(folder / "snip" / "state.json") == decided.state
     assert read_divergence(folder / "snip" / "divergence-40.json") == (40, decided.table.to_records())
@@ -108,34 +107,15 @@ def test_large_documents_are_written_without_indentation_and_small_ones_for_peop
     assert path.stat().st_size == len('{"a":[') + 2 * 2**20 - 1 + len("]}\n")
 
 
-def test_a_writer_refuses_exactly_what_a_reader_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_refuses_what_a_reader_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json"
     monkeypatch.setattr(json_io_module, "MAX_JSON_BYTES", 100)
-    monkeypatch.setattr(json_io_module, "MAX_VALUES", 20)
-    longest, longer = "x" * 97, "x" * 98  # and two quotation marks and a line break
     for write in (write_json_atomic, append_json_line):
-        write(path, longest)
-        assert read_json(path, 100) == longest
-        with pytest.raises(ValueError) as caught:
-            write(path, longer)
-        assert str(caught.value) == (
-            "'a.json' is not written, since it could not be read back: it takes 101 bytes; the most are 100 bytes and "
-            "20 values."
-        )
-        assert read_json(path, 100) == longest
+        write(path, "x" * 97)  # and two quotation marks and a line break
+        with pytest.raises(ValueError, match=r"10[0-9] bytes of JSON are not written, since at most 100 are read back"):
+            write(path, "x" * 99)
+        assert read_json(path, 100) == "x" * 97
         path.unlink()
-        write(path, [0] * 20)
-        assert read_json(path) == [0] * 20
-        with pytest.raises(ValueError, match="it has 21 values; the most are 100 bytes and 20 values"):
-            write(path, [0] * 21)
-        path.unlink()
-    with pytest.raises(ValueError, match="it has 21 values, expected at most 20"):
-        parse_json(b"[" + b"0," * 20 + b"0]")
-
-
-def test_a_small_file_of_very_many_values_is_refused_before_it_takes_memory() -> None:
-    with pytest.raises(ValueError, match="values, expected at most"):
-        parse_json(b"[" + b"[]," * (MAX_VALUES // 2) + b"[]]")
 
 
 def test_what_is_too_large_to_be_read_costs_its_record_and_no_loss(
@@ -147,7 +127,7 @@ def test_what_is_too_large_to_be_read_costs_its_record_and_no_loss(
     assert differing(weights(run.model), weights(undisturbed.model)) == []
     assert [line["applied_step"] for line in run.refreshes] == [4, 8]
     assert all(path.stat().st_size <= 9000 for path in (tmp_path / "snip").iterdir())
-    said = {message.partition(": '")[0] for message in caplog.messages if "could not be read back" in message}
+    said = {message.rpartition(": ")[0] for message in caplog.messages if "are read back" in message}
     states = [tmp_path / f"checkpoint-{step}" / "snip_state.json" for step in range(1, 9)]
     assert said == {
         f"snip-hf: could not write to {tmp_path / 'snip'}, training goes on",

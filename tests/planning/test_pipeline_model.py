@@ -1,4 +1,4 @@
-"""Are predicted times those of a simulated pipeline, and is the plan with one global constraint the best there is?"""
+"""Predicted times are those of a simulated pipeline."""
 
 from __future__ import annotations
 

@@ -322,12 +322,6 @@ def edited(**changes: Any) -> str:
         (edited(provenance=[]), "provenance is [], expected a JSON object."),
         (edited(stages={"a": 1}), "stages is {'a': 1}, expected a list of lists of layer names."),
         (edited().replace("2.0", "NaN"), "it holds NaN, which is not a JSON number."),
-        (
-            edited().replace("2.0", "1e999", 1),
-            "it holds 1e999, which is too large for a number.",
-        ),
-        (edited().replace('"b"', '"a"'), "the key 'a' occurs 2 times in one object."),
-        ("[" * 200_000, "its JSON is nested too deeply."),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused_with_its_name_the_field_and_a_way_out(

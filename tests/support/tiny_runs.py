@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -195,7 +196,7 @@ def begun_late(monkeypatch: Any, folder: Path) -> str:
     """Returns the program of a solver that begins half a second after training began to wait for it."""
     result, begin = SolverProcess.result, folder / "begin"
 
-    def result_later(process: SolverProcess, timeout: float | None = None) -> Any:
+    def result_later(process: SolverProcess, timeout: float = math.inf) -> Any:
         threading.Timer(0.5, begin.touch).start()
         return result(process, timeout)
 

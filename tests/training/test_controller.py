@@ -263,7 +263,7 @@ def test_a_pending_problem_that_was_damaged_costs_the_refresh_and_not_the_run(tm
     second.run(5)
     assert len(second.losses) == 2
     (line,) = history(tmp_path)[1:]
-    assert (line["step"], line["status"], line["decided_step"]) == (2, "kept", 4)
+    assert (line["step"], line["status"], line["decided_step"]) == (2, "kept", 3)
     assert "groups" in line["reason"]
 
 
@@ -739,11 +739,11 @@ FAILURES = {
         "out of luck",
     ),
     "signal": ("import os; os.kill(os.getpid(), 9)", "SolverError: The solver process crashed (signal SIGKILL)", ""),
-    "garbage": ("print('OPTIMAL')", "SolverError: The solver's output is no JSON object", "OPTIMAL"),
-    "silence": ("pass", "SolverError: The solver's output is no JSON object", ""),
+    "garbage": ("print('OPTIMAL')", "SolverError: The solver's output is no JSON (it begins with", "OPTIMAL"),
+    "silence": ("pass", "SolverError: The solver's output is no JSON (it begins with", ""),
     "half an answer": ("print('{}')", "SolverError: The solver's output is no solution", ""),
-    "a lie": (TINY, "SolverError: The solver's map failed the re-check", "below its minimum 0.75"),
-    "timeout": (SLEEP, "SolverError: The solver ran past the 0.2 s it was waited for and was killed.", ""),
+    "a lie": (TINY, "SolverError: The solver's map failed the check", "below its minimum 0.75"),
+    "timeout": (SLEEP, "SolverError: The solver ran past the 0.2 s that it had and was killed.", ""),
 }
 
 
@@ -788,8 +788,8 @@ def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path) -> None:
 
     Loop(folder=tmp_path, solving=Solving(start=too_much)).run(5)
     assert kept(tmp_path) == [
-        "SolverError: No map meets all constraints ('stage 0': minimum 1.5, attainable 1, each by itself). Lower the "
-        "target or tie less."
+        "SolverError: No map meets all constraints ('stage 0': minimum 1.5, attainable 1). Lower the target or tie "
+        "less."
     ]
 
 
@@ -807,7 +807,7 @@ def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path) -> None:
             SLEEP,
             ["kept", "applied"],
             ["auto", "highs"],
-            "The solver ran past the 3 s it was waited for and was killed.",
+            "The solver ran past the 3 s that it had and was killed.",
         ),
     ],
     ids=["crashes", "hangs"],

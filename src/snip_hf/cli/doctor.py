@@ -178,12 +178,11 @@ def _formats(problems: list[str]) -> Iterator[str]:
 
 
 def _solvers(problems: list[str]) -> Iterator[str]:
-    from ..planning.solver.process import try_out
-    from ..planning.solver.solution import SolverError
+    from ..planning.solver.process import SolverError, try_out
 
     for name in _SOLVERS:
         try:
-            yield f"{name}: {try_out(name, tuple(sys.path))}"
+            yield f"{name}: {try_out(name)}"
         except SolverError as error:
             if error.reason != "missing":
                 problems.append(str(error))

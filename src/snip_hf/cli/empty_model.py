@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..json_io import MAX_DIGITS, open_regular
-
 if TYPE_CHECKING:
     from torch import nn
 
@@ -47,10 +45,10 @@ def empty_model(name: str) -> nn.Module:
 
 def _check_config(path: Path) -> None:
     """Refuses what would take minutes or gigabytes before anything is built from it."""
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size > _MOST_CONFIG_BYTES:
             raise ValueError(f"{path} is larger than {_MOST_CONFIG_BYTES} bytes.")
-        level = [json.loads(file.read(_MOST_CONFIG_BYTES), parse_int=_bounded_int)]
+        level = [json.loads(file.read(_MOST_CONFIG_BYTES))]
     while level:  # configs of parts of the model lie inside
         below = []
         for key, value in (item for mapping in level if isinstance(mapping, dict) for item in mapping.items()):
@@ -59,10 +57,6 @@ def _check_config(path: Path) -> None:
                 raise ValueError(f"{key} is or has {count:,}, expected at most {_MOST_LAYERS:,}.")
             below += value if isinstance(value, list) else [value]
         level = below
-
-
-def _bounded_int(text: str) -> float:
-    return int(text) if len(text) <= MAX_DIGITS else float(text)
 
 
 @contextmanager

@@ -35,8 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{arguments.problem} holds a {type(problem).__name__}, expected a JSON object with groups.")
     if arguments.output is not None:
         _check_output(arguments.output, arguments.problem)
-    from ..planning.solver.process import SolverProcess
-    from ..planning.solver.solution import SolverError
+    from ..planning.solver.process import SolverError, SolverProcess
 
     try:
         with SolverProcess.start(problem) as process:

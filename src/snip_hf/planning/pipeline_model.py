@@ -1,4 +1,4 @@
-"""The cost of a pipeline's stages under a plan.
+"""The predicted time of a pipeline's stages under a plan.
 
 Everything here is a prediction from the linears' GEMMs alone. With measured times (`budget="measured"`) it is in
 seconds on the machine of the plan; otherwise on a modelled one, whose FP4 runs at twice FP8's rate
@@ -11,15 +11,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..config import SnipConfig
 from ..costs.measured_cost import predicted_times
 from ..numerics.formats import REFERENCE
-from ..policies.ties import names_of
 from .plan import PrecisionPlan
 
 MICRO_BATCHES_PER_STAGE = 4
-# Comparisons of names that a config from elsewhere may ask for: a few seconds' worth.
-MOST_COMPARISONS = 10**7
 
 
 @dataclass(frozen=True)
@@ -106,10 +102,3 @@ def pipeline_times(plan: PrecisionPlan, micro_batches: int | None = None) -> Pip
         if not (stage_times.time > 0 and stage_times.reference_time > 0):
             raise ValueError(f"stage {index} takes no time next to the others; its FLOPs or times cannot be real.")
     return PipelineTimes(stages, plan.fp4_fraction, count, measured is not None, reference)
-
-
-def check_ties_are_few(config: SnipConfig, layers: int) -> None:
-    """Raises ValueError if the config ties so many names that looking for them would take minutes."""
-    names = sum(map(len, names_of(config)))
-    if names * layers > MOST_COMPARISONS:
-        raise ValueError(f"ties has {names:,} names, which are too many to look for among {layers:,} layers.")

@@ -15,7 +15,7 @@ from ..layers.state import with_plain_names
 from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
 from ..planning.provenance import PlanProvenance
-from ..planning.solver.solution import SolverResult
+from ..planning.solver.process import SolverResult
 from ..text import printable
 from .coverage import Counted
 from .interventions import Alarm, Retarget

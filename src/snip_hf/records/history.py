@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ..json_io import open_regular, parse_json
+from ..json_io import parse_json
 from ..layers.state import GRAD_WEIGHT
 from ..registry import UnknownName
 from .coverage import Counted
@@ -61,7 +61,7 @@ def read_history(path: Path, notes: list[str] | None = None) -> Iterator[Event]:
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
     """Yields (number, line, whether it is the last one)."""
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size > MAX_HISTORY_BYTES:
             raise ValueError(f"{path} is larger than {MAX_HISTORY_BYTES} bytes, which no history of a run is.")
         size, number, line = 0, 0, file.readline(MAX_HISTORY_BYTES)

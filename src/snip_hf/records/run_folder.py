@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from ..estimation.table import DivergenceTable
 from ..json_io import (
     MAX_JSON_BYTES,
     append_json_line,
-    open_regular,
     parse_json,
     remove_temporaries,
     write_atomic,
@@ -51,8 +49,6 @@ class RunFolder:
         self._folder = None if output_dir is None else Path(output_dir).absolute() / FOLDER
         self._lock: FileLock | None = None
         self._lost = False
-        # Permissions that a new history gets: those of the one that it takes the place of.
-        self._mode = 0o666
 
     @property
     def run_dir(self) -> Path | None:
@@ -109,7 +105,7 @@ class RunFolder:
 
     def append(self, event: Event) -> None:
         """Adds an event to history.jsonl."""
-        self._write(lambda folder: append_json_line(folder / "history.jsonl", event.to_record(), self._mode))
+        self._write(lambda folder: append_json_line(folder / "history.jsonl", event.to_record()))
 
     def cut(self, step: int, pending: int | None, start: Start) -> None:
         """Leaves of the history what was decided or checked up to `step`: what came after is about to happen again.
@@ -151,7 +147,6 @@ class RunFolder:
             if _is_file(folder / "plan.json"):
                 shutil.copy2(folder / "plan.json", target)
             for path in own:
-                self._mode = stat.S_IMODE(path.stat().st_mode)
                 shutil.move(path, target)
         except OSError as error:
             # Two runs must not mix in one history, nor is the earlier one's worth less than this one's.
@@ -208,7 +203,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     Not as events: a line that a later version wrote stays whole.
     """
     lines = []
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         for line in iter(lambda: file.readline(MAX_JSON_BYTES), b""):
             try:
                 record = parse_json(line)

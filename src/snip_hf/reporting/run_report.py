@@ -16,7 +16,6 @@ from ..estimation.pending import LAYER
 from ..estimation.table import Divergence, DivergenceTable
 from ..layers.labels import LayerLabels
 from ..numerics.formats import FORMATS
-from ..planning.pipeline_model import check_ties_are_few
 from ..planning.program import problem
 from ..policies.setting import Setting
 from ..records.load import Run, load_recorded, thinned
@@ -198,7 +197,6 @@ def reason_table(run: Run) -> Table | None:
     if len(plan.stages) > _MOST_STAGES:
         raise ValueError(f"the plan has {len(plan.stages):,} stages, expected at most {_MOST_STAGES:,}.")
     config = SnipConfig.from_dict(run.config)
-    check_ties_are_few(config, len(plan.assignment))
     setting = Setting(config, plan.flops, plan.stages, plan.measured, plan.tokens)
     rows = tuple(Divergence(**record) for record in run.divergences[step])
     divergences = {(row.layer, row.gemm): row for row in rows if row.format == run.formats[0]}

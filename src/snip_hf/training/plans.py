@@ -18,7 +18,7 @@ from ..parallel.ranks import RankError, describe
 from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
 from ..planning.provenance import PlanProvenance
-from ..planning.solver.solution import SolverResult
+from ..planning.solver.process import SolverResult
 from ..policies.registry import aims_at_share, needs_probe, rule_assignment
 from ..policies.setting import Assignment, Setting
 from ..records.event_writer import EventWriter

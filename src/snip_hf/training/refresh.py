@@ -15,8 +15,7 @@ from typing import Any
 from ..estimation.memory import measured_peak
 from ..estimation.shared_inputs import Ties
 from ..planning.program import problem
-from ..planning.solver.process import NEXT_SOLVER, SolverProcess, solver_of
-from ..planning.solver.solution import SolverError, SolverResult
+from ..planning.solver.process import FALLBACK, SolverError, SolverProcess, SolverResult, solver_of
 from ..policies.registry import weighs_updates
 from ..records.event_writer import EventWriter
 from .checkpoint import PendingRefresh
@@ -199,16 +198,16 @@ class Refresher:
         return started[0] if started else None
 
     def _solution(self, pending: PendingRefresh) -> SolverResult:
-        """Returns the solver's answer, that of the next one if it fails; on the first rank."""
+        """Returns the solver's answer, or that of HiGHS if solver="auto" and CBC fails; on the first rank."""
         while True:
             assert pending.process is not None
             try:
                 return pending.process.result(self._config.solver_time_limit + self._solving.grace)
             except SolverError as error:
                 can_go_on = solver_of(self._config) == "auto" and error.reason not in _OF_PROBLEM
-                if not can_go_on or self._solver not in NEXT_SOLVER:
+                if not can_go_on or self._solver == FALLBACK:
                     raise
-                self._solver = NEXT_SOLVER[self._solver]
+                self._solver = FALLBACK
                 self._log.warning("snip-hf: from now on solver='auto' takes %r, since: %s", self._solver, error)
                 if error.reason == "timeout":  # other ranks would not wait as long again
                     raise

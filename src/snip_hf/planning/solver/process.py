@@ -1,7 +1,6 @@
-"""The process that solves an integer program beside training, and everything that can go wrong with it.
+"""The process that solves an integer program beside training, and the check of its answer.
 
-The parent's side of ``ilp.py``: start it as a process of its own, go on, ask whether it has finished, read and re-check
-its answer (`solution`). Whatever happens there arrives as a `SolverError` that says which; no wait is without a bound.
+Whatever goes wrong there arrives as a `SolverError` that says what; no wait is without a bound.
 """
 
 from __future__ import annotations
@@ -10,189 +9,239 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import IO, Any
+from dataclasses import dataclass
+from typing import IO, Any, Literal
 
-from ...config import LONGEST_WAIT, POLICIES, SnipConfig
-from ...json_io import MAX_JSON_BYTES, parse_json
+from ...config import POLICIES, SnipConfig
+from ...json_io import from_json, parse_json, short
 from ...text import printable
 from . import ilp
-from .ilp import BAD_INPUT, LARGEST_FILE, MISSING_SOLVER, NO_SOLUTION, ProblemError
-from .solution import MAX_ERROR_TEXT, SolverError, SolverResult, check_solution, is_finite_number
 
 # Seconds beyond the problem's time_limit until the process is killed: interpreter, imports, building the model, and a
 # solver that looks at its clock only now and then.
 START_UP_ALLOWANCE = 30.0
-# What is read of the process's error output: its last lines are the ones that say why.
-_MAX_ERROR_BYTES = 64 * 2**10
-# The solver that "auto" goes on with once a process of its first choice, or of the next one, has failed.
-NEXT_SOLVER = {"auto": "highs", "highs": "greedy"}
-# Seconds that a killed process is waited for: one that hangs in the kernel does not end.
-_REAPING = 5.0
-# Exit code of a Python that could not write out what it had printed.
-_UNWRITTEN = 120
-# What a solver is tried out on: it has to reach half of the weight.
-_OPTIONS = [{"name": "without", "cost": 0.0, "weight": 0.0}, {"name": "with", "cost": 1.0, "weight": 0.5}]
-_TRIAL: dict[str, Any] = {
-    "groups": [{"name": name, "options": _OPTIONS} for name in ("a", "b")],
-    "constraints": [{"name": "half", "groups": None, "minimum": 0.5}],
-    "time_limit": 10.0,
-}
+# The solver that "auto" goes on with after any failure of the first one.
+FALLBACK = "highs"
+# Longest text of a process that is quoted in an error.
+_MAX_TEXT = 1000
 
 
-def _not_started(error: Exception) -> SolverError:
-    return SolverError("crashed", f"The solver process could not be started: {printable(error, MAX_ERROR_TEXT)}")
+class SolverError(RuntimeError):
+    """The solver process gave no usable map; the message says why.
+
+    `reason`: "bad problem", "missing" (the solver is not installed), "crashed", "garbage" (the output is no solution),
+    "timeout", "killed", "infeasible", or "rejected" (the map failed the check).
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
-def _timeout(limit: str) -> SolverError:
-    return SolverError("timeout", f"The solver ran past {limit} and was killed.")
+@dataclass(frozen=True)
+class Option:
+    """One choice of a group."""
+
+    name: str
+    cost: float
+    weight: float
 
 
-def _end_of(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    names = {number.value: number.name for number in signal.Signals}
-    return f"signal {names.get(-code, -code)}"
+@dataclass(frozen=True)
+class Group:
+    """Picks exactly one of its options."""
+
+    name: str
+    options: tuple[Option, ...]
 
 
-def _last_words(errors: str, code: int) -> str:
-    """Returns the last lines that a crashed process printed, or what it means that there are none."""
-    last = printable("; ".join(errors.strip().splitlines()[-3:])[-MAX_ERROR_TEXT:], MAX_ERROR_TEXT)
-    if last or code != _UNWRITTEN:
-        return last or "nothing on stderr"
-    return (
-        f"its output could not be written. Is the disk of {printable(tempfile.gettempdir())} full (TMPDIR names another"
-        f" folder), or did it print more than {LARGEST_FILE // 2**20} MiB?"
-    )
+@dataclass(frozen=True)
+class Constraint:
+    """The chosen weights of its groups (None: all) sum to at least `minimum`."""
+
+    name: str
+    groups: tuple[str, ...] | None
+    minimum: float
 
 
-def _is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process, if it still runs, and all in its process group, and reaps it."""
-    # While a process of the group is left, no new one gets its number: a new one there means that none is left.
-    if process.poll() is None or not _is_there(process.pid):
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids to signal zombies
-            os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_REAPING)
-
-
-def give_up(process: subprocess.Popen[bytes], files: Sequence[IO[bytes]], owner: int) -> None:
-    """Ends a process with its group, if this process is its owner, and closes files."""
-    if os.getpid() == owner:  # and not a copy of it that a fork made
-        _end_group(process)
-    for file in files:
-        file.close()
-
-
-def run_beside(words: Sequence[str], given: dict[str, Any]) -> tuple[subprocess.Popen[bytes], list[IO[bytes]]]:
-    """Starts a program in a session of its own.
-
-    Args:
-        words: the program and its arguments.
-        given: its input, as JSON data.
-
-    Returns: the process, and the files that get its output and its error output.
+@dataclass(frozen=True)
+class Problem:
+    """An integer program, as `snip-hf solve` reads it and `planning.program.problem` writes it.
 
     Raises:
-        OSError: it cannot be started, or the disk of temporary files is full.
-    """
-    with contextlib.ExitStack() as on_failure:
-        stdout, stderr = (on_failure.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-        stdin = on_failure.enter_context(tempfile.TemporaryFile())
-        stdin.write(json.dumps(given).encode())
-        stdin.seek(0)
-        process = subprocess.Popen(
-            words,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            cwd="/",  # CBC aborts if the working directory is gone
-            start_new_session=True,
-        )
-        on_failure.pop_all()
-    stdin.close()
-    return process, [stdout, stderr]
-
-
-class Watch(threading.Thread):
-    """Ends a process's group when the process ends, and both at its limit, also if nobody asks for the result.
-
-    Args:
-        process: as `run_beside` started it.
-        limit: seconds.
+        ValueError: names the field, what was got and what was expected.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], limit: float) -> None:
-        super().__init__(name="snip-hf watch", daemon=True)
-        self.ran_late = False
-        self.deadline = time.monotonic() + limit
-        self._process = process
-        self._limit = limit
+    groups: tuple[Group, ...]
+    constraints: tuple[Constraint, ...]
+    ties: tuple[tuple[str, ...], ...] = ()
+    """Groups that take the option of the same name."""
+    solver: Literal["auto", "cbc", "highs", "greedy"] = "auto"
+    time_limit: float = 60.0
+    relative_gap: float = 1e-4
 
-    def run(self) -> None:
-        try:
-            self._process.wait(self._limit)
-        except subprocess.TimeoutExpired:
-            self.ran_late = True
-        _end_group(self._process)
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ValueError("groups is empty, expected at least one group.")
+        for field, named in (("groups", self.groups), ("constraints", self.constraints)):
+            if len({one.name for one in named}) < len(named):
+                raise ValueError(f"{field} has a name twice; expected distinct names.")
+        if self.time_limit <= 0 or self.relative_gap < 0:
+            raise ValueError("time_limit must be above 0 and relative_gap at least 0.")
+        options = {group.name: {option.name for option in group.options} for group in self.groups}
+        for index, group in enumerate(self.groups):
+            if not group.options or len(options[group.name]) < len(group.options):
+                raise ValueError(f"groups[{index}].options has no option, or a name twice; expected distinct options.")
+        stage_of: dict[str, str] = {}
+        for where, row in [(f"constraints[{index}].groups", row) for index, row in enumerate(self.constraints)]:
+            for name in options if row.groups is None else row.groups:
+                if name not in options:
+                    raise ValueError(f"{where} names {short(name)}, which is no group.")
+                if name in stage_of:
+                    raise ValueError(f"{where} names {short(name)} again; expected each group in one constraint.")
+                stage_of[name] = row.name
+        for index, tie in enumerate(self.ties):
+            for name in tie:
+                if name not in options:
+                    raise ValueError(f"ties[{index}] names {short(name)}, which is no group.")
+                if options[name] != options[tie[0]] or stage_of.get(name) != stage_of.get(tie[0]):
+                    raise ValueError(
+                        f"ties[{index}]: {short(tie[0])} and {short(name)} have other options or constraints; tied "
+                        "groups must have the same ones."
+                    )
 
 
-def import_paths() -> list[str]:
-    """Returns the folders and archives that this process imports from; the solver process ignores PYTHONPATH.
+@dataclass(frozen=True)
+class SolverResult:
+    """A map that was checked against its problem; objective and constraints are recomputed."""
 
-    The working directory and the script's folder are left out: a file `mip.py` there is not meant for the solver.
+    status: str
+    """ "optimal" (within the wanted gap) or "feasible"."""
+    choices: dict[str, str]
+    objective: float
+    bound: float | None
+    gap: float | None
+    constraints: dict[str, float]
+    """Name -> attained value."""
+    solver: str
+    solver_version: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """What the process prints; nothing that it says of its own map is believed."""
+
+    status: Literal["optimal", "feasible", "infeasible"]
+    choices: dict[str, str]
+    objective: float | None
+    bound: float | None
+    gap: float | None
+    constraints: dict[str, float]
+    solver: str
+    solver_version: str
+    seconds: float
+
+
+def check_solution(problem: dict[str, Any], solution: Any) -> SolverResult:
+    """Checks a solution against its problem: every group once, known options, ties, constraints, objective.
+
+    Raises:
+        SolverError: "garbage" (not a solution), "infeasible" (with the attainable values) or "rejected".
     """
+    try:
+        reply = from_json(_Reply, solution)
+    except ValueError as error:
+        raise SolverError("garbage", f"The solver's output is no solution: {error}") from error
+    rows = problem["constraints"]
+    if reply.status == "infeasible":
+        reach = reply.constraints
+        each = "; ".join(f"{x['name']!r}: minimum {x['minimum']:.6g}, attainable {reach[x['name']]:.6g}" for x in rows)
+        text = printable(each, _MAX_TEXT)
+        raise SolverError("infeasible", f"No map meets all constraints ({text}). Lower the target or tie less.")
+    options, choices = ilp.options_of(problem), reply.choices
+    for group, known in options.items():
+        if choices.get(group) not in known:
+            raise _rejected(f"group {group!r} got {choices.get(group)!r}, expected one of {list(known)}")
+    for tie in problem.get("ties", ()):
+        for group in tie:
+            if choices[group] != choices[tie[0]]:
+                raise _rejected(f"tied groups {tie[0]!r} and {group!r} got different options")
+    if len(choices) > len(options):
+        raise _rejected(f"{next(name for name in choices if name not in options)!r} is no group of the problem")
+    objective, attained = ilp.evaluate(problem, choices)
+    for row in rows:
+        if attained[row["name"]] < row["minimum"] - ilp.tolerance(row, options):
+            got = attained[row["name"]]
+            raise _rejected(f"constraint {row['name']!r} attains {got!r}, below its minimum {row['minimum']!r}")
+    size = math.fsum(max(abs(option["cost"]) for option in known.values()) for known in options.values())
+    if reply.objective is None or abs(reply.objective - objective) > 1e-9 * size:
+        raise _rejected(f"it reports the objective {reply.objective!r}, its own map costs {objective!r}")
+    return SolverResult(**{**vars(reply), "objective": objective, "constraints": attained})
 
-    def resolved(path: str) -> str:
-        try:
-            return os.path.realpath(path)
-        except (OSError, ValueError):  # relative to a working directory that is gone, or no path at all
-            return ""
 
-    script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
-    left_out = {"", resolved("."), os.path.dirname(resolved(script))}
-    entries = [resolved(entry) for entry in sys.path if isinstance(entry, str) and entry]
-    return [entry for entry in dict.fromkeys(entries) if entry not in left_out]
+def _rejected(why: str) -> SolverError:
+    return SolverError("rejected", f"The solver's map failed the check: {printable(why, _MAX_TEXT)}.")
+
+
+def _end(process: subprocess.Popen[bytes], files: Sequence[IO[bytes]], owner: int) -> None:
+    """Kills a process that still runs, with its group, and closes its files; not in a forked copy of its owner."""
+    if os.getpid() == owner and process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids to signal zombies
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel does not end
+            process.wait(5.0)
+    for file in files:
+        file.close()
 
 
 class SolverProcess:
     """One integer program being solved in a process of its own; get one from `start`.
 
-    Input and outputs are unnamed temporary files: nothing blocks on a full pipe and nothing is left behind. What the
-    process started and left behind in its process group is killed when it ends. It is killed itself, with its group,
-    when its owner is collected, when Python ends, and at its limit, also if nobody asks for it any more. If Python
-    itself is killed, the process notices and ends.
+    Input and outputs are unnamed temporary files, so nothing blocks on a full pipe and nothing is left behind. The
+    process is killed at its limit, when its owner is collected and when Python ends; it notices if Python is killed.
     """
 
-    def __init__(
-        self, problem: dict[str, Any], process: subprocess.Popen[bytes], files: list[IO[bytes]], limit: float
-    ) -> None:
+    def __init__(self, problem: dict[str, Any], command: Sequence[str] | None, allowance: float) -> None:
+        try:
+            checked = from_json(Problem, problem)
+        except ValueError as error:
+            raise SolverError("bad problem", f"The integer program is malformed: {error}") from error
         self._problem = problem
-        self._process = process
-        self._files = files
-        self._limit = limit
+        self._limit = checked.time_limit + allowance
+        self._deadline = time.monotonic() + self._limit
         self._outcome: SolverResult | SolverError | None = None
-        self._watch = Watch(process, limit)
-        self._watch.start()
-        self._finalizer = weakref.finalize(self, give_up, process, files, os.getpid())
+        own = [sys.executable, os.path.abspath(ilp.__file__), str(os.getpid()), str(self._limit)]
+        try:
+            with contextlib.ExitStack() as on_failure:
+                stdin, *files = (on_failure.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+                stdin.write(json.dumps(problem).encode())
+                stdin.seek(0)
+                self._process = subprocess.Popen(
+                    own if command is None else list(command),
+                    stdin=stdin,
+                    stdout=files[0],
+                    stderr=files[1],
+                    cwd="/",  # CBC aborts if the working directory is gone
+                    start_new_session=True,
+                )
+                on_failure.pop_all()
+        except OSError as error:  # also a full disk
+            raise SolverError(
+                "crashed", f"The solver process could not be started: {printable(error, _MAX_TEXT)}"
+            ) from error
+        stdin.close()
+        self._files = files
+        self._finalizer = weakref.finalize(self, _end, self._process, files, os.getpid())
 
     @classmethod
     def start(
@@ -201,34 +250,21 @@ class SolverProcess:
         """Starts solving and returns at once.
 
         Args:
-            problem: as laid out in `solver.ilp`. It is checked by the process: a bad one shows in `result`.
-            command: the program to run instead of ``python -I ilp.py``, with the same input and output.
+            problem: JSON data of a `Problem`.
+            command: the program to run instead of ``python ilp.py``, with the same input and output.
             allowance: seconds beyond the problem's `time_limit` after which the process is killed.
 
         Raises:
-            SolverError: if the process cannot be started.
+            SolverError: the problem is malformed, or the process cannot be started.
         """
-        limit = problem.get("time_limit", 60.0)
-        seconds = (min(float(limit), LONGEST_WAIT) if is_finite_number(limit) and limit > 0 else 0.0) + allowance
-        words = own_command() if command is None else list(command)
-        try:
-            process, files = run_beside(words, problem)
-        except OSError as error:  # also a full disk
-            raise _not_started(error) from error
-        try:
-            return cls(problem, process, files, seconds)
-        except RuntimeError as error:  # no thread can be started
-            give_up(process, files, os.getpid())
-            raise _not_started(error) from error
+        return cls(problem, command, allowance)
 
     def poll(self) -> bool:
         """Returns True if `result` would return (or raise) without waiting."""
-        if self._outcome is None and self._watch.is_alive() and time.monotonic() > self._watch.deadline:
-            self._end(_timeout(f"its limit of {self._limit:g} s"))
-        return self._outcome is not None or not self._watch.is_alive()
+        return self._outcome is not None or self._process.poll() is not None or time.monotonic() > self._deadline
 
-    def result(self, timeout: float | None = None) -> SolverResult:
-        """Returns the re-checked solution. Waits for `timeout` seconds or until the process's own limit, then kills it.
+    def result(self, timeout: float = math.inf) -> SolverResult:
+        """Returns the checked solution. Waits for `timeout` seconds or until the process's own limit, then kills it.
 
         Asking again gives the same answer.
 
@@ -236,22 +272,23 @@ class SolverProcess:
             SolverError: whatever went wrong; `reason` says which.
         """
         if self._outcome is None:
-            self._watch.join(timeout)
-            if self._watch.is_alive():
-                self._end(_timeout(f"the {timeout:g} s it was waited for"))
-            elif self._watch.ran_late:
-                self._end(_timeout(f"its limit of {self._limit:g} s"))
+            left = max(self._deadline - time.monotonic(), 0.0)
+            try:
+                self._process.wait(min(timeout, left))
+            except subprocess.TimeoutExpired:
+                limit = f"its limit of {self._limit:g} s" if left <= timeout else f"the {timeout:g} s that it had"
+                self._close(SolverError("timeout", f"The solver ran past {limit} and was killed."))
             else:
-                self._end(self._read())
+                self._close(self._read())
         if isinstance(self._outcome, SolverError):
             raise self._outcome
         assert self._outcome is not None
         return self._outcome
 
     def kill(self) -> None:
-        """Ends the process if it still runs and gives up its files. May be called at any time, any number of times."""
+        """Ends the process if it still runs. May be called at any time, any number of times."""
         if self._outcome is None:
-            self._end(SolverError("killed", "The solver process was killed before its result was read."))
+            self._close(SolverError("killed", "The solver process was killed before its result was read."))
 
     close = kill
 
@@ -261,45 +298,38 @@ class SolverProcess:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _end(self, outcome: SolverResult | SolverError) -> None:
+    def _close(self, outcome: SolverResult | SolverError) -> None:
         self._finalizer()
         self._outcome = outcome
 
     def _read(self) -> SolverResult | SolverError:
         """Returns the outcome of a process that has ended."""
-        stdout, stderr = self._files
-        stdout.seek(0)
-        output = stdout.read(MAX_JSON_BYTES)
-        stderr.seek(max(stderr.seek(0, os.SEEK_END) - _MAX_ERROR_BYTES, 0))
-        errors = stderr.read(_MAX_ERROR_BYTES).decode(errors="replace")
+        for file in self._files:
+            file.seek(0)
+        output, errors = (file.read() for file in self._files)
         code = self._process.returncode
-        reasons = {BAD_INPUT: "bad problem", MISSING_SOLVER: "missing", NO_SOLUTION: "no solution"}
+        if code != 0:
+            end = f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
+            last = "; ".join(errors.decode(errors="replace").strip().splitlines()[-3:])
+            why = printable(last[-_MAX_TEXT:], _MAX_TEXT) or "nothing on stderr"
+            return SolverError("crashed", f"The solver process crashed ({end}): {why}")
         try:
             reply = parse_json(output)
-        except ValueError:
-            reply = None
-        if code in reasons and isinstance(reply, dict) and "error" in reply:
-            said = printable(reply["error"], MAX_ERROR_TEXT)
-            return SolverError(reasons[code], f"The solver gave up ({reasons[code]}): {said}")
-        if code != 0:
-            return SolverError("crashed", f"The solver process crashed ({_end_of(code)}): {_last_words(errors, code)}")
-        if reply is None:
-            begin = output[:80].decode(errors="replace")
-            return SolverError("garbage", f"The solver's output is no JSON object (it begins with {begin!r}).")
-        try:
+            if isinstance(reply, dict) and "missing" in reply:
+                return SolverError("missing", printable(reply["missing"], _MAX_TEXT))
             return check_solution(self._problem, reply)
+        except ValueError as error:
+            begin = output[:80].decode(errors="replace")
+            return SolverError("garbage", f"The solver's output is no JSON (it begins with {begin!r}): {error}")
         except SolverError as error:
             return error
-        except ProblemError as error:
-            return SolverError(
-                "bad problem", f"The solver answered a malformed problem: {printable(error, MAX_ERROR_TEXT)}"
-            )
 
 
-def own_command() -> list[str]:
-    """Returns ``python -I ilp.py``, which ends with this process and finds the packages that this process finds."""
-    paths = [word for path in import_paths() for word in ("--path", path)]
-    return [sys.executable, "-I", os.path.abspath(ilp.__file__), "--parent", str(os.getpid()), *paths]
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
 
 
 def solver_of(config: SnipConfig) -> str:
@@ -307,11 +337,24 @@ def solver_of(config: SnipConfig) -> str:
     return str(POLICIES[config.policy].solver or config.solver)
 
 
-def check_solver(config: SnipConfig, log: logging.Logger) -> str:
-    """Tries out, before training, whether the solver process can use the solver that the config asks for.
+@functools.cache
+def try_out(solver: str) -> str:
+    """Solves a small problem and returns the solver's version; raises what `SolverProcess` does."""
+    options = [{"name": "without", "cost": 0.0, "weight": 0.0}, {"name": "with", "cost": 1.0, "weight": 0.5}]
+    problem = {
+        "groups": [{"name": name, "options": options} for name in ("a", "b")],
+        "constraints": [{"name": "half", "groups": None, "minimum": 0.5}],
+        "solver": solver,
+        "time_limit": 10.0,
+    }
+    with SolverProcess.start(problem) as process:
+        return process.result().solver_version
 
-    Returns the solver to ask. With "auto" that is another one where the trial of the first choice failed; the log says
-    which one and why, and warns if the first one crashed or only the greedy one can be used.
+
+def check_solver(config: SnipConfig, log: logging.Logger) -> str:
+    """Tries out, before training, whether the solver process can use the configured solver; returns the one to ask.
+
+    With "auto" that is HiGHS if CBC is not installed, or fails, which costs a warning.
 
     Raises:
         ValueError: the solver is not installed where the process can use it; the message says what to do.
@@ -319,38 +362,16 @@ def check_solver(config: SnipConfig, log: logging.Logger) -> str:
     wanted = solver_of(config)
     if wanted == "greedy":
         return wanted
-    failures: list[SolverError] = []
-    for name in ("cbc", "highs") if wanted == "auto" else (wanted,):
-        try:
-            version = try_out(name, tuple(sys.path))
-        except SolverError as error:
-            if wanted != "auto" and error.reason == "missing":
-                raise ValueError(str(error)) from error
-            if wanted != "auto":
-                log.warning("snip-hf: trying out the solver %r failed, and refreshes may fail so too: %s", name, error)
-                return wanted
-            failures.append(error)
-        else:
-            reason = f": {failures[0]}" if failures else ""
-            has_crashed = any(error.reason != "missing" for error in failures)
-            log.log(
-                logging.WARNING if has_crashed else logging.INFO,
-                "snip-hf: solver=%r takes %r (%s)%s",
-                wanted,
-                name,
-                version,
-                reason,
-            )
-            return name if has_crashed else wanted
-    log.warning("snip-hf: solver='auto' takes 'greedy', since no other can be used: %s", " ".join(map(str, failures)))
-    return "greedy"
-
-
-@functools.cache
-def try_out(solver: str, paths: tuple[str, ...]) -> str:
-    """Solves a small problem and returns the solver's version; raises what `SolverProcess` does.
-
-    A success is remembered as long as `paths` stays.
-    """
-    with SolverProcess.start(_TRIAL | {"solver": solver}) as process:
-        return process.result().solver_version
+    first = "cbc" if wanted == "auto" else wanted
+    try:
+        log.info("snip-hf: solver=%r takes %r (%s)", wanted, first, try_out(first))
+        return wanted
+    except SolverError as error:
+        if wanted != "auto" and error.reason == "missing":
+            raise ValueError(str(error)) from error
+        if wanted != "auto":
+            log.warning("snip-hf: trying out the solver %r failed, and refreshes may fail so too: %s", wanted, error)
+            return wanted
+        level = logging.INFO if error.reason == "missing" else logging.WARNING
+        log.log(level, "snip-hf: solver='auto' takes %r, since: %s", FALLBACK, error)
+    return FALLBACK

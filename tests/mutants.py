@@ -80,11 +80,11 @@ MUTANTS = (
     ),
     Mutant(
         "error-of-the-gradient",
-        "return self._joined(g, -self.g), self._joined(x, self.x)",
-        "return self._joined(g, self.g), self._joined(x, self.x)",
+        "return _joined(g, -exact_g, lengths), _joined(x, exact_x, lengths)",
+        "return _joined(g, exact_g, lengths), _joined(x, exact_x, lengths)",
         LAYER_SUMS,
     ),
-    Mutant("fisher-of-the-product", ".addcmul_(self.g_w, self.x, value=-1)", ".addcmul_(self.g_w, self.x)", LAYER_SUMS),
+    Mutant("fisher-of-the-product", ".addcmul_(g_w, exact, value=-1)", ".addcmul_(g_w, exact)", LAYER_SUMS),
     Mutant(
         "sample-stands-for-itself",
         "            return every / sampled\n",
@@ -125,8 +125,8 @@ MUTANTS = (
     ),
     Mutant(
         "clipping-forgotten",
-        "clip_factor * _root(of_rows[gemm].step),",
-        "_root(of_rows[gemm].step),",
+        "clip_factor * _root(squares[gemm].step),",
+        "_root(squares[gemm].step),",
         "tests/estimation/test_divergence.py",
     ),
     # Pooling over ranks.

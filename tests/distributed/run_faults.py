@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from snip_hf import SnipConfig
 from snip_hf.estimation import divergence, optimizer_step
-from snip_hf.estimation.whole_layer import WholeLayer
+from snip_hf.estimation.layer_sums import LayerSums
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import RankError
 from snip_hf.planning.solver import ilp
@@ -212,8 +212,8 @@ FAULTS: dict[str, Fault] = {
     "probe's gradient is infinite": partial(poison, where="probe's gradient", value=math.inf),
     "no labels": no_labels,
     "not captured": not_captured,
-    "out of memory in the sums": partial(out_of_memory, name="figures", owner=WholeLayer),
-    "out of memory in the sums of rank 0": partial(out_of_memory, name="figures", owner=WholeLayer, rank=0),
+    "out of memory in the sums": partial(out_of_memory, name="errors", owner=LayerSums),
+    "out of memory in the sums of rank 0": partial(out_of_memory, name="errors", owner=LayerSums, rank=0),
 }
 SURVIVED |= {
     f"{wrapper} {name}": (wrapper, PATIENT, fault) for name, fault in FAULTS.items() for wrapper in ("ddp", "fsdp2")

@@ -25,10 +25,9 @@ from snip_hf.estimation.divergence import divergences_at, estimate_divergence
 from snip_hf.estimation.extrapolation import BatchSizes
 from snip_hf.estimation.moved_weights import random_direction
 from snip_hf.estimation.optimizer_step import OptimizerStep
-from snip_hf.estimation.pending import LAYER, ROWS
 from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.estimation.samples import LayerSample
-from snip_hf.estimation.table import DivergenceTable
+from snip_hf.estimation.table import LAYER, ROWS, DivergenceTable
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import FORMATS
@@ -59,7 +58,7 @@ def a_weight() -> Tensor:
 def rows_of(
     policy: str, fmt: str, sample: LayerSample, batch: BatchSizes | None = None, trace: Tensor | None = None
 ) -> Any:
-    return POLICIES[policy].criterion(LayerSums(sample, a_weight(), None, 1, batch), trace).rows(fmt)
+    return POLICIES[policy].criterion(LayerSums(sample, a_weight(), None, 1, batch), trace).rows(fmt).read()
 
 
 def rounded(x: Tensor, fmt: str, tile: tuple[int, int]) -> np.ndarray:
@@ -152,9 +151,11 @@ def test_kl_is_larger_in_fp4_than_in_fp8_and_0_where_rounding_changes_nothing() 
     fp8, fp4 = (rows_of("kl", fmt, a_sample()) for fmt in SnipConfig().formats[::-1])
     assert all(fp4[row] > fp8[row] for row in ROWS)
     x, g = torch.zeros(4, 12), torch.zeros(4, 9)
-    assert KL(LayerSums(LayerSample(4, x, g), torch.zeros(9, 12), None, 1)).rows("fp4") == (dict.fromkeys(ROWS, 0.0))
+    assert KL(LayerSums(LayerSample(4, x, g), torch.zeros(9, 12), None, 1)).rows("fp4").read() == (
+        dict.fromkeys(ROWS, 0.0)
+    )
     none = LayerSample(0, x[:0], g[:0])
-    assert KL(LayerSums(none, torch.zeros(9, 12), None, 1)).rows("fp4")[LAYER] == 0.0
+    assert KL(LayerSums(none, torch.zeros(9, 12), None, 1)).rows("fp4").read()[LAYER] == 0.0
 
 
 def test_values_on_an_edge_or_beyond_the_range_are_counted_once() -> None:

@@ -27,9 +27,8 @@ from snip_hf.estimation.divergence import divergences_at, estimate_divergence, g
 from snip_hf.estimation.extrapolation import BatchSizes
 from snip_hf.estimation.ground_truth import measure_divergence
 from snip_hf.estimation.optimizer_step import OptimizerStep
-from snip_hf.estimation.pending import LAYER, ROWS
 from snip_hf.estimation.probe import Probe, ProbeSettings, run_probe
-from snip_hf.estimation.table import DivergenceTable
+from snip_hf.estimation.table import LAYER, ROWS, DivergenceTable
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.random_streams import stream_key

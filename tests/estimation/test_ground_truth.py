@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.ground_truth import measure_assignment, measure_divergence, measure_loss
-from snip_hf.estimation.pending import ROWS
+from snip_hf.estimation.table import ROWS
 from snip_hf.layers.state import set_step, snip_linears
 from snip_hf.numerics.gemms import GEMMS
 

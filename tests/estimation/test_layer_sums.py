@@ -11,15 +11,16 @@ import pytest
 import torch
 from pairs_of_tokens import across_channels
 from rounded import fake_quantize
-from sums_of_layer import LayerSums
+from sums_of_layer import DEFAULT, LayerSums
 from torch import Tensor
 
 from snip_hf.estimation import layer_sums as layer_sums_module
 from snip_hf.estimation import products
 from snip_hf.estimation.extrapolation import BatchSizes, Squares
+from snip_hf.estimation.layer_sums import read_all
 from snip_hf.estimation.optimizer_step import UpdateChange
-from snip_hf.estimation.pending import LAYER, ROWS, read_all
 from snip_hf.estimation.samples import LayerSample
+from snip_hf.estimation.table import LAYER, ROWS
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import COLUMN_TILE, CONTRACTIONS, GEMMS, ROW_TILE, SQUARE_TILE
 from snip_hf.numerics.rounding import round_operand
@@ -204,7 +205,7 @@ def test_the_squares_are_the_written_out_formulas(
 
 
 def layer_sums_of_formats(sample: LayerSample, weight: Tensor, push: Push | None, names: list[str]) -> Any:
-    return layer_sums_module.LayerSums(sample, weight, push, 1 if push is None else 2, formats=names)
+    return LayerSums(sample, weight, push, 1 if push is None else 2, formats=names)
 
 
 OTHERS = ["mxfp8", "mxfp4", "mxfp4-32x32", "nvfp4", "nvfp4-1x16", "nvfp4-rht", "fp8-tensor", "ufp4-rht", "fp4-pqt"]
@@ -624,10 +625,13 @@ def test_pieces_give_the_same_sums_whether_they_are_held_at_once_or_not(
 
 
 def test_what_is_read_at_once_is_what_is_read_one_by_one() -> None:
-    layer_sums = [LayerSums(a_sample(n, 2 * n), a_weight(), scaled(), 1) for n in (50, 300)]
-    squares = read_all([one.pending_weight_divergences(fmt, KEYS) for one in layer_sums for fmt in ("fp8", "fp4")])
-    assert squares == [one.weight_divergences(fmt, KEYS) for one in layer_sums for fmt in ("fp8", "fp4")]
-    assert read_all([one.pending_errors("fp4") for one in layer_sums]) == [one.errors("fp4") for one in layer_sums]
+    layer_sums = [
+        layer_sums_module.LayerSums(a_sample(n, 2 * n), [a_weight()], scaled(), 1, formats=DEFAULT) for n in (50, 300)
+    ]
+    squares = [one.weight_divergences(fmt, KEYS) for one in layer_sums for fmt in ("fp8", "fp4")]
+    assert read_all(squares) == [one.read() for one in squares]
+    errors = [one.errors("fp4") for one in layer_sums]
+    assert read_all(errors) == [one.read() for one in errors]
     assert read_all([]) == []
 
 

@@ -14,8 +14,7 @@ from snip_hf import SnipConfig
 from snip_hf import json_io as json_io_module
 from snip_hf.costs.gemm_timing import GemmShape, Machine, gemm_times
 from snip_hf.costs.measured_cost import MeasuredCost
-from snip_hf.estimation.pending import LAYER
-from snip_hf.estimation.table import Divergence, DivergenceTable
+from snip_hf.estimation.table import LAYER, Divergence, DivergenceTable
 from snip_hf.json_io import MAX_JSON_BYTES, append_json_line, read_json, write_json_atomic
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS

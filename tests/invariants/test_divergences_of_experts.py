@@ -20,8 +20,7 @@ from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import converted, divergences_at, estimate_divergence, gradients_of, weights_of
 from snip_hf.estimation.ground_truth import measure_divergence
 from snip_hf.estimation.optimizer_step import OptimizerStep
-from snip_hf.estimation.pending import LAYER
-from snip_hf.estimation.table import Divergence, DivergenceTable
+from snip_hf.estimation.table import LAYER, Divergence, DivergenceTable
 from snip_hf.optimizers.response import responses
 from snip_hf.parallel.ranks import Processes, Ranks
 

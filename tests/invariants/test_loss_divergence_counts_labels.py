@@ -26,8 +26,7 @@ from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import converted, divergences_at, estimate_divergence
 from snip_hf.estimation.ground_truth import measure_divergence
 from snip_hf.estimation.optimizer_step import OptimizerStep
-from snip_hf.estimation.pending import LAYER
-from snip_hf.estimation.table import DivergenceTable
+from snip_hf.estimation.table import LAYER, DivergenceTable
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import ROW_TILE, SQUARE_TILE
 from snip_hf.parallel.ranks import Processes, Ranks

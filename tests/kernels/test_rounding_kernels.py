@@ -357,8 +357,10 @@ def test_the_sums_of_a_refresh_are_those_of_the_kernels(
     x, weight, grad_output = random((20, 16)), random((24, 16)), random((20, 24))
     monkeypatch.setattr(sums, "_error_squares", lambda *_: torch.full((2, 3, 2), 2.0))
     monkeypatch.setattr(sums, "_scaled_squares", lambda *_: torch.full((2,), 5.0))
-    terms = LayerSums(LayerSample(20, x, grad_output, [x], [grad_output]), weight, weight, 1, formats=("fp8", "fp4"))
-    squares = terms.pending_weight_divergences("fp8", (1, 2))
+    terms = LayerSums(
+        LayerSample(20, x, grad_output, [x], [grad_output]), [weight], [weight], 1, formats=("fp8", "fp4")
+    )
+    squares = terms.weight_divergences("fp8", (1, 2))
     # W in both formats, X and G along their channels, and along the tokens.
     assert kernel_calls == [(24, 16), (24, 16), (20, 16), (20, 24), (20, 24), (20, 16)]
     assert squares.sums[:6].tolist() == [2.0] * 6 and squares.sums[-2:].tolist() == [5.0] * 2

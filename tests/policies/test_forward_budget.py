@@ -19,8 +19,7 @@ from tiny_runs import SCHEDULE, history
 from snip_hf import PrecisionPlan, SnipConfig
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
-from snip_hf.estimation.pending import ROWS
-from snip_hf.estimation.table import Divergence, DivergenceTable
+from snip_hf.estimation.table import ROWS, Divergence, DivergenceTable
 from snip_hf.integrations.model_card import trained_section
 from snip_hf.integrations.trackers import Trackers
 from snip_hf.numerics.gemms import GEMMS

@@ -25,8 +25,7 @@ from snip_hf.config import RATES, SnipConfig
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.costs.rates import Rates, register_rates
-from snip_hf.estimation.pending import ROWS
-from snip_hf.estimation.table import Divergence, DivergenceTable
+from snip_hf.estimation.table import ROWS, Divergence, DivergenceTable
 from snip_hf.numerics.formats import E2M1, FORMATS, NumberFormat, Operand, register_format
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan

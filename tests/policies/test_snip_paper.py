@@ -27,9 +27,8 @@ from snip_hf.estimation.layer_sums import LayerSums
 from snip_hf.estimation.memory import probe_memory
 from snip_hf.estimation.noise import PLACES, Noise
 from snip_hf.estimation.optimizer_step import OptimizerStep
-from snip_hf.estimation.pending import LAYER, read_all
 from snip_hf.estimation.samples import LayerSample
-from snip_hf.estimation.table import Divergence, DivergenceTable
+from snip_hf.estimation.table import LAYER, Divergence, DivergenceTable
 from snip_hf.kernels import rounding
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import FORMATS
@@ -70,9 +69,10 @@ def test_the_loss_divergence_is_the_written_out_formula(n: int, fmt: str) -> Non
     on_x = float((scale * dx.square().sum()) * (scale * e_x.square().sum())) / 12
     on_w = float(dw.square().sum() * e_w.square().sum()) / (9 * 12)
     for batch, count, parts in ((None, 300, 1), (BatchSizes(500, 70, 1000, 280), 500, 4)):
-        estimate = PaperEstimate(LayerSums(sample, w, None, 1, batch, formats=(fmt,)))
-        (found,) = read_all([estimate.pending_loss_divergence(fmt, "saliency")])
-        assert found == pytest.approx(math.sqrt(on_x / count / parts + on_w), rel=1e-4)
+        estimate = PaperEstimate(LayerSums(sample, [w], None, 1, batch, formats=(fmt,)))
+        assert estimate.loss_divergence(fmt, "saliency").read() == pytest.approx(
+            math.sqrt(on_x / count / parts + on_w), rel=1e-4
+        )
 
 
 # -------------------------------------------------------------------------------------------------------------- oracles

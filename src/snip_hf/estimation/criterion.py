@@ -14,9 +14,9 @@ from torch import Tensor
 from ..layers.layer import SnipLayer
 from ..numerics.gemms import GEMMS
 from .extrapolation import Squares
-from .layer_sums import LayerSums
-from .pending import LAYER, ROWS, Pending, read_all
+from .layer_sums import Deferred, LayerSums
 from .samples import LayerSample
+from .table import LAYER, ROWS
 
 Rows = dict[str, float | None]
 
@@ -56,21 +56,17 @@ class LayerCriterion:
         """Returns what the criterion needs of the derivatives along `directions`, probe -> z (O, I)."""
         return None
 
-    def rows(self, name: str) -> Rows:
+    def rows(self, name: str) -> Deferred[Rows]:
         """Returns row -> what the criterion gives for this format; None in all rows without a criterion."""
-        return read_all([self.pending_rows(name)])[0]
+        return Deferred(self.sums.x.new_zeros(0), lambda figures: dict.fromkeys(ROWS))
 
-    def pending_rows(self, name: str) -> Pending[Rows]:
-        """As `rows`, not waiting for the device where that can be avoided."""
-        return Pending(self.sums.w.new_zeros(0), lambda figures: dict.fromkeys(ROWS))
-
-    def pending_weight_divergences(self, name: str, keys: tuple[int, int]) -> Pending[dict[str, Squares]]:
+    def weight_divergences(self, name: str, keys: tuple[int, int]) -> Deferred[dict[str, Squares]]:
         """Returns row -> squared weight divergence, as `LayerSums.weight_divergences`; by default that of the sums."""
-        return self.sums.pending_weight_divergences(name, keys)
+        return self.sums.weight_divergences(name, keys)
 
-    def pending_loss_divergence(self, name: str, form: str) -> Pending[float]:
+    def loss_divergence(self, name: str, form: str) -> Deferred[float]:
         """Returns the loss divergence, as `LayerSums.loss_divergence`; by default that of the sums."""
-        return self.sums.pending_loss_divergence(name, form)
+        return self.sums.loss_divergence(name, form)
 
 
 def forward_only(figures: list[float]) -> Rows:

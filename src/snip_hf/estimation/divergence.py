@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,22 +32,20 @@ from ..parallel.sharding import is_sharded, whole
 from ..progress import progress
 from .batch import Batch
 from .counted import find_counted
-from .criterion import LayerCriterion
-from .extrapolation import BatchSizes
+from .criterion import LayerCriterion, Rows
+from .extrapolation import BatchSizes, Squares
+from .layer_sums import Deferred, LayerSums, Pushforward, read_all
 from .loss_scale import without_loss_scale
 from .memory import MIB, NO_SAVINGS, PassSizes, Savings, find_savings, kept_tokens, step_memory
 from .moved_weights import random_directions
 from .objective import Compute, objective_of
 from .optimizer_step import OptimizerStep, RelativeUpdates, of_matrices
 from .passes import run_pass
-from .pending import LAYER
 from .pooling import pooled
 from .probe import Probe, ProbeSettings, run_probe
-from .replayed_sums import Replays
 from .samples import LayerSample
 from .shared_inputs import Ties, ties_of
-from .table import Divergence, DivergenceTable
-from .whole_layer import Figures, Task, WholeLayer, read_figures
+from .table import LAYER, ROWS, Divergence, DivergenceTable
 
 logger = logging.getLogger(__name__)
 # The estimate's own streams of random rounding: other numbers than those of the training step.
@@ -144,7 +142,6 @@ class _Estimate:
         self._layers = snip_linears(model)
         self._criterion: type[LayerCriterion] = POLICIES[config.policy].criterion
         self._attempt = Attempt()
-        self._replays = Replays.on_cuda([layer.weight for layer in self._layers.values()])
         counts = list(zip(*processes.data.gather([*batch.counts, *batch.micro_batch]), strict=True))
         self._tokens, self._labelled, self._step_tokens = counts[0], counts[1], max(counts[2])
         self._sizes = BatchSizes(*map(sum, counts))
@@ -168,7 +165,7 @@ class _Estimate:
             trained = [name for name in updates.norms if name in self._layers and without_group(name) == name]
             clip_factor = without_loss_scale(clip_factor, samples, gradients, trained, processes.data, self._attempt)
         unit = loss if self._batch.is_likelihood else 1.0
-        figures: list[Figures] = []
+        results: list[_Results] = []
         with self._attempt, progress("layers of the probe", len(samples), processes.everyone.is_first) as tell:
             if unit <= 0:
                 raise ValueError(
@@ -176,13 +173,13 @@ class _Estimate:
                     "divergence is relative to. If it is no mean over labelled tokens, give capture() its terms=...; "
                     "in a Trainer, rename the input `labels`, and it counts as a mean over sequences."
                 )
-            for layer in self._whole_layers(samples, updates, clip_factor):
+            for name, matrices, push in self._whole_layers(samples, updates, clip_factor):
                 with self._attempt:  # the others go on gathering what is sharded, and so does this rank
-                    figures += self._figures(layer, samples[layer.name])
+                    results += self._results(name, matrices, push, samples[name])
                 tell()
         rows = list[Divergence]()
         with self._attempt:
-            rows = _rows(figures, linear_flops(self._model), unit, clip_factor)
+            rows = _rows(results, linear_flops(self._model), unit, clip_factor)
             if self._settings.noise is not None:  # whose response does not tell what comes back at every step
                 rows = [replace(row, weight_bias=None) for row in rows]
         processes.everyone.agree(self._attempt.error)
@@ -244,10 +241,10 @@ class _Estimate:
 
     def _whole_layers(
         self, owned: Container[str], updates: RelativeUpdates, clip_factor: float
-    ) -> Iterator[WholeLayer]:
-        """Gives each layer that this rank owns.
+    ) -> Iterator[tuple[str, tuple[Tensor, ...], Pushforward | None]]:
+        """Yields name, matrices (O, I) and pushforward of each layer that this rank owns.
 
-        All are given as matrices (O, I). What is sharded is made whole, by all ranks together, one layer at a time.
+        Sharded weights are gathered, by all ranks together, one layer at a time.
         """
         responses = self._optimizer_step.responses
         for name, layer in self._layers.items():
@@ -257,30 +254,82 @@ class _Estimate:
             weight = whole(layer.weight.detach())
             pushforward = updates.pushforward(name, clip_factor)
             if name in owned:
-                push = None if pushforward is None else of_matrices(pushforward, layer)
-                yield WholeLayer(name, layer.matrices(weight), push)
+                yield name, layer.matrices(weight), None if pushforward is None else of_matrices(pushforward, layer)
 
-    def _figures(self, layer: WholeLayer, sample: LayerSample) -> list[Figures]:
-        """Sets the sums of one layer under way, for each format."""
-        config, step, directions = self._config, self._optimizer_step, None
-        if self._criterion.along_noise:
-            of_model = self._layers[layer.name]
-            directions = [random_directions(layer.name, of_model, draw) for draw in self._settings.draws]
-        elif self._criterion.noise is not None:
-            directions = []
-        counts, formats = (step.micro_batches, self._sizes), config.quantized_formats
-        task = Task(self._criterion, config.loss_estimator, formats, *counts, self._replays)
-        key = config.seed, self._settings.step, 0, zlib.crc32(layer.name.encode(errors="surrogatepass"))
-        of_rows, of_columns = (stream_key(*key, operand) for operand in _OPERANDS)
-        return layer.figures(sample, task, (of_rows, of_columns), directions)
+    def _results(
+        self, name: str, matrices: tuple[Tensor, ...], push: Pushforward | None, sample: LayerSample
+    ) -> list[_Results]:
+        """Launches the sums of one layer, for each format."""
+        config, micro_batches = self._config, self._optimizer_step.micro_batches
+        key = config.seed, self._settings.step, 0, zlib.crc32(name.encode(errors="surrogatepass"))
+        along_o, along_t = (stream_key(*key, operand) for operand in _OPERANDS)
+        takes_dots = self._criterion.along_noise or self._criterion.noise is not None
+        own = sample.without_dots() if takes_dots else sample
+        sums = LayerSums(own, matrices, push, micro_batches, self._sizes, formats=config.quantized_formats)
+        whole_layer, of_matrices = self._criteria(name, sums, sample)
+        return [
+            _Results(
+                name,
+                fmt,
+                whole_layer.weight_divergences(fmt, (along_o, along_t)),
+                whole_layer.loss_divergence(fmt, config.loss_estimator),
+                sums.errors(fmt),
+                _added([one.rows(fmt) for one in of_matrices], sums.x),
+            )
+            for fmt in config.quantized_formats
+        ]
+
+    def _criteria(self, name: str, sums: LayerSums, sample: LayerSample) -> tuple[LayerCriterion, list[LayerCriterion]]:
+        """Returns the policy's criterion of a layer, and of each of its matrices: their rows are added."""
+        kind, directions = self._criterion, list[tuple[Tensor, ...]]()
+        if kind is LayerCriterion:
+            return kind(sums), [kind(sums)]
+        if kind.along_noise:
+            directions = [random_directions(name, self._layers[name], draw) for draw in self._settings.draws]
+
+        def trace(index: int, of_matrix: LayerSample) -> Tensor | None:
+            takes_dots = kind.along_noise or kind.noise is not None
+            return kind.trace_of(name, of_matrix, [z[index] for z in directions]) if takes_dots else None
+
+        if sample.rows is None:
+            criterion = kind(sums, trace(0, sample))
+            return criterion, [criterion]
+        of_matrices = [kind(own_sums, trace(index, own)) for index, own, own_sums in sums.of_matrices(sample)]
+        return LayerCriterion(sums), of_matrices
+
+
+class _Results(NamedTuple):
+    """The results of one layer and format, still on the device."""
+
+    layer: str
+    format: str
+    squares: Deferred[dict[str, Squares]]
+    rise: Deferred[float]
+    errors: Deferred[dict[str, tuple[float, float]]]
+    criterion: Deferred[Rows]
+
+
+def _added(of_matrices: Sequence[Deferred[Rows]], like: Tensor) -> Deferred[Rows]:
+    """Returns the sum of the rows of all matrices; None in all rows of none."""
+    counts = [len(one.sums) for one in of_matrices]
+
+    def finish(figures: list[float]) -> Rows:
+        left = iter(figures)
+        found = [one.finish([next(left) for _ in range(count)]) for one, count in zip(of_matrices, counts, strict=True)]
+        columns = {row: [rows[row] for rows in found] for row in ROWS}
+        return {row: sum(map(float, own)) if own and None not in own else None for row, own in columns.items()}  # type: ignore[arg-type]
+
+    return Deferred(torch.cat([like.new_zeros(0), *(one.sums for one in of_matrices)]), finish)
 
 
 def _rows(
-    figures: Sequence[Figures], flops: Mapping[str, Mapping[str, float]], unit: float, clip_factor: float
+    results: Sequence[_Results], flops: Mapping[str, Mapping[str, float]], unit: float, clip_factor: float
 ) -> list[Divergence]:
-    """Waits for all sums, once, and returns what they mean, with loss divergences in this unit."""
-    rows: list[Divergence] = []
-    for name, fmt, of_rows, rise, errors, criterion in read_figures(figures):
+    """Waits for all sums, once, and returns the table's rows, with loss divergences relative to `unit`."""
+    deferred: list[Deferred[Any]] = [one for of_layer in results for one in of_layer[2:]]
+    read, rows = iter(read_all(deferred)), list[Divergence]()
+    for name, fmt, *_ in results:
+        squares, rise, errors, criterion = (next(read) for _ in range(4))
         for gemm in (*flops[name], LAYER):
             rows.append(
                 Divergence(
@@ -288,9 +337,9 @@ def _rows(
                     gemm,
                     fmt,
                     rise / unit if gemm in ("forward", LAYER) else 0.0,
-                    clip_factor * _root(of_rows[gemm].step),
+                    clip_factor * _root(squares[gemm].step),
                     sum(flops[name].values()) if gemm == LAYER else flops[name][gemm],
-                    clip_factor * _root(of_rows[gemm].bias),
+                    clip_factor * _root(squares[gemm].bias),
                     absolute_error=errors[gemm][0],
                     relative_error=errors[gemm][1],
                     criterion=criterion[gemm],

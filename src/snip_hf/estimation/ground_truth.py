@@ -30,9 +30,8 @@ from .counted import find_counted
 from .divergence import converted, gradients_of
 from .objective import Compute, objective_of
 from .passes import run_forward
-from .pending import LAYER, ROWS
 from .routing import FixedRouting
-from .table import Divergence, DivergenceTable
+from .table import LAYER, ROWS, Divergence, DivergenceTable
 
 Assignment = Mapping[str, Mapping[str, str]]
 

@@ -1,22 +1,30 @@
-"""The sums that tell what a format does to one layer, over what the probe sampled there.
+"""The sums that tell what a format does to one layer, over the tokens that the probe sampled there.
 
-Legend: T tokens that the layer saw, n of them sampled, N tokens with a label in the batch that was run, I in_features,
-O out_features. X (n, I), G (n, O) and W (O, I) are the layer's input, output gradient and weight in high precision; eX,
-eG, eW their quantization errors; Xdot, Gdot the derivatives along the probe's direction. Formulas: docs/method.md,
-sections 2 and 3.
+Legend: T tokens that the layer saw, N tokens with a label in the batch that was run, E matrices of the layer, n sampled
+rows, sorted by matrix, I in_features, O out_features. X (n, I), G (n, O) and W_e (O, I) are the layer's input, output
+gradient and weight in high precision; eX, eG, eW their quantization errors; Xdot, Gdot the derivatives of X and G along
+the probe's direction. Formulas: docs/method.md, sections 2 and 3.
 
-G is the gradient of a mean loss over N tokens. T is another number than N under masks (fewer labels than tokens), in
-an expert (which sees some of the tokens) and in a layer that is called several times (which sees each token again).
+A linear has one matrix, and a row per sampled token. A projection of E experts has E matrices, and a row per token and
+expert that the router sends it to. Such a projection is one layer: its divergences are those of rounding all its
+matrices at once. Errors of one token's rows add before the square, and so do errors of different matrices, so experts
+with equal weights have the divergences of the dense layer that they are together. Only changes of the optimizer's
+update belong to one matrix each.
 
-A divergence has two parts. What a rounding error does to the update on the average over tokens comes back at every step
-(the bias); the rest is drawn anew with every batch. The sample is cut into pieces: products of different pieces tell
-the bias, because what is random in them is independent.
+G is the gradient of a mean loss over N tokens. T differs from N under masks (fewer labels than tokens), in an expert
+(which sees some of the tokens) and in a layer that is called several times (which sees each token again).
+
+A divergence has two parts. The part of an error's effect on the update that all tokens share comes back at every step
+(the bias); the rest is drawn anew with every batch. The sample is cut into pieces: products of different pieces
+estimate the bias, because what is random in them is independent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, reduce
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial, reduce
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +32,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..kernels.errors import (
     MetErrors,
-    WeightErrors,
     error_norms,
     joined_errors,
     meets_by_kernel,
@@ -40,339 +47,624 @@ from ..numerics.random_streams import normal
 from .common_errors import MetByChannels, MetByTokens, met_by
 from .extrapolation import BatchSizes, Sizes, Squares
 from .optimizer_step import UpdateChange
-from .pending import Finishing, Pending, read_all
 from .products import is_split, product, rough_product, roughly
-from .samples import LayerSample
+from .samples import LayerSample, Rows
+from .table import LAYER
 
 OPERANDS = {"x": "activation", "g": "gradient", "w": "weight"}
-# Pieces of a sample, at most; more separate bias from noise better and cost more products.
+# Most pieces of a sample: more separate bias from noise better and cost more products.
 MOST_PIECES = 8
-# Elements of (R, O, I) products of R pieces that are held at once: 512 MiB.
+# Elements of the (R, O, I) products of R pieces that are held at once: 512 MiB.
 AT_ONCE = 2**27
+# Least mean number of rows of one of several matrices in a piece: with fewer, sums of (O, I) products cost more than
+# the products.
+_LEAST_ROWS = 32
+
+Result = TypeVar("Result")
+Pushforward = Callable[[Tensor], Tensor] | Sequence[Tensor]
+"""How a change of the gradient changes the optimizer's update, relative to |W|: the factors of each matrix's elements,
+(O, I), or a function of the changes of all matrices, (E, O, I), or (O, I) of one. An `UpdateChange` is linear to first
+order only; other functions are linear."""
+
+
+@dataclass(frozen=True)
+class Deferred(Generic[Result]):
+    """A result whose sums are still on the device: reading them one by one would wait for it every time."""
+
+    sums: Tensor
+    """(any,)"""
+    finish: Callable[[list[float]], Result]
+
+    def read(self) -> Result:
+        """Waits for the device and returns the result."""
+        return self.finish(self.sums.tolist())
+
+
+def read_all(deferred: Sequence[Deferred[Result]]) -> list[Result]:
+    """Returns all results; waits for the device once."""
+    if not deferred:
+        return []
+    device = deferred[0].sums.device
+    figures = iter(torch.cat([one.sums.to(device) for one in deferred]).tolist())
+    return [one.finish([next(figures) for _ in range(len(one.sums))]) for one in deferred]
 
 
 class LayerSums:
-    """The sums of one layer, prepared once for all formats.
+    """The sums of one layer, prepared once for all formats. Results are `Deferred`.
 
     Args:
-        sample: what the probe kept of the layer.
-        weight: (O, I).
-        pushforward: how a gradient's change (O, I) changes the optimizer's update, relative to |W|: a linear function,
-            or the factor of every element (O, I), or a function that is linear to first order only (`UpdateChange`);
-            None for a layer that is not trained.
+        sample: the layer's sample; without `rows` it is of a single matrix.
+        matrices: W_e.
+        pushforward: of the layer; None for a layer that is not trained.
         micro_batches: micro-batches of the optimizer step; the sampled one stands for all.
-        batch: of what G is the gradient; None: of a whole micro-batch, all of whose tokens the layer saw once, each of
-            them with a label.
+        batch: sizes of the batch whose mean loss has the gradient G; None: a whole micro-batch, all of whose tokens the
+            layer saw once, each of them with a label.
         formats: the quantized formats of the run.
     """
 
     def __init__(
         self,
         sample: LayerSample,
-        weight: Tensor,
-        pushforward: Callable[[Tensor], Tensor] | Tensor | None,
+        matrices: Sequence[Tensor],
+        pushforward: Pushforward | None,
         micro_batches: int,
         batch: BatchSizes | None = None,
         *,
         formats: Sequence[str],
     ) -> None:
-        self.x, self.g, self.w = sample.x, sample.grad_output, weight.to(torch.float32)
-        self._pushforward = pushforward
-        self._formats = list(formats)
+        self.x, self.g, self.matrices = sample.x, sample.grad_output, tuple(matrices)
         self.batch = batch or BatchSizes.complete(sample.tokens, sample.tokens)
-        self.finishing = finishing(sample, micro_batches, self.batch)
-        self.sizes = self.finishing.sizes
-        self._quantized: dict[tuple[str, str, int, int | None], Tensor] = {}
-        # Of the whole tensors that the sample is from, for scales that belong to a whole tensor.
+        self._sample, self._pushforward, self._formats = sample, pushforward, list(formats)
+        self._shape, self._probes = self.matrices[0].shape, len(sample.x_dot)
+        count = self.x.shape[0]
+        self._tokens = _SingleRows(count, self._pieces(count)) if sample.rows is None else self._token_rows(sample.rows)
+        # A part of a micro-batch, with a mean loss of its own, is to the step what one of more micro-batches is.
+        batches = micro_batches * self.batch.parts
+        self.sizes = Sizes(sample.tokens / max(1, count), sample.scale, self._tokens.pieces, batches)
+        # Largest magnitudes of the whole tensors that the sample is from, for scales of whole tensors.
         self._amaxes = dict(zip(("x", "g"), sample.amaxes, strict=True)) if sample.is_part and sample.amaxes else {}
-        self._of_weight: dict[str, WeightErrors] = {}
-        self._weight_errors = self._squared_weight_errors()
-        # What eX meets: (n, O) x (O, I); and eG: (n, I) x (I, O).
-        self.g_w = product(self.g, self.w)
-        self._rough_x, self._rough_g, w = roughly(self.x), roughly(self.g), roughly(self.w)
-        x_dots, g_dots = (list(map(roughly, dots)) for dots in (sample.x_dot, sample.grad_output_dot))
-        meets_x = [rough_product(g_dot, w) for g_dot in g_dots]
-        meets_g = [rough_product(x_dot, w.t()) for x_dot in x_dots]
-        dots = zip(x_dots, g_dots, strict=True)
-        self._probes = [(self._met_by_weight(*dot), x, g) for dot, x, g in zip(dots, meets_x, meets_g, strict=True)]
+        self._quantized: dict[tuple[str, str, int, int | None], Tensor] = {}
+        # Format -> sums of eW^2 as the forward GEMM rounds W, and, if that differs, as grad_input does.
+        self._weight_squares: dict[str, Tensor] = {}
+        # Format -> eW of one matrix, in BF16, where kernels find it.
+        self._narrow_errors: dict[str, Tensor | None] = {}
+        self._rough_x, self._rough_g = roughly(self.x), roughly(self.g)
+        self._dots = [
+            (roughly(x_dot), roughly(g_dot)) for x_dot, g_dot in zip(sample.x_dot, sample.grad_output_dot, strict=True)
+        ]
+        # eX meets Gdot W in the weight divergence and G W in the loss divergence; eG meets Xdot W^T.
+        self.g_w, self._meets_x, self._meets_g = self._met_by_rows()
+        # (Probe, format) -> what `Sizes.of_pieces` takes, for eW in forward, in grad_input and in both, (3, 2).
+        self._on_weight = self._weight_terms() if sample.rows is None else self._terms_of_several()
 
-    def _squared_weight_errors(self) -> Tensor:
-        """Returns the kinds of errors of each format after the other, (kinds, O, I).
+    def _token_rows(self, rows: Rows) -> _TokenRows:
+        return _TokenRows(rows, len(self.matrices), self._pieces(rows.tokens))
 
-        eW^2 where one quantized weight serves the forward and the grad_input GEMM. Else that of the forward GEMM, that
-        of grad_input, and the product of both errors.
+    def _pieces(self, tokens: int) -> int:
+        """Returns the number of pieces, R; fewer for several matrices, whose products repeat for each piece."""
+        most = min(MOST_PIECES, tokens // TILE)
+        if self._sample.rows is not None:
+            held = max(1, self._shape.numel() * 2 * len(self._formats) * max(1, self._probes))
+            most = min(most, self.x.shape[0] // (_LEAST_ROWS * len(self.matrices)), AT_ONCE // held)
+        return min(max(1, tokens), max(2, most))
+
+    @cached_property
+    def w(self) -> Tensor:
+        """W in FP32, (O, I), of a layer of one matrix."""
+        (weight,) = self.matrices
+        return weight.to(torch.float32)
+
+    def _each_matrix(self) -> Iterator[tuple[int, Tensor, slice, list[int]]]:
+        """Yields each matrix in FP32, with its rows and how many of them are in each piece."""
+        if len(self.matrices) == 1:
+            yield 0, self.w, slice(None), self._tokens.lengths[0]
+            return
+        first = 0
+        for index, lengths in enumerate(self._tokens.lengths):
+            end = first + sum(lengths)
+            yield index, self.matrices[index].to(torch.float32), slice(first, end), lengths
+            first = end
+
+    # ------------------------------------------------------------------------------------------------------- rounding
+
+    def rounded(self, operand: str, name: str, contracts: int, key: int | None = None) -> Tensor:
+        """Returns "x", "g", or "w" of one matrix, as a GEMM sees it that contracts this dimension; rounded once."""
+        at = operand, name, contracts, key
+        if at not in self._quantized:
+            self._quantized[at] = self._round(*at)
+        return self._quantized[at]
+
+    def _round(self, operand: str, name: str, contracts: int, key: int | None) -> Tensor:
+        x, format, kind = getattr(self, operand), FORMATS[name], OPERANDS[operand]
+        amax = self._amaxes.get(operand)
+        if self._sample.rows is None or operand == "w":
+            return fake_quantize(x, format, kind, contracts, key, 0, 1, amax)
+        if format.operand(kind).block is None or format.has_tensor_scale:  # scales belong to a matrix
+            parts = [
+                fake_quantize(x[rows], format, kind, contracts, key, 0, 1, None if amax is None else amax[index])
+                for index, _, rows, _ in self._each_matrix()
+            ]
+            return torch.cat(parts)
+        if contracts == 1:
+            return fake_quantize(x, format, kind, contracts, key)
+        places, size = self._tile_places
+        padded = x.new_zeros(size, x.shape[1])
+        padded[places] = x
+        return fake_quantize(padded, format, kind, contracts, key)[places]
+
+    @cached_property
+    def _tile_places(self) -> tuple[Tensor, int]:
+        """Row -> its place if each matrix's rows begin a tile, with zeros between; and how many places there are."""
+        found, size = [torch.arange(0)], 0
+        for lengths in self._tokens.lengths:
+            count = sum(lengths)
+            found.append(size + torch.arange(count))
+            size += -(-count // TILE) * TILE
+        return torch.cat(found).to(self.x.device), size
+
+    def _rounded_weight(self, w: Tensor, name: str, contracts: int) -> Tensor:
+        """Returns a matrix as a GEMM sees it; of several matrices none is kept."""
+        if len(self.matrices) == 1:
+            return self.rounded("w", name, contracts)
+        return fake_quantize(w, FORMATS[name], OPERANDS["w"], contracts)
+
+    # ------------------------------------------------------------------------------------ what errors are multiplied by
+
+    def _met_by_rows(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Returns G W (n, I), and for each probe Gdot W (n, I) and Xdot W^T (n, O)."""
+        found: list[list[Tensor]] = []
+        for _, w, rows, _ in self._each_matrix():
+            rough = roughly(w)
+            found.append(
+                [
+                    product(self.g[rows], w),  # (n, O) x (O, I)
+                    *(rough_product(g_dot[rows], rough) for _, g_dot in self._dots),
+                    *(rough_product(x_dot[rows], rough.t()) for x_dot, _ in self._dots),  # (n, I) x (I, O)
+                ]
+            )
+        g_w, *met = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in map(list, zip(*found, strict=True))]
+        return g_w, met[: self._probes], met[self._probes :]
+
+    def _weight_terms(self) -> dict[tuple[int, str], Tensor]:
+        """Returns what eW of a single matrix does along each probe's direction.
+
+        In forward it is multiplied by Gdot^T X, in grad_input by G^T Xdot. These add before the square, since the
+        weight's error is the same for all tokens.
         """
-        kinds = {name: self._kinds_of_weight_errors(name) for name in self._formats}
-        found = self.w.new_empty(sum(map(len, kinds.values())), *self.w.shape)
-        for name, of_format in kinds.items():
-            rounded = [self.rounded("w", name, contracts) for contracts in (1, 0)[: len(of_format)]]
-            self._of_weight[name] = weight_errors(self.w, rounded, found[of_format.start : of_format.stop])
-        return found
+        # eW^2 if one quantized weight serves both GEMMs; else eW^2 of forward, that of grad_input, and the product of
+        # both errors.
+        kinds = [1 if FORMATS[name].shares_weight else 3 for name in self._formats]
+        squares = self.w.new_empty(sum(kinds), *self.w.shape)
+        for name, own in zip(self._formats, squares.split(kinds), strict=True):
+            rounded = [self.rounded("w", name, contracts) for contracts in (1, 0)[: len(own)]]
+            self._weight_squares[name], self._narrow_errors[name] = weight_errors(self.w, rounded, own)
+        at_once = outputs_at_once(self.sizes.pieces, self.w.shape[1])
+        x, g = self._by_piece(self._rough_x), self._by_piece(self._rough_g)
+        terms = {}
+        for probe, dots in enumerate(self._dots):
+            x_dot, g_dot = map(self._by_piece, dots)
+            sums = []
+            outputs = zip(g_dot.split(at_once, 2), g.split(at_once, 2), squares.split(at_once, 1), strict=True)
+            for g_dot_r, g_r, errors in outputs:
+                forward = rough_product(g_dot_r.mT, x, True)  # (R, O, L) x (R, L, I)
+                grad_input = rough_product(g_r.mT, x_dot, True)  # (R, O, L) x (R, L, I)
+                sums.append(error_squares(forward, grad_input, errors))
+            for name, found in zip(self._formats, reduce(torch.add, sums).split(kinds), strict=True):
+                terms[probe, name] = found[0] if len(found) == 1 else _of_two_errors(found)
+        return terms
 
-    def _kinds_of_weight_errors(self, name: str) -> range:
-        """Returns where these are in `_weight_errors`."""
-        sizes = [1 if FORMATS[other].shares_weight else 3 for other in self._formats]
-        index = self._formats.index(name)
-        first = sum(sizes[:index])
-        return range(first, first + sizes[index])
+    def _terms_of_several(self) -> dict[tuple[int, str], Tensor]:
+        """As `_weight_terms`, of several matrices, whose errors add before the square. Rounds one matrix at a time."""
+        shape, probes = (self.sizes.pieces, *self._shape), range(self._probes)
+        met = {(probe, name): [self.x.new_zeros(shape) for _ in "fg"] for probe in probes for name in self._formats}
+        self._weight_squares = {name: self.x.new_zeros(2) for name in self._formats}
+        for _, w, rows, lengths in self._each_matrix():
+            errors = {}
+            for name in self._formats:
+                first = self._rounded_weight(w, name, 1) - w
+                second = first if FORMATS[name].shares_weight else self._rounded_weight(w, name, 0) - w
+                self._weight_squares[name] += torch.stack([first.square().sum(), second.square().sum()])
+                errors[name] = first, second
+            if not sum(lengths):
+                continue
+            for probe, (x_dot, g_dot) in enumerate(self._dots):
+                operands = self._rough_x, x_dot, self._rough_g, g_dot
+                x_r, x_dot_r, g_r, g_dot_r = (_by_lengths(one[rows], lengths) for one in operands)
+                # (R, O, L) x (R, L, I)
+                found = rough_product(g_dot_r.mT, x_r), rough_product(g_r.mT, x_dot_r)
+                for name in self._formats:
+                    for total, part, error in zip(met[probe, name], found, errors[name], strict=True):
+                        total.addcmul_(part, error)
+        terms = {}
+        for at, (forward, grad_input) in met.items():
+            sums = [_own_and_total(forward), _own_and_total(grad_input), _own_and_total(forward.add_(grad_input))]
+            terms[at] = torch.stack(sums)
+        return terms
 
-    def _on_weight(self, found: Tensor, name: str) -> Tensor:
-        """Returns a format's part of what `_met_by_weight` returned, (3, 2): forward, grad_input, both."""
-        where = self._kinds_of_weight_errors(name)
-        kinds = found[where.start : where.stop]  # by a list of them, the host would wait for the device
-        if len(kinds) == 1:
-            return kinds[0]
-        forward, grad_input, (of_first, of_second, of_both) = kinds
-        # (a eW + b eW')^2 = a^2 eW^2 + b^2 eW'^2 + 2 a b eW eW', and 2 a b = (a + b)^2 - a^2 - b^2.
-        both = forward[0] + grad_input[1] + of_both - of_first - of_second
-        return torch.stack([forward[0], grad_input[1], both])
+    def _by_piece(self, rows: Tensor) -> Tensor:
+        """Returns rows (n, C) of a single matrix as (R, L, C)."""
+        return _by_lengths(rows, self._tokens.lengths[0])
 
-    def _met_by_weight(self, x_dot: Tensor, g_dot: Tensor) -> Tensor:
-        """Returns what eW does along one probe's direction, in the forward GEMM, in grad_input and in both.
+    # ---------------------------------------------------------------------------------------------- weight divergence
 
-        These two add before the square, since the weight's error is the same for all tokens. (Kinds of errors, 3, 2):
-        what `Sizes.of_pieces` takes.
-        """
-        x, x_dot = self._by_piece(self._rough_x), self._by_piece(x_dot)
-        channels = zip(
-            self._by_output(g_dot),
-            self._by_output(self._rough_g),
-            self._weight_errors.split(self._rows, 1),
-            strict=True,
-        )
-        sums = []
-        for g_dot_r, g_r, errors in channels:
-            forward = rough_product(g_dot_r.mT, x, True)  # (R, O, L) x (R, L, I)
-            grad_input = rough_product(g_r.mT, x_dot, True)  # (R, O, L) x (R, L, I)
-            sums.append(error_squares(forward, grad_input, errors))
-        return reduce(torch.add, sums)
-
-    def _by_output(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Returns (n, O) as pieces (R, L, O), of so many outputs that their (R, O, I) products may be held at once."""
-        return torch.split(self._by_piece(tensor), self._rows, 2)
-
-    @property
-    def _rows(self) -> int:
-        return outputs_at_once(self.sizes.pieces, self.w.shape[1])
-
-    def _by_piece(self, tensor: Tensor) -> Tensor:
-        """Returns (n, C) as (R, L, C): pieces of the sample, as even as can be, shorter ones with zeros at the end."""
-        pieces = self.sizes.pieces
-        if tensor.shape[0] % pieces == 0:
-            return tensor.view(pieces, tensor.shape[0] // pieces, tensor.shape[1])
-        return pad_sequence(list(tensor.tensor_split(pieces)), batch_first=True)
-
-    def weight_divergences(self, name: str, keys: tuple[int, int]) -> dict[str, Squares]:
+    def weight_divergences(self, name: str, keys: tuple[int, int]) -> Deferred[dict[str, Squares]]:
         """Returns row (a GEMM or "layer") -> squared weight divergence; the mean over the probes' squares.
 
         Args:
             name: format.
-            keys: of the random rounding of G, along O and along T, for formats that round it so.
+            keys: keys of the random rounding of G, along O and along T, for formats that round it at random.
         """
-        return read_all([self.pending_weight_divergences(name, keys)])[0]
-
-    def pending_weight_divergences(self, name: str, keys: tuple[int, int]) -> Pending[dict[str, Squares]]:
-        """As `weight_divergences`, not waiting for the device."""
-        return self.finishing.squares(name, self.divergence_sums(name, keys))
-
-    def divergence_sums(self, name: str, keys: tuple[int, int]) -> Tensor:
-        """Returns what `weight_divergences` is made from."""
         is_random = FORMATS[name].gradient.stochastic
-        on_weight = [self._on_weight(found, name) for found, _, _ in self._probes]
-        key = keys[0] if is_random else None
-        figures, shared = [], []
-        for (_, meets_x, meets_g), met in zip(self._probes, self._met_by_x, strict=True):
-            of_x, of_g = self._met_errors("x", name, None, meets_x), self._met_errors("g", name, key, meets_g)
-            figures += of_x.figures + of_g.figures[: 1 if is_random else None]
-            shared.append(met.across_channels(self._by_piece(of_x.error), of_x.in_channel()))
+        figures, across = [], []
+        for meets_x, meets_g, met in zip(self._meets_x, self._meets_g, self._met_by_x, strict=True):
+            of_x = self._met_errors("x", name, None, meets_x)
+            of_g = self._met_errors("g", name, keys[0] if is_random else None, meets_g, is_random)
+            figures += of_x.figures + of_g.figures
+            across.append(met.across_channels(self._across_pieces(of_x.error), of_x.in_channel()))
+        on_weight = [self._on_weight[probe, name].flatten() for probe in range(self._probes)]
         on_tokens = [norms(figures).square_()] if figures else []
-        on_update = self._grad_weight_sums(name, keys[1] if is_random else None)
-        return torch.cat([*(found.flatten() for found in on_weight), *shared, *on_tokens, on_update])
+        on_update = self._update_sums(name, keys[1] if is_random else None)
+        sums = torch.cat([*on_weight, *across, *on_tokens, on_update])
+        return Deferred(sums, partial(_squares, self.sizes, self._probes, is_random))
 
     @cached_property
     def _met_by_x(self) -> list[MetByChannels | MetByTokens]:
-        """What eX meets along each probe's direction, with what all formats need of it."""
-        return [met_by(self._by_piece(meets_x)) for _, meets_x, _ in self._probes]
+        """What eX is multiplied by along each probe's direction, prepared for all formats."""
+        if self._has_equal_rows:
+            return [met_by(self._tokens.by_piece(self._tokens.sums(meets))) for meets in self._meets_x]
+        return [met_by(self._tokens.rows_by_piece(meets)) for meets in self._meets_x]
 
-    def _met_errors(self, operand: str, name: str, key: int | None, meets: Tensor) -> MetErrors:
-        """Returns what the errors of "x" or "g" do, each of which meets a number, (n, channels)."""
+    def _across_pieces(self, errors: Tensor) -> Tensor:
+        """Returns errors (n, I) by piece; equal rows of one token count once."""
+        if self._has_equal_rows:
+            return self._tokens.by_piece(self._tokens.first(errors))
+        return self._tokens.rows_by_piece(errors)
+
+    @cached_property
+    def _has_equal_rows(self) -> bool:
+        """Whether all rows of a token have the same X."""
+        return self._sample.rows is None or torch.equal(self._tokens.first(self.x)[self._sample.rows.token], self.x)
+
+    def _met_errors(
+        self, operand: str, name: str, key: int | None, meets: Tensor, is_random: bool = False
+    ) -> MetErrors:
+        """Returns the errors of "x" or "g", and what `Sizes` takes the squares of from their products with `meets`."""
         exact, rounded, pieces = getattr(self, operand), self.rounded(operand, name, 1, key), self.sizes.pieces
-        if meets_by_kernel(exact, pieces):
-            return met_errors_by_kernel(exact, rounded, meets, pieces)
+        if self._sample.rows is None and meets_by_kernel(exact, pieces):
+            found = met_errors_by_kernel(exact, rounded, meets, pieces)
+            return found._replace(figures=found.figures[:1]) if is_random else found
         error = rounded - exact
         products = meets * error
-        channels = self._by_piece(products).sum(1)
+        if is_random:
+            return MetErrors(error, [products])
+        products = self._tokens.sums(products)
+        channels = self._tokens.by_piece(products).sum(1)
         return MetErrors(error, [products, products.sum(1), channels, channels.sum(0)])
 
-    def _grad_weight_sums(self, name: str, key: int | None) -> Tensor:
-        """Returns what `Sizes.of_pieces` takes, for J (Q(G)^T Q(X) - G^T X), no derivative of the model needed."""
-        if self._pushforward is None or not (FORMATS[name].gradient.quantized or FORMATS[name].activation.quantized):
-            return self.w.new_zeros(2)
-        left, right = self.gradient_error(name, key)
-        if isinstance(self._pushforward, Tensor):
-            parts = zip(left.split(self._rows, 2), self._pushforward.split(self._rows), strict=True)
-            # (R, O, 2 L) x (R, 2 L, I)
-            found = (scaled_squares(rough_product(g_r.mT, right, True), factors) for g_r, factors in parts)
-            return reduce(torch.add, found)
-        return self._function_sums(self._pushforward, left, right)
+    def _update_sums(self, name: str, key: int | None) -> Tensor:
+        """Returns what `Sizes.of_pieces` takes, for J (Q(G)^T Q(X) - G^T X); it needs no derivative of the model.
 
-    def gradient_error(self, name: str, key: int | None) -> tuple[Tensor, Tensor]:
-        """Returns operands by piece of Q(G)^T Q(X) - G^T X, one product of twice the length, not two to subtract.
-
-        They are for `rough_product`, in FP32 or BF16.
+        Updates of different matrices add as squares.
         """
+        push = self._pushforward
+        if push is None or not (FORMATS[name].gradient.quantized or FORMATS[name].activation.quantized):
+            return self.x.new_zeros(2)
         g, x = self.rounded("g", name, 0, key), self.rounded("x", name, 0)
+        operands = [self._gradient_error(g, x, rows, lengths) for _, _, rows, lengths in self._each_matrix()]
+        if callable(push):
+            return self._function_sums(push, operands)
+        at_once = outputs_at_once(self.sizes.pieces, self._shape[1])
+        sums = [self.x.new_zeros(2)]
+        for (left, right), factors in zip(operands, push, strict=True):
+            for g_r, own in zip(left.split(at_once, 2), factors.split(at_once), strict=True):
+                if left.shape[1]:
+                    sums.append(scaled_squares(rough_product(g_r.mT, right, True), own))  # (R, O, 2 L) x (R, 2 L, I)
+        return reduce(torch.add, sums)
+
+    def _gradient_error(self, g: Tensor, x: Tensor, rows: slice, lengths: list[int]) -> tuple[Tensor, Tensor]:
+        """Returns operands by piece of Q(G)^T Q(X) - G^T X of one matrix: (R, 2 L, O) and (R, 2 L, I).
+
+        One product of twice the length takes the place of a difference of two. For `rough_product`.
+        """
+        g, x, exact_g, exact_x = g[rows], x[rows], self.g[rows], self.x[rows]
         if not is_split(g, x):
-            return self._joined(g, -self.g), self._joined(x, self.x)
+            return _joined(g, -exact_g, lengths), _joined(x, exact_x, lengths)
         # The same as eG^T Q(X) + G^T eX, all of whose terms are small: one BF16 product will do.
-        pieces = self.sizes.pieces
-        if len(x) % pieces == 0:
-            return joined_errors(self.g, g, pieces, True), joined_errors(self.x, x, pieces, False)
-        return self._joined(g - self.g, self.g), self._joined(x, x - self.x)
+        if len(set(lengths)) == 1:
+            pieces = len(lengths)
+            return joined_errors(exact_g, g, pieces, True), joined_errors(exact_x, x, pieces, False)
+        return _joined(g - exact_g, exact_g, lengths), _joined(x, x - exact_x, lengths)
 
-    def _joined(self, first: Tensor, second: Tensor) -> Tensor:
-        """Returns two (n, C) by piece, one after the other, (R, 2 L, C)."""
-        return torch.cat([self._by_piece(first), self._by_piece(second)], 1)
-
-    def _function_sums(self, pushforward: Callable[[Tensor], Tensor], left: Tensor, right: Tensor) -> Tensor:
-        """As `_grad_weight_sums`, of a function of whole changes, which are products of left and right by piece."""
+    def _function_sums(self, push: Callable[[Tensor], Tensor], operands: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """As `_update_sums`, for a function of whole changes; holds those of all matrices in some pieces at once."""
         own: list[Tensor] = []
         totals: list[Tensor] = []
-        at_once = max(1, AT_ONCE // max(1, self.w.numel()))
-        for g_r, x_r in zip(left.split(at_once), right.split(at_once), strict=True):
-            changes = rough_product(g_r.mT, x_r)  # (R, O, 2 L) x (R, 2 L, I)
+        at_once = max(1, AT_ONCE // max(1, self._shape.numel() * len(self.matrices)))
+        for first in range(0, self.sizes.pieces, at_once):
+            pieces = slice(first, first + at_once)
+            parts = [rough_product(g[pieces].mT, x[pieces]) for g, x in operands]  # (R, O, 2 L) x (R, 2 L, I)
+            changes = parts[0] if self._sample.rows is None else torch.stack(parts, 1)
             of_gradient = norms([changes]), changes.sum(0)
             for change in changes:
-                change.copy_(pushforward(change))
+                change.copy_(push(change))
             own.append(torch.cat([of_gradient[0], norms([changes])]).square_())
             totals.append(torch.stack([of_gradient[1], changes.sum(0)]))
         change, moved = reduce(torch.add, totals)
         # (2, 2): of the gradient's change and of the update's; own and total.
         sums = torch.stack([reduce(torch.add, own), norms([change, moved]).square_()], 1)
-        if isinstance(pushforward, UpdateChange):
-            return sums[1] * bend(self.sizes, pushforward, change, sums[0], sums[1, 1])
+        if isinstance(push, UpdateChange):
+            return sums[1] * _saturation(self.sizes, push, change, sums[0], sums[1, 1])
         return sums[1]
 
-    def loss_divergence(self, name: str, form: str) -> float:
+    def mean_square_of_update(self) -> Tensor:
+        """Returns |J|^2 / (O I) of one matrix, (): the mean square of the elements of the update's derivative.
+
+        If J is not elementwise, it is taken from one random direction, whose mean over directions it is. 0 without an
+        update.
+        """
+        if self._pushforward is None:
+            return self.w.new_zeros(())
+        if callable(self._pushforward):
+            return self._pushforward(normal(0, self.w.shape, self.w.device)).square().mean()
+        return self._pushforward[0].square().mean()
+
+    # ------------------------------------------------------------------------------------------------ loss divergence
+
+    def loss_divergence(self, name: str, form: str) -> Deferred[float]:
         """Returns the loss divergence (not yet relative to the loss) of quantizing the forward GEMM.
 
         Args:
             name: format.
             form: one of `SnipConfig.loss_estimator`.
         """
-        return read_all([self.pending_loss_divergence(name, form)])[0]
-
-    def pending_loss_divergence(self, name: str, form: str) -> Pending[float]:
-        """As `loss_divergence`, not waiting for the device."""
-        return self.finishing.loss_divergence(form, self.loss_sum(name, form))
-
-    def loss_sum(self, name: str, form: str) -> Tensor:
-        """Returns what a form that needs no gradient of the whole step is made from, (1,)."""
-        return self.saliency_sums[name] if form == "saliency" else self.fisher_sum(name)
+        if form == "saliency":
+            return Deferred(self.saliency_sums[name], partial(_times, self.sizes.token_ratio))
+        # N^2 for the gradients of the tokens' own losses, 1 / N for the mean over their rises.
+        return Deferred(self._fisher_sum(name), partial(_times, self.batch.labelled / 2 * self.sizes.scale))
 
     @cached_property
     def saliency_sums(self) -> dict[str, Tensor]:
-        """Format -> sum over the weight's elements of |G^T X * eW|, (1,). The gradient is made once, and not kept."""
-        gradient = product(self.g.t(), self.x)  # (O, n) x (n, I)
-        errors = ((name, self.rounded("w", name, 1) - self.w) for name in self._formats)
-        return {name: error.mul_(gradient).abs_().sum()[None] for name, error in errors}
+        """Format -> sum over the weights' elements of |G^T X * eW|, (1,)."""
+        found = {name: self.x.new_zeros(()) for name in self._formats}
+        for _, w, rows, lengths in self._each_matrix():
+            if len(self.matrices) > 1 and not sum(lengths):
+                continue
+            gradient = product(self.g[rows].t(), self.x[rows])  # (O, n) x (n, I)
+            for name in self._formats:
+                error = self._rounded_weight(w, name, 1) - w
+                found[name] += error.mul_(gradient).abs_().sum()
+        return {name: total[None] for name, total in found.items()}
 
-    def fisher_sum(self, name: str) -> Tensor:
+    def _fisher_sum(self, name: str) -> Tensor:
         """Returns the sum over tokens of (G_t . E_t)^2, with E = Q(X) Q(W)^T - X W^T, (1,)."""
-        x, w = self.rounded("x", name, 1), self.rounded("w", name, 1)
-        if is_split(self.g, w):  # E = Q(X) eW^T + eX W^T
-            error = self._of_weight[name].first
-            along = rough_product(self._rough_g, w - self.w if error is None else error)
-            along = rises_of_tokens(along, self.g_w, self.x, x)
-        else:
-            along = product(self.g, w).mul_(x).addcmul_(self.g_w, self.x, value=-1).sum(1)
+        parts = []
+        for _, w, rows, _ in self._each_matrix():
+            g, x, g_w, exact = self.g[rows], self.rounded("x", name, 1)[rows], self.g_w[rows], self.x[rows]
+            rounded = self._rounded_weight(w, name, 1)
+            if is_split(g, rounded):  # E = Q(X) eW^T + eX W^T
+                error = self._narrow_errors.get(name)
+                along = rough_product(self._rough_g[rows], rounded - w if error is None else error)
+                parts.append(rises_of_tokens(along, g_w, exact, x))
+            else:
+                parts.append(product(g, rounded).mul_(x).addcmul_(g_w, exact, value=-1).sum(1))
+        along = self._tokens.sums(torch.cat(parts)[:, None])
         return along.square_().sum()[None]
 
-    def errors(self, name: str) -> dict[str, tuple[float, float]]:
-        """Returns row -> (absolute, relative) error of its operands, rounded to nearest."""
-        return read_all([self.pending_errors(name)])[0]
+    # --------------------------------------------------------------------------------------------- errors of operands
 
-    def pending_errors(self, name: str) -> Pending[dict[str, tuple[float, float]]]:
-        """As `errors`, not waiting for the device."""
-        return self.finishing.errors(self.error_norms(name))
-
-    def error_norms(self, name: str) -> Tensor:
-        """Returns the norms that `errors` is made from."""
+    def errors(self, name: str) -> Deferred[dict[str, tuple[float, float]]]:
+        """Returns row -> (absolute, relative) error of its operands, rounded to nearest (norms over all matrices)."""
         of_weight = torch.stack([self.weight_error(name, contracts) for contracts in (1, 0)]).sqrt_()
         of_operands = [
-            error_norms(x, [self.rounded(operand, name, contracts) for contracts in (1, 0)])
-            for operand, x in (("x", self.x), ("g", self.g))
+            error_norms(exact, [self.rounded(operand, name, contracts) for contracts in (1, 0)])
+            for operand, exact in (("x", self.x), ("g", self.g))
         ]
-        return torch.cat([of_weight, *of_operands, self._norms])
+        # From the sample to all tokens of the batch, and from there to the micro-batch: X has more rows by its tokens,
+        # G also smaller ones, as a mean over more labels.
+        ratio, batch = self.sizes.token_ratio, self.batch
+        rows = max(1, batch.micro_batch_tokens) / max(1, batch.tokens)
+        factors = {"w": 1.0, "x": (ratio * rows) ** 0.5, "g": (ratio / batch.parts) ** 0.5}
+        return Deferred(torch.cat([of_weight, *of_operands, self._norms]), partial(_errors, factors))
 
     @cached_property
     def _norms(self) -> Tensor:
-        """Of W, X and G."""
-        return norms([self.w, self.x, self.g])
+        """|W|, |X| and |G|."""
+        if len(self.matrices) == 1:
+            return norms([self.w, self.x, self.g])
+        square = self.x.new_zeros(1)
+        for _, w, _, _ in self._each_matrix():
+            square += w.square().sum()
+        return torch.cat([square.sqrt(), norms([self.x, self.g])])
 
     def weight_error(self, name: str, contracts: int = 1) -> Tensor:
         """Returns |eW|^2, of the weight as the GEMM sees it that contracts this dimension of it."""
-        sums = self._of_weight[name].sums
+        sums = self._weight_squares[name]
         return sums[1 if contracts == 0 and len(sums) > 1 else 0]
 
-    def mean_square_of_update(self) -> Tensor:
-        """Returns |J|^2 / (O I), (): the mean square of the elements of the update's derivative, relative to |W|.
+    # ------------------------------------------------------------------------------------------------- single matrices
 
-        Where J is not elementwise, from one random direction, whose mean over directions it is. 0 without an update.
+    def of_matrices(self, sample: LayerSample) -> Iterator[tuple[int, LayerSample, LayerSums]]:
+        """Yields each matrix that has rows, with its part of a sample of these rows and its sums as a layer of its own.
+
+        They have no sums of updates.
         """
-        if self._pushforward is None:
-            return self.w.new_zeros(())
-        if isinstance(self._pushforward, Tensor):
-            return self._pushforward.square().mean()
-        return self._pushforward(normal(0, self.w.shape, self.w.device)).square().mean()
+        for index, _, rows, lengths in self._each_matrix():
+            if count := sum(lengths):
+                own = LayerSample(
+                    max(count, round(count * self.sizes.token_ratio)),
+                    sample.x[rows],
+                    sample.grad_output[rows],
+                    [x_dot[rows] for x_dot in sample.x_dot],
+                    [g_dot[rows] for g_dot in sample.grad_output_dot],
+                    (self.sizes.scale, 1.0),
+                    sample.amaxes and (sample.amaxes[0][index], sample.amaxes[1][index]),
+                )
+                matrix = [self.matrices[index]]
+                yield index, own, LayerSums(own.without_dots(), matrix, None, 1, self.batch, formats=self._formats)
 
-    def take_rounded(self, name: str, keys: tuple[int, int], rounded: Sequence[Tensor]) -> None:
-        """Takes the randomly rounded G of a format, as `whole_layer` rounded it, in place of rounding it."""
-        for contracts, key, one in zip((1, 0), keys, rounded, strict=True):
-            self._quantized["g", name, contracts, key] = one
 
-    def rounded(self, operand: str, name: str, contracts: int, key: int | None = None) -> Tensor:
-        """Returns "x", "g" or "w" as a GEMM sees it that contracts this dimension of it; each is rounded once."""
-        at = (operand, name, contracts, key)
-        if at not in self._quantized:
-            kind, amax = OPERANDS[operand], self._amaxes.get(operand)
-            self._quantized[at] = fake_quantize(getattr(self, operand), FORMATS[name], kind, contracts, key, 0, 1, amax)
-        return self._quantized[at]
+class _SingleRows:
+    """Rows of a layer of one matrix: each is a token.
+
+    Args:
+        count: n.
+        pieces: R, of as even lengths as can be.
+    """
+
+    def __init__(self, count: int, pieces: int) -> None:
+        self.pieces = pieces
+        self.lengths = [[count // pieces + (piece < count % pieces) for piece in range(pieces)]]
+        """Matrix -> piece -> rows in both."""
+
+    def sums(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def first(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def by_piece(self, tokens: Tensor) -> Tensor:
+        return _by_lengths(tokens, self.lengths[0])
+
+    def rows_by_piece(self, rows: Tensor) -> Tensor:
+        return self.by_piece(rows)
+
+
+class _TokenRows(_SingleRows):
+    """Rows of a layer of several matrices: a token has a row in each matrix that it is sent to.
+
+    Args:
+        rows: matrix and token of each row.
+        matrices: E.
+        pieces: R, of so many equal parts of the tokens.
+    """
+
+    def __init__(self, rows: Rows, matrices: int, pieces: int) -> None:
+        super().__init__(rows.tokens, pieces)
+        of_piece = torch.arange(pieces).repeat_interleave(torch.tensor(self.lengths[0])).to(rows.token.device)
+        self._token_lengths = self.lengths[0]
+        self._order = rows.token.argsort(stable=True)
+        counts = rows.token.bincount(minlength=rows.tokens)
+        most = int(counts.max()) if len(rows.token) else 1
+        # Token -> its rows; where it has fewer than others, the row behind the last one, which is zero.
+        self._table = rows.token.new_full((rows.tokens, max(1, most)), len(rows.token))
+        ordered = rows.token[self._order]
+        first = counts.cumsum(0) - counts
+        place = torch.arange(len(ordered), device=ordered.device) - first[ordered]
+        self._table[ordered, place] = self._order
+        piece = of_piece[rows.token]
+        self._rows_in_piece: list[int] = piece.bincount(minlength=pieces).tolist()
+        both = rows.matrix() * pieces + piece
+        self.lengths = both.bincount(minlength=matrices * pieces).view(matrices, pieces).tolist()
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """Returns (n, C) summed over the rows of each token, (tokens, C), in a fixed order."""
+        padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+        return reduce(torch.add, (padded[places] for places in self._table.unbind(1)))
+
+    def first(self, rows: Tensor) -> Tensor:
+        """Returns the first row of each token, (tokens, C); zeros without any."""
+        return torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[self._table[:, 0]]
+
+    def by_piece(self, tokens: Tensor) -> Tensor:
+        """Returns (tokens, C) as (R, L, C)."""
+        return _by_lengths(tokens, self._token_lengths)
+
+    def rows_by_piece(self, rows: Tensor) -> Tensor:
+        """Returns (n, C), ordered by token, as (R, L, C)."""
+        return _by_lengths(rows[self._order], self._rows_in_piece)
+
+
+def _by_lengths(rows: Tensor, lengths: list[int]) -> Tensor:
+    """Returns rows (n, C) cut into pieces of these lengths, (R, L, C); shorter ones have zeros at the end."""
+    if len(set(lengths)) == 1:
+        return rows.view(len(lengths), lengths[0], rows.shape[1])
+    return pad_sequence(list(rows.split(lengths)), batch_first=True)
+
+
+def _joined(first: Tensor, second: Tensor, lengths: list[int]) -> Tensor:
+    """Returns two (n, C) by piece, one after the other, (R, 2 L, C)."""
+    return torch.cat([_by_lengths(first, lengths), _by_lengths(second, lengths)], 1)
+
+
+def _own_and_total(parts: Tensor) -> Tensor:
+    """Returns the sum over pieces of |p_r|^2, and |sum of p_r|^2, (2,)."""
+    return norms([parts, parts.sum(0)]).square_()
+
+
+def _of_two_errors(found: Tensor) -> Tensor:
+    """Returns what an error eW in forward and another one eW' in grad_input do, from `error_squares` of eW^2, eW'^2
+    and eW eW'."""
+    forward, grad_input, (of_first, of_second, of_both) = found
+    # (a eW + b eW')^2 = a^2 eW^2 + b^2 eW'^2 + 2 a b eW eW', and 2 a b = (a + b)^2 - a^2 - b^2.
+    both = forward[0] + grad_input[1] + of_both - of_first - of_second
+    return torch.stack([forward[0], grad_input[1], both])
 
 
 def outputs_at_once(pieces: int, inputs: int) -> int:
-    """Returns of how many outputs products (R, O, I) may be held at once.
+    """Returns for how many outputs products (R, O, I) may be held at once.
 
-    If it can be, a multiple of 128: where rows of BF16 begin off multiples of 16 bytes, cuBLAS takes slow kernels.
+    A multiple of 128 if possible: if rows of BF16 begin off multiples of 16 bytes, cuBLAS takes slow kernels.
     """
     most = max(1, AT_ONCE // max(1, pieces * inputs))
     return most - most % TILE if most >= TILE else most
 
 
-def finishing(sample: LayerSample, micro_batches: int, batch: BatchSizes) -> Finishing:
-    """Returns what makes results from the sums of a sample."""
-    count = sample.x.shape[0]
-    pieces = min(max(1, count), max(2, min(MOST_PIECES, count // TILE)))
-    # A part of a micro-batch, of the mean loss of its own, is to the step what one of more micro-batches is.
-    sizes = Sizes(sample.tokens / max(1, count), sample.scale, pieces, micro_batches * batch.parts)
-    return Finishing(sizes, batch, len(sample.x_dot))
-
-
-def bend(sizes: Sizes, pushforward: UpdateChange, change: Tensor, sums: Tensor, moved: Tensor) -> Tensor:
+def _saturation(sizes: Sizes, push: UpdateChange, change: Tensor, sums: Tensor, moved: Tensor) -> Tensor:
     """Returns |h(g + d) - h(g)|^2 / |J d|^2 for an error d of a whole step.
 
-    d is the sample's error, drawn out to the norm that the step's error has.
+    d is the sample's error, scaled to the norm of the step's error.
 
     Args:
         sizes: of the sample.
-        pushforward: of h.
+        push: of the update h.
         change: the sample's error in the gradient.
-        sums: of it, as `Sizes.of_pieces` takes them.
+        sums: its squares, as `Sizes.of_pieces` takes them.
         moved: |J change|^2.
     """
     weights = [sizes.of_pieces(*one).step for one in ((1.0, 0.0), (0.0, 1.0))]
     step = weights[0] * sums[0] + weights[1] * sums[1]
     scale = torch.where(sums[1] > 0, step / sums[1], 0.0).clamp(min=0.0)
-    in_full = norms([pushforward.in_full(scale.sqrt() * change)]).square_()[0]
+    in_full = norms([push.in_full(scale.sqrt() * change)]).square_()[0]
     to_first_order = scale * moved
     return torch.where(to_first_order > 0, in_full / to_first_order, 1.0)
+
+
+def _times(factor: float, figures: list[float]) -> float:
+    # In FP32, as the sum is.
+    return float(torch.tensor(figures[0], dtype=torch.float32) * factor)
+
+
+def _squares(sizes: Sizes, probes: int, is_random: bool, figures: list[float]) -> dict[str, Squares]:
+    """Returns the result of `LayerSums.weight_divergences` from its sums, in their order."""
+    left = iter(figures)
+
+    def take(count: int) -> list[float]:
+        return [next(left) for _ in range(count)]
+
+    rows: dict[str, list[Squares]] = {"forward": [], "grad_input": [], LAYER: []}
+    on_weight = [[sizes.of_pieces(*take(2)) for _ in range(3)] for _ in range(probes)]
+    across = [take(2) for _ in range(probes)]
+    for (on_forward, on_grad_input, on_both), across_x in zip(on_weight, across, strict=True):
+        of_x = sizes.of_tokens(*take(4), *across_x)
+        of_g = sizes.of_random_tokens(*take(1)) if is_random else sizes.of_tokens(*take(4))
+        rows["forward"].append(of_x + on_forward)
+        rows["grad_input"].append(of_g + on_grad_input)
+        rows[LAYER].append(of_x + of_g + on_both)
+    grad_weight = sizes.of_pieces(*take(2))
+    means = {row: Squares.mean(squares) for row, squares in rows.items()}
+    return {**means, "grad_weight": grad_weight, LAYER: means[LAYER] + grad_weight}
+
+
+def _errors(factors: dict[str, float], figures: list[float]) -> dict[str, tuple[float, float]]:
+    """Returns the result of `LayerSums.errors` from the norms of the errors of W, X and G, each as a GEMM sees it that
+    contracts dimension 1, and 0; then of W, X and G."""
+    operands = [operand for operand in "wxg" for _ in range(2)]
+    sizes = dict(zip("wxg", figures[len(operands) :], strict=True))
+    pairs = [
+        (absolute * factors[operand], absolute / sizes[operand] if sizes[operand] > 0 else 0.0)
+        for operand, absolute in zip(operands, figures, strict=False)
+    ]
+    w_row, w_column, x_row, x_column, g_row, g_column = pairs
+    of_gemms = {"forward": (x_row, w_row), "grad_input": (g_row, w_column), "grad_weight": (g_column, x_column)}
+    sums = {gemm: (left[0] + right[0], left[1] + right[1]) for gemm, (left, right) in of_gemms.items()}
+    return {**sums, LAYER: (sum(value[0] for value in sums.values()), sum(value[1] for value in sums.values()))}

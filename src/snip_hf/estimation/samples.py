@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -73,6 +73,10 @@ class LayerSample:
     """Largest magnitude of X and of G over all tokens, of one element each, or (E,); None where it was not measured."""
     rows: Rows | None = None
     """What is whose; None: the layer has one matrix, and each row is a token of its own."""
+
+    def without_dots(self) -> LayerSample:
+        """Returns the sample without derivatives."""
+        return replace(self, x_dot=[], grad_output_dot=[])
 
     @property
     def is_part(self) -> bool:

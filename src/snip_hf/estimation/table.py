@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .pending import LAYER
+from ..numerics.gemms import GEMMS
 from .shared_inputs import Ties
+
+LAYER = "layer"
+"""Stands for the three GEMMs of a layer together."""
+ROWS = (*GEMMS, LAYER)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..config import POLICIES
-from ..estimation.pending import LAYER
-from ..estimation.table import DivergenceTable
+from ..estimation.table import LAYER, DivergenceTable
 from ..policies.registry import Policy, cost_of
 from ..policies.setting import Setting
 from ..policies.target import check_attainable, contributions, least_sum

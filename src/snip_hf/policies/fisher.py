@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..estimation.criterion import LayerCriterion, Rows, forward_only
-from ..estimation.pending import Pending
+from ..estimation.layer_sums import Deferred
 from ..estimation.products import product
 from .criterion_cost import register_criterion
 
@@ -13,7 +13,7 @@ from .criterion_cost import register_criterion
 class Fisher(LayerCriterion):
     """N sum over tokens and outputs of G^2 E^2, E = Q(X) Q(W)^T - X W^T, N the tokens with a label."""
 
-    def pending_rows(self, name: str) -> Pending[Rows]:
+    def rows(self, name: str) -> Deferred[Rows]:
         sums = self.sums
         # One product of twice the length instead of the difference of two.
         left = torch.cat([sums.rounded("x", name, 1), -sums.x], 1)
@@ -21,7 +21,7 @@ class Fisher(LayerCriterion):
         errors = product(left, right.t())  # (n, 2 I) x (2 I, O)
         # As for the loss divergence: the mean over N tokens of what the gradients of their own losses give.
         score = sums.batch.labelled * sums.sizes.scale * errors.mul_(sums.g).square_().sum()
-        return Pending(score[None], forward_only)
+        return Deferred(score[None], forward_only)
 
 
 register_criterion("fisher", Fisher)

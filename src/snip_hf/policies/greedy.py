@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from ..estimation.criterion import LayerCriterion, Rows, forward_only
-from ..estimation.pending import Pending
+from ..estimation.layer_sums import Deferred
 from .criterion_cost import register_criterion
 
 
 class Greedy(LayerCriterion):
     """sum over elements of |G^T X * eW|: by how much each element's rounding can move the loss, to first order."""
 
-    def pending_rows(self, name: str) -> Pending[Rows]:
-        return Pending(self.sums.sizes.token_ratio * self.sums.saliency_sums[name], forward_only)
+    def rows(self, name: str) -> Deferred[Rows]:
+        return Deferred(self.sums.sizes.token_ratio * self.sums.saliency_sums[name], forward_only)
 
 
 register_criterion("greedy", Greedy, solver="greedy")

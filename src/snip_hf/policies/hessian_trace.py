@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..estimation.criterion import LayerCriterion, Rows, forward_only
-from ..estimation.pending import Pending
+from ..estimation.layer_sums import Deferred
 from ..estimation.products import product
 from ..estimation.samples import LayerSample
 from .criterion_cost import register_criterion
@@ -52,10 +52,10 @@ class HessianTrace(LayerCriterion):
     def trace_of(cls, layer: str, sample: LayerSample, directions: Sequence[Tensor]) -> Tensor:
         return hessian_trace(layer, sample, directions)
 
-    def pending_rows(self, name: str) -> Pending[Rows]:
+    def rows(self, name: str) -> Deferred[Rows]:
         sums = self.sums
         trace = sums.w.new_zeros(1) if self.trace is None else self.trace
-        return Pending(trace.clamp(min=0.0) / sums.w.numel() * sums.weight_error(name), forward_only)
+        return Deferred(trace.clamp(min=0.0) / sums.w.numel() * sums.weight_error(name), forward_only)
 
 
 register_criterion("hessian-trace", HessianTrace)

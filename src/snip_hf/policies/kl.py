@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ..estimation.criterion import LayerCriterion, Rows, by_gemm
-from ..estimation.layer_sums import LayerSums
-from ..estimation.pending import Pending
+from ..estimation.layer_sums import Deferred, LayerSums
 from ..numerics.gemms import CONTRACTIONS, GEMMS
 from .criterion_cost import register_criterion
 
@@ -29,13 +28,13 @@ class KL(LayerCriterion):
         # Operand -> inner edges and counts of its histogram before rounding.
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def pending_rows(self, name: str) -> Pending[Rows]:
+    def rows(self, name: str) -> Deferred[Rows]:
         figures = [
             self._of_operand(_SAMPLES[operand], contracts, name)
             for gemm in GEMMS
             for operand, contracts in CONTRACTIONS[gemm]
         ]
-        return Pending(torch.stack(figures), by_gemm)
+        return Deferred(torch.stack(figures), by_gemm)
 
     def _of_operand(self, operand: str, contracts: int, name: str) -> Tensor:
         if operand not in self._before:

@@ -53,11 +53,11 @@ from torch import Tensor
 from ..config import ALL, SnipConfig
 from ..estimation.criterion import LayerCriterion
 from ..estimation.extrapolation import Squares
+from ..estimation.layer_sums import Deferred
 from ..estimation.noise import PLACES
-from ..estimation.pending import LAYER, Pending
 from ..estimation.products import product
 from ..estimation.samples import LayerSample
-from ..estimation.table import Divergence, DivergenceTable
+from ..estimation.table import LAYER, Divergence, DivergenceTable
 from ..layers.layer import SnipLayer
 from ..numerics.formats import FORMATS
 from .registry import Policy, register_policy
@@ -90,7 +90,7 @@ class PaperEstimate(LayerCriterion):
     def trace_of(cls, layer: str, sample: LayerSample, directions: Sequence[Tensor]) -> Tensor:
         return squared_responses(sample, RELATIVE_NOISE)
 
-    def pending_weight_divergences(self, name: str, keys: tuple[int, int]) -> Pending[dict[str, Squares]]:
+    def weight_divergences(self, name: str, keys: tuple[int, int]) -> Deferred[dict[str, Squares]]:
         sums = self.sums
         key = keys[0] if FORMATS[name].gradient.stochastic else None
         operands = {"x": sums.x, "w": sums.w, "g": sums.g}
@@ -107,15 +107,15 @@ class PaperEstimate(LayerCriterion):
         # From the sample to all tokens, and from one micro-batch to the mean over those of the step.
         scale = sums.sizes.scale / sums.sizes.micro_batches
         factor = scale * sums.mean_square_of_update()
-        return Pending(torch.cat([torch.stack(squares), responses * factor]), _rows_of)
+        return Deferred(torch.cat([torch.stack(squares), responses * factor]), _rows_of)
 
-    def pending_loss_divergence(self, name: str, form: str) -> Pending[float]:
+    def loss_divergence(self, name: str, form: str) -> Deferred[float]:
         sums = self.sums
         # T of the formula is the tokens of the batch; sums of |G|^2 fall with the number of labels in the mean loss.
         elements = max(1, sums.batch.tokens) * sums.x.shape[1] * sums.batch.parts
         on_x = sums.g_w.square().sum() * (sums.rounded("x", name, 1) - sums.x).square().sum() / elements
         on_w = product(sums.g.t(), sums.x).square().sum() * sums.weight_error(name) / sums.w.numel()
-        return Pending((sums.sizes.token_ratio * (on_x + on_w).sqrt())[None], itemgetter(0))
+        return Deferred((sums.sizes.token_ratio * (on_x + on_w).sqrt())[None], itemgetter(0))
 
 
 def squared_responses(sample: LayerSample, relative: float) -> Tensor:

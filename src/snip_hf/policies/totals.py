@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..config import SnipConfig
-from ..estimation.pending import LAYER
-from ..estimation.table import Divergence, DivergenceTable
+from ..estimation.table import LAYER, Divergence, DivergenceTable
 
 
 def first_total(config: SnipConfig, table: DivergenceTable, figure: Callable[[Divergence], float]) -> float:

@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..estimation.pending import LAYER
-from ..estimation.table import DivergenceTable
+from ..estimation.table import LAYER, DivergenceTable
 from ..json_io import read_json
 from ..layers.state import plain_name
 from ..numerics.formats import check_format

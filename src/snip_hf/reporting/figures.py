@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ..estimation.pending import LAYER
+from ..estimation.table import LAYER
 from ..json_io import write_atomic
 from ..layers.labels import LayerLabels, split_layer
 from ..numerics.formats import FORMATS

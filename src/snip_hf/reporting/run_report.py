@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import FORWARD, SnipConfig
-from ..estimation.pending import LAYER
-from ..estimation.table import Divergence, DivergenceTable
+from ..estimation.table import LAYER, Divergence, DivergenceTable
 from ..layers.labels import LayerLabels
 from ..numerics.formats import FORMATS
 from ..planning.program import problem

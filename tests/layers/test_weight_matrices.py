@@ -30,8 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from snip_hf import SnipConfig, convert_model
 from snip_hf.layers.layer import SnipLayer
-from snip_hf.layers.selection import skip_reasons
-from snip_hf.layers.weight_matrices import WeightMatrix, describe_unswapped, weight_matrices
+from snip_hf.layers.selection import WeightMatrix, describe_unswapped, skip_reasons, weight_matrices
 
 HIDDEN, INNER, EXPERTS, LAYERS = 64, 96, 4, 2
 _COMMON: dict[str, Any] = {

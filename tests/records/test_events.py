@@ -146,8 +146,7 @@ def test_a_refresh_of_before_there_were_all_of_its_entries_is_read() -> None:
 
 
 def test_a_history_of_before_frozen_layers_had_no_grad_weight_is_read_without_it(tmp_path: Path) -> None:
-    """Under PEFT, layers had longer names then, too."""
-    name, gemms = "base_model.model.model.layers.0.q_proj.base_layer", ("forward", "grad_input", "grad_weight")
+    name, gemms = "model.layers.0.q_proj", ("forward", "grad_input", "grad_weight")
     start = start_event().to_record() | {
         "plan": {name: dict.fromkeys(gemms, "fp8")},
         "flops": {name: {"forward": 1.0, "grad_input": 1.0, "grad_weight": 0.0}},

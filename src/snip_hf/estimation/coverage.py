@@ -15,9 +15,18 @@ from ..config import SnipConfig
 from ..layers.adapters import ADAPTER, adapter_modules
 from ..layers.labels import without_numbers
 from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
-from ..layers.selection import LEFT_OUT, ROUTER, check_patterns, head_of, refuse_quantized, skip_reasons
+from ..layers.selection import (
+    LEFT_OUT,
+    ROUTER,
+    check_patterns,
+    class_name,
+    head_of,
+    layer_reasons,
+    refuse_quantized,
+    skip_reasons,
+    weight_matrices,
+)
 from ..layers.state import plain_name, snip_linears
-from ..layers.weight_matrices import class_name, layer_reasons, weight_matrices
 from ..numerics.random_state import RandomState
 from ..parallel.sharding import whole
 from ..parallel.wrappers import unwrap

@@ -1,4 +1,4 @@
-"""The parts of PEFT's adapters in a model, found by their structure: which modules stay in high precision, and why.
+"""PEFT's adapters in a model, recognized by their structure: which modules stay in high precision, and why.
 
 Every method of PEFT that changes a layer puts a module of its own in the layer's place. That module holds the layer as
 `base_layer`, which still runs and is swapped like any other, and beside it the small matrices that are trained.
@@ -12,10 +12,10 @@ from torch import nn
 
 # The reason for the trained matrices of adapters.
 ADAPTER = "adapter"
-# Methods, by their packages in PEFT, that multiply the input with a weight that they compute from that of `base_layer`,
-# whose own forward then never runs.
+# PEFT's packages of methods that multiply the input with a weight computed from `base_layer`'s, whose own forward never
+# runs.
 _OWN_PRODUCT = ("frod", "hra", "supertuning")
-# PEFT's class for `target_parameters`: gradients of the adapter flow through the weight, which only seems to be frozen.
+# PEFT's class for `target_parameters`. The adapter's gradients flow through the weight, which only seems frozen.
 _OF_PARAMETERS = "ParamWrapper"
 
 
@@ -25,13 +25,13 @@ def adapter_reasons(model: nn.Module) -> dict[int, str]:
 
 
 def adapter_modules(model: nn.Module) -> set[int]:
-    """Returns the ids of the modules that PEFT puts in the place of layers, and of what these hold but the layers."""
+    """Returns the ids of the modules that PEFT puts around layers, and of their other children."""
     parts = {part for part, reason in adapter_reasons(model).items() if reason == ADAPTER}
     return parts | {id(module) for module in model.modules() if is_adapted(module)}
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Returns True for a module that PEFT puts in the place of a layer, around it."""
+    """Returns True for a module that PEFT puts around a layer."""
     return module._modules.get("base_layer") is not None
 
 
@@ -46,7 +46,7 @@ def switched_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def changed_by_adapters(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters of `target_parameters`: PEFT parametrizes them for the time of a forward pass."""
+    """Returns the parameters of `target_parameters`, which PEFT parametrizes during each forward pass."""
     found = {}
     for module in model.modules():
         if type(module).__name__ == _OF_PARAMETERS:
@@ -76,7 +76,7 @@ def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _copies(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """A module of which every adapter trains a copy of its own: the active one runs, no other."""
+    """Yields the copies of a module that do not run: each adapter trains its own, and only the active one's runs."""
     active = getattr(module, "active_adapters", [])
     copies = module._modules["modules_to_save"]
     assert copies is not None

@@ -1,4 +1,4 @@
-"""Conversion of a model: swaps its linears, and layers of other kinds, for a `SnipLayer` in place, and back."""
+"""Conversion of a model: swaps its linears, and layers of other kinds, in place, and restores them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,30 @@ from .gated import remove_gates
 from .kinds import LAYER_KINDS, kind_of
 from .layer import STATE, SnipLayer
 from .run_hooks import end_runs
-from .selection import LEFT_OUT, check_patterns, known_layers, refuse_quantized, skip_reasons, summary
+from .selection import (
+    LEFT_OUT,
+    check_patterns,
+    describe_unswapped,
+    known_layers,
+    refuse_quantized,
+    skip_reasons,
+    summary,
+    weight_matrices,
+)
 from .state import set_step, snip_linears
-from .weight_matrices import describe_unswapped, weight_matrices
 
 logger = logging.getLogger(__name__)
 
 
 def keep_states_apart(models: Sequence[nn.Module]) -> None:
-    """Tells DDP, where it wraps a model already, not to give the first rank's layer states to the others."""
+    """Keeps a DDP wrapper from broadcasting the first rank's layer states to the others."""
     for wrapper in (module for model in models for module in model.modules()):
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):
             names = (name for name, _ in wrapper.module.named_buffers())
             wrapper.parameters_to_ignore.update(name for name in names if name.endswith(f".{STATE}"))
 
 
-# On import torchao warns of CUDA extensions that do not load and of how it registers enums; nothing here uses either.
+# On import torchao warns about CUDA extensions that do not load and about registered enums; nothing here uses either.
 _noisy = {name: logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")}
 _levels = {name: noisy.level for name, noisy in _noisy.items()}
 try:
@@ -46,7 +54,7 @@ try:
 finally:
     for _name in _noisy:
         _noisy[_name].setLevel(_levels[_name])
-# Where DDP looks for names of parameters and buffers that are not its business.
+# The attribute of a model with the names of parameters and buffers that DDP ignores.
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
 
@@ -54,7 +62,7 @@ _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 class SnipLinearConfig(AOBaseConfig):
     """For torchao's `quantize_(model, SnipLinearConfig(...), filter_fn)`: swaps every layer that the filter passes.
 
-    `quantize_` tells no names and knows no steps: until `convert_model` names the layers and a `SnipController` counts
+    `quantize_` passes neither names nor steps on. Until `convert_model` names the layers and a `SnipController` counts
     the steps, all layers round stochastically with the same random numbers in every step.
     """
 
@@ -63,10 +71,10 @@ class SnipLinearConfig(AOBaseConfig):
     seed: int = 0
     """Seed of stochastic rounding."""
     backend: str = "auto"
-    """As `SnipConfig.backend`. Where that cannot run on the layer's device yet, another one does."""
+    """As `SnipConfig.backend`. Another backend stands in until it can run on the layer's device."""
 
     formats: tuple[str, ...] = ()
-    """Other formats that the layers will be put into; "auto" takes a backend that knows them."""
+    """Other formats that the layers will get; "auto" chooses a backend that knows them."""
 
     def __post_init__(self) -> None:
         for name in (self.start_format, *self.formats):
@@ -104,16 +112,13 @@ def _begin(layer: SnipLayer, config: SnipLinearConfig) -> None:
 
 
 def _backend_now(requested: str, device: torch.device, formats: list[str]) -> Backend:
-    """Returns the backend asked for where it can run; until then any that can."""
+    """Returns the requested backend if it can run on the device, else the best one that can."""
     asked = BACKENDS.get(requested)
     return select_backend("auto" if asked is None or asked.lacks(device) else requested, device, formats)
 
 
 def _backend_to_start(config: SnipConfig) -> str:
-    """Returns `config.backend`; "auto" where a plan file has other formats than the config, and that backend not these.
-
-    It then comes with the plan.
-    """
+    """Returns `config.backend`; "auto" if it lacks the config's formats, which a plan file will replace."""
     asked, names = BACKENDS.get(config.backend), (config.format_at_start, *config.formats)
     if config.fixed_plan is None or asked is None:
         return config.backend
@@ -124,14 +129,14 @@ def _backend_to_start(config: SnipConfig) -> str:
 def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     """Swaps the linears inside the transformer blocks for `SnipLinear`, in place.
 
-    Replaces every `nn.Linear` (of subclasses, those that `register_linear_class` added), every `Conv1D` of
-    transformers, the projections of experts modules, and every module of a kind that was added by
-    `register_layer_kind`, inside a numbered block (`....layers.3....`) of the language model's decoder, and those that
-    `config.include_modules` names elsewhere, except the output head, routers, adapters' small matrices and what
-    `config.skip_modules` names. The layers compute exactly as before, until a controller or `PrecisionPlan.apply` gives
-    them formats. The log names what is swapped, what is
-    skipped and why, and every other weight matrix. Layers swapped before stay as they are, or are restored if this
-    config skips them. `coverage` tells the share of the model's FLOPs that is swapped.
+    Replaces every `nn.Linear` (and registered subclasses), transformers' `Conv1D`, the projections of experts, and
+    modules of kinds that `register_layer_kind` added: inside the numbered blocks (`....layers.3....`) of the language
+    model's decoder, and elsewhere if `config.include_modules` names them. Skips the output head, routers, adapters'
+    small matrices and what `config.skip_modules` names.
+
+    The layers compute exactly as before until a controller or `PrecisionPlan.apply` gives them formats. Layers that
+    were swapped before stay as they are, or are restored if this config skips them. The log tells what is swapped, what
+    is skipped and why, and which other weights stay in high precision. `coverage` tells the share of the model's FLOPs.
 
     Returns: the exact names of all swapped layers, in the model's order.
 
@@ -156,7 +161,7 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
             layer.restore()
     layers = snip_linears(model)
     for name, layer in layers.items():
-        # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone.
+        # Keyed by name, not by position, so that skipping one layer does not change the others' random numbers.
         layer.snip_key = zlib.crc32(name.encode(errors="surrogatepass"))
     new = {name: layer for name, layer in layers.items() if name not in before}
     set_step(new, config.seed, 0, 0)
@@ -165,7 +170,6 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     _warn_of_backend(config.backend, layers)
     _keep_ddp_out(model)
     if before.keys() != layers.keys():
-        # Their names are in the next line, with those of weights that no layer kind takes.
         counts = ", ".join(f"{reason}: {count}" for reason, count in Counter(skipped.values()).items())
         logger.info("snip-hf swapped %d layers; skipped %d (%s).", len(layers), len(skipped), counts or "none")
         if rest := describe_unswapped(weight_matrices(model, config)):
@@ -196,9 +200,9 @@ def _warn_of_backend(requested: str, layers: Mapping[str, SnipLayer]) -> None:
 
 
 def restore_model(model: nn.Module) -> None:
-    """Undoes `convert_model`: every `SnipLayer` becomes again of the class that it was.
+    """Undoes `convert_model`: every `SnipLayer` gets its original class back.
 
-    Ends the run that an error left on the model, and removes its hooks.
+    Also ends a run that an error left on the model, and removes its hooks.
     """
     end_runs(model)
     remove_gates(model)
@@ -208,7 +212,7 @@ def restore_model(model: nn.Module) -> None:
 
 
 def _keep_ddp_out(model: nn.Module) -> None:
-    """Tells DDP, which may wrap the model later, not to give the first rank's states to the others."""
+    """Keeps DDP, which may wrap the model later, from broadcasting the first rank's states to the others."""
     ignored = [name for name in getattr(model, _DDP_IGNORES, ()) if not name.endswith(f".{STATE}")]
     states = [name for name, _ in model.named_buffers() if name.endswith(f".{STATE}")]
     if not ignored and not states:

@@ -1,7 +1,7 @@
-"""Gated MLPs, down(silu(gate(x)) * up(x)): classes of this formula, run as one where their backend can.
+"""Gated MLPs, down(silu(gate(x)) * up(x)), which some backends run as one operator in compiled code.
 
-For the time of a run, each such module has a forward of its own. Where that is compiled, it asks the backend first, as
-long as the module is what its class makes of it: no hooks inside, no linear replaced by an adapter.
+During a run, each module of a registered class has a forward of its own. When compiled, it asks the backend first,
+unless the module has hooks inside or a linear was replaced, by an adapter for example.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .layer import SnipLayer
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
 _ACTIVATION = "act_fn"
 _SILU_OF_TRANSFORMERS = "SiLUActivation"
-# Where a module has the class that it had when it was found.
+# The attribute of a module that holds its class at the time of `put_gates`.
 _CLASS = "snip_gated_class"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Of transformers: those of text models in whose modeling_<folder>.py the forward is the formula. By name, since nothing
-# here imports transformers.
+# transformers' text models whose forward, in modeling_<folder>.py, is the formula. By name, since nothing here imports
+# transformers.
 _OF_TRANSFORMERS = """
     afmoe.AfmoeMLP bamba.BambaMLP cohere.CohereMLP cohere2.Cohere2MLP csm.CsmMLP cwm.CwmMLP deepseek_v2.DeepseekV2MLP
     deepseek_v3.DeepseekV3MLP diffllama.DiffLlamaMLP dots1.Dots1MLP emu3.Emu3MLP ernie4_5.Ernie4_5MLP
@@ -43,23 +43,23 @@ def _full_name(name: str) -> str:
 
 
 GATED_MLPS = {_full_name(name) for name in _OF_TRANSFORMERS.split()}
-"""Full names of the classes whose modules run as one."""
+"""Full names of the registered classes."""
 
 
 def register_gated_mlp(cls: type[nn.Module]) -> type[nn.Module]:
-    """Lets modules of a class run as one. Returns it, as a decorator does.
+    """Registers a class of gated MLPs. Returns it, as a decorator does.
 
     Args:
         cls: its forward takes x alone and returns `self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))`.
-            Modules whose `act_fn` is no `nn.SiLU` run linear by linear, and so do those of subclasses.
+            Modules whose `act_fn` is no `nn.SiLU`, and modules of subclasses, run linear by linear.
     """
     GATED_MLPS.add(f"{cls.__module__}.{cls.__qualname__}")
     return cls
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a gated MLP in a run. A copy of the module has it too; a pickled one has its class's."""
-    # What is looked at here torch.compile looks at once, and guards.
+    """The forward of a gated MLP in a run. A deep copy of the module has it too; a pickled one has its class's."""
+    # torch.compile evaluates these conditions once, and guards them.
     is_known = len(args) == 1 and not kwargs and vars(self).get(_CLASS) is type(self)
     if is_known and torch.compiler.is_compiling() and _runs_as_one(self):
         layers = gate_up_down(self)
@@ -80,19 +80,14 @@ def is_gated(module: nn.Module) -> bool:
 
 
 def put_gates(model: nn.Module, log: logging.Logger) -> int:
-    """Gives each gated MLP of a model its forward, where its backend runs such; returns how many have one.
-
-    Args:
-        model: the model.
-        log: is told how many there are.
-    """
+    """Gives each gated MLP whose backend runs such its forward; returns how many have it, and logs them."""
     before, found = sum(map(is_gated, model.modules())), list[str]()
     for name, module in model.named_modules():
         if is_gated(module):
             continue
-        _remove(module)  # what a pickled one has
+        _remove(module)  # left over in a pickled module
         if _is_of_class(module) and _runs_as_one(module):
-            # torch.compile guards the function of a method, and so compiles blocks alike once.
+            # torch.compile guards a method's function, so that equal blocks are compiled once.
             vars(module).update({_CLASS: type(module), "forward": MethodType(forward, module)})
             found.append(name)
     if found:
@@ -108,13 +103,13 @@ def remove_gates(model: nn.Module) -> None:
 
 def _remove(module: nn.Module) -> None:
     own = getattr(vars(module).get("forward"), "__func__", None)
-    # One that something else has put there since is left alone.
+    # A forward that something else has set since stays.
     if vars(module).pop(_CLASS, None) is not None and own in (forward, type(module).forward):
         del vars(module)["forward"]
 
 
 def _is_of_class(module: nn.Module) -> bool:
-    """Returns True for a module of a registered class that has the forward which the class was defined with."""
+    """Returns True for a module of a registered class with that class's original forward."""
     cls = type(module)
     is_own = "forward" not in vars(module) and cls.forward.__module__ == cls.__module__
     is_own = is_own and not hasattr(cls.forward, "__wrapped__")
@@ -122,11 +117,11 @@ def _is_of_class(module: nn.Module) -> bool:
 
 
 def _runs_as_one(module: nn.Module) -> bool:
-    """Returns True if nothing looks on inside a module, and its parts are swapped linears with a SiLU between them."""
+    """Returns True if a module has no hooks inside, and consists of swapped linears and a SiLU."""
     activation: Any = getattr(module, _ACTIVATION, None)
     if type(activation) is not nn.SiLU and type(activation).__name__ != _SILU_OF_TRANSFORMERS:
         return False
-    # `forward` is read before, since torch.compile guards the attribute alone.
+    # Reads `forward` first, since torch.compile guards only the attribute.
     has_own = activation.forward is None or "forward" in vars(activation)
     if has_own or any(map(_is_watched, module.children())):
         return False
@@ -134,7 +129,7 @@ def _runs_as_one(module: nn.Module) -> bool:
 
 
 def _can_join(layer: Any) -> bool:
-    """Returns True for a swapped linear that nothing has replaced or records, on a backend that runs gated MLPs."""
+    """Returns True for an unmodified swapped linear that is not recorded, on a backend that runs gated MLPs."""
     if not isinstance(layer, SnipLayer) or type(layer).forward is not SnipLayer.forward or "forward" in vars(layer):
         return False
     return layer.snip_recorder is None and layer.snip_backend.runs_gates

@@ -1,4 +1,4 @@
-"""The kinds of layers that can be swapped: which modules they are, and what takes their place.
+"""The kinds of layers that can be swapped: which modules they recognize, and what replaces them.
 
 Kinds are entries of the registry `LAYER_KINDS`. Selection, conversion, estimate and training know none of them by name.
 """
@@ -13,7 +13,7 @@ from torch import nn
 from ..registry import Registry
 from .layer import SnipLayer
 
-# The reason for a module whose `weight` is none of its parameters.
+# The reason for modules whose `weight` is not a parameter.
 COMPUTED_WEIGHT = "its weight is computed from other parameters, e.g. by weight_norm"
 
 
@@ -27,31 +27,31 @@ class LayerKind(ABC):
     @property
     @abstractmethod
     def accepts(self) -> str:
-        """What it swaps, for error messages; a kind may have an attribute of that name instead."""
+        """The modules that it swaps, in words, for error messages. May be a plain attribute."""
 
     @abstractmethod
     def knows(self, module: nn.Module) -> bool:
-        """Returns True for a module of this kind, also one that it refuses and one that is swapped."""
+        """Returns True for a module of this kind, also if it is refused or swapped already."""
 
     def refuses(self, module: nn.Module) -> str | None:
-        """Returns why a module that it knows, not swapped yet, cannot be swapped; None if it can."""
+        """Returns why a known module that is not swapped yet cannot be; None if it can."""
         return None
 
     def parts(self, module: nn.Module) -> tuple[str, ...]:
-        """Returns what the names of the module's layers, swapped or not, add to its own; ("",): it is the layer."""
+        """Returns the suffixes of the names of the module's layers; ("",) if the module itself is the layer."""
         return ("",)
 
     def weights(self, module: nn.Module) -> tuple[nn.Parameter, ...]:
         """Returns the weights of a module, swapped or not, that plans decide on."""
-        # Not `module.weight`: what parametrizes a weight may write to its buffers when it is asked for.
+        # Not `module.weight`: reading a parametrized weight may write to buffers.
         weight = module._parameters.get("weight")
         return () if weight is None else (weight,)
 
     def swap(self, module: nn.Module) -> tuple[SnipLayer, ...]:
-        """Swaps a module in place and returns the layers that it now is or gets, one for each of its `parts`.
+        """Swaps a module in place, and returns its new layers.
 
-        Changes the module's class. Parameters, ties, hooks and state_dict keys stay what they were. A module of several
-        parts may have some of them already.
+        Changes the module's class. Parameters, ties, hooks and state_dict keys do not change. Some of a module's
+        `parts` may be swapped already.
         """
         original_class = type(module)
         module.__class__ = self.layer
@@ -64,25 +64,25 @@ LAYER_KINDS: Registry[LayerKind] = Registry("layer kind", "snip_hf.layers")
 
 
 def register_layer_kind(kind: LayerKind) -> LayerKind:
-    """Adds a kind of layers, which is swapped from now on. Returns it."""
+    """Registers a kind of layers, which `convert_model` then swaps. Returns it."""
     return LAYER_KINDS.register(kind)
 
 
 def kind_of(module: nn.Module) -> LayerKind | None:
-    """Returns the kind of a module, swapped or not; None if no kind knows it."""
+    """Returns the kind of a module, swapped or not; None if there is none."""
     return next((kind for kind in LAYER_KINDS.values() if kind.knows(module)), None)
 
 
 def has_computed_weight(module: nn.Module) -> bool:
-    """Returns True if other parameters are trained in place of the module's weight, which is computed from them.
+    """Returns True if the module's weight is computed from other parameters, which are trained instead.
 
-    So do torch's parametrizations, and the hooks of `torch.nn.utils.weight_norm`, `spectral_norm` and `prune`. A weight
-    that is a buffer is not computed; it is frozen.
+    torch's parametrizations do so, and the hooks of `torch.nn.utils.weight_norm`, `spectral_norm` and `prune`. A weight
+    that is a buffer is frozen, not computed.
     """
     return module._parameters.get("weight") is None and module._buffers.get("weight") is None
 
 
 def known_weights(module: nn.Module) -> tuple[nn.Parameter, ...]:
-    """Returns the weights of a module that plans can decide on: none if no kind knows it."""
+    """Returns the weights of a module that plans can decide on; () for a module of no kind."""
     kind = kind_of(module)
     return () if kind is None else kind.weights(module)

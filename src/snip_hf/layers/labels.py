@@ -1,4 +1,4 @@
-"""The names of layers as tables, figures and messages show them: short, and no two of a model alike."""
+"""Short unambiguous labels of layers, for tables, figures and messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from operator import eq
 
 from .state import block_of
 
-# Numbers in names, as those of linears that are an expert each.
+# Numbers that are whole parts of names, such as the indices of blocks and experts.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 

@@ -1,21 +1,19 @@
-"""`SnipLayer`, what a swapped layer of any kind offers to the run, the estimate and the kernels.
+"""`SnipLayer`: the interface of a swapped layer of any kind to the run, the estimate and the kernels.
 
 Legend: T tokens, I in_features, O out_features. A swapped layer is one entry of plans and tables. It multiplies its
-input with a weight as a matrix (O, I), and so runs three GEMMs. What it needs to know at run time (its formats and the
-key of its random numbers) lives in one small non-persistent buffer that `PrecisionPlan.apply` and the controller write.
+input with a weight matrix (O, I), and so runs three GEMMs. Its formats and the key of its random numbers live in one
+small non-persistent buffer that `PrecisionPlan.apply` and the controller write.
 
-Two layouts of a weight meet here. The model's parameter, its gradient, its shards and the optimizer's state all have
-the layout in which the model stores them, and stay in it. Samples, random directions, errors and GEMMs have the layout
-(O, I). `matrices` and `laid_out` lead from one to the other, and nothing else in snip-hf knows how a kind of layer
-stores its weight.
+A weight has two layouts. The parameter, its gradient, its shards and the optimizer's state keep the layout in which the
+model stores them. Samples, random directions, errors and GEMMs have the layout (O, I). `matrices` and `laid_out`
+convert between the two; nothing else in snip-hf knows how a kind of layer stores its weight.
 
 A module may have several layers, and a parameter several matrices. Experts need both: their module holds parameters
-(E, O, I) or (E, I, O) and no modules of their own. Each such parameter is one layer, and so one entry of a plan.
-`LayerKind.swap` makes it a child of the module, in a container that `state.plain_name` leaves out of names. Plans then
-call it by the parameter's name, which `weight_name` returns as it is. (A child of the parameter's own name would be
-thrown out by whoever assigns the parameter, as `load_state_dict(assign=True)` does.) Its `matrices` are E, in the same
-formats. Its sample holds the rows of all of them, one matrix's after the other's (`Dispatch`). The estimate adds the
-errors of all rows of a token, in whichever matrices they are, before it takes squares.
+(E, O, I) or (E, I, O) and no linears. Each such parameter is one layer, with one entry of a plan. `LayerKind.swap`
+makes the layer a child of the module, in a container that `state.plain_name` leaves out of names. Plans then call it by
+the parameter's name, which `weight_name` returns unchanged. (`load_state_dict(assign=True)` would overwrite a child of
+the parameter's own name.) The layer has E `matrices` in the same formats. Its sample holds the rows of all of them, one
+matrix after the other (`Dispatch`). The estimate adds the errors of all rows of a token before it squares them.
 """
 
 from __future__ import annotations
@@ -33,22 +31,22 @@ from ..numerics.gemms import GEMMS
 
 STATE = "snip_state"
 KEY = len(GEMMS)
-# Number of the output gradient among the operands that a random stream can be for. Both GEMMs that read it round it
-# with the same random numbers: what one adds to the layers before, and the other to the own weight's gradient.
+# Index of the output gradient among the operands with random streams. grad_input and grad_weight round it with the same
+# random numbers.
 GRAD_OUTPUT = 1
 
 
 class Dispatch(NamedTuple):
-    """Which matrix of a layer each row of its input meets, and which token it is."""
+    """Assigns the rows of a layer's input to its matrices and to tokens."""
 
     ends: Tensor
-    """Matrix -> where its rows end, (E,), int64: first come the rows of the first matrix, then those of the second.
-    Rows behind the last end belong to none; what the layer makes of them is 0."""
+    """Matrix -> index behind its last row, (E,), int64; rows are sorted by matrix. Rows behind the last end belong to
+    no matrix, and their output is 0."""
     token: Tensor
-    """Row -> its token among those that the layer's module was given, (T,), int64; ascending within a matrix. A token
-    that goes to k matrices has k rows."""
+    """Row -> index of its token in the module's input, (T,), int64; ascending within a matrix. A token that goes to k
+    matrices has k rows."""
     tokens: int
-    """How many tokens the module was given."""
+    """Number of tokens in the module's input."""
 
     def matrix(self) -> Tensor:
         """Returns row -> its matrix, (T,); E for a row behind the last end, which belongs to none."""
@@ -56,29 +54,29 @@ class Dispatch(NamedTuple):
 
 
 class ForwardRecorder(Protocol):
-    """Computes a layer's output in the place of its backend, and notes what it likes."""
+    """Computes a layer's output in place of its backend, and records what it needs."""
 
     def __call__(self, layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
         """Returns input @ weight^T + bias; (..., I) -> (..., O).
 
         Args:
             layer: the layer.
-            input: what it multiplies; of a layer of several matrices (T, I).
-            dispatch: what goes to which matrix; None: the layer has one.
+            input: (..., I); (T, I) for a layer of several matrices.
+            dispatch: assigns rows to matrices; None: the layer has one matrix.
         """
 
 
 class SnipLayer(nn.Module):
     """A module whose three GEMMs run in the formats that its `snip_state` buffer names.
 
-    Made by `convert_model` (or torchao's `quantize_` with `SnipLinearConfig`), never directly. Runs the forward of the
-    class that it was until it gets formats. Takes inputs of any number of dimensions, also empty ones; computes in the
-    autocast dtype where autocast is on, else in the input's. A kind of layer derives its class from this one and from
+    Made by `convert_model` (or torchao's `quantize_` with `SnipLinearConfig`), never directly. Runs the forward of its
+    original class until it gets formats. Accepts inputs of any number of dimensions, also empty ones. Computes in the
+    autocast dtype under autocast, else in the input's dtype. A kind of layer derives its class from this one and from
     the class that it swaps.
     """
 
     in_features: int
-    """I of each matrix. An attribute or a property, right also where the weight is sharded or not loaded."""
+    """I of each matrix. An attribute or a property; correct also if the weight is sharded or not loaded."""
     out_features: int
     """O of each matrix."""
     weight: Any
@@ -88,28 +86,28 @@ class SnipLayer(nn.Module):
     snip_state: Tensor
     snip_original_class: type[nn.Module]
     snip_key: int
-    """The layer's part of the key of its random numbers, of its name."""
+    """The layer's part of the key of its random numbers: a hash of its name."""
     snip_is_plain: bool
-    """Whether the layer computes exactly as before the swap: no run owns it, and nobody has asked for formats."""
+    """Whether the layer computes exactly as before the swap: no run owns it, and no formats were requested."""
     snip_recorder: ForwardRecorder | None
-    """Set by the probe for the time of its passes: computes the layer's output instead."""
+    """Set by the probe during its passes; computes the layer's output instead of the backend."""
     snip_backend: Backend
     """Runs the three GEMMs."""
     snip_cache: Any
-    """What the backend keeps of the layer."""
+    """The backend's own data on the layer."""
 
     def matrices(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Returns the matrices (O, I) of a tensor that is laid out as the weight: the weight itself, or a gradient."""
+        """Returns the matrices (O, I) of a tensor in the weight's layout: the weight itself, or a gradient."""
         return (tensor,)
 
     def laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
-        """Returns the tensor whose `matrices` these are, laid out as the weight."""
+        """The inverse of `matrices`: returns one tensor in the weight's layout."""
         (matrix,) = matrices
         return matrix
 
     @property
     def matrix(self) -> Tensor:
-        """Returns the weight (O, I) that kernels multiply with.
+        """The weight (O, I) that kernels multiply with.
 
         Raises:
             ValueError: the weight holds several matrices.
@@ -124,16 +122,16 @@ class SnipLayer(nn.Module):
 
     @property
     def rows_per_token(self) -> float:
-        """How many rows of the layer's input a token of the batch has, in all its matrices together."""
+        """Rows of the layer's input per token of the batch, over all matrices."""
         return 1.0
 
     @property
     def holder(self) -> tuple[nn.Module, str]:
-        """The module that holds the weight, and the weight's name there."""
+        """The module that holds the parameter, and the parameter's name there."""
         return self, "weight"
 
     def weight_name(self, name: str) -> str:
-        """Returns the name of the parameter of the layer that plans call `name`."""
+        """Returns the full name of the parameter; plans call the layer `name`."""
         return f"{name}.weight"
 
     def forward(self, input: Tensor) -> Tensor:
@@ -153,15 +151,15 @@ class SnipLayer(nn.Module):
 
     @property
     def formats(self) -> dict[str, str]:
-        """Returns GEMM -> format name, as in force now."""
+        """GEMM -> name of the format in force."""
         codes = self.snip_state[: len(GEMMS)].tolist()
         return {gemm: format_of_code(code).name for gemm, code in zip(GEMMS, codes, strict=True)}
 
     def set_formats(self, formats: Mapping[str, str]) -> None:
-        """Writes GEMM -> format name for all three GEMMs, which run in these formats from now on.
+        """Sets GEMM -> format name for all three GEMMs.
 
         Raises:
-            ValueError: a GEMM is missing or not known, or a format is not known, here or by the layer's backend.
+            ValueError: a GEMM is missing or unknown, or a format is unknown, here or to the layer's backend.
         """
         if set(formats) != set(GEMMS):
             raise ValueError(f"Got formats for {sorted(formats)}; expected exactly {', '.join(GEMMS)}.")
@@ -177,22 +175,21 @@ class SnipLayer(nn.Module):
         self.snip_is_plain = False
 
     def compute_plainly(self) -> None:
-        """Lets the layer compute exactly as before the swap, until it gets formats (`set_formats`)."""
+        """Makes the layer compute exactly as before the swap, until `set_formats`."""
         self.snip_state[: len(GEMMS)] = UNQUANTIZED.code
         self.snip_is_plain = True
 
     def refused_by(self, backend: Backend) -> str | None:
-        """Returns why the emulated backend runs the layer in the place of another one, None if that one runs it."""
+        """Returns why a backend cannot run this layer, so that the emulated one does; None if it can."""
         return None
 
     def use_backend(self, backend: Backend) -> None:
-        """Lets these kernels run the layer from now on, with what formats it has, or the emulated ones where
-        `refused_by` says why not."""
+        """Runs the layer on a backend from now on, in its present formats; on the emulated one if `refused_by`."""
         self.snip_backend = backend if self.refused_by(backend) is None else EMULATED
         self.snip_backend.attach(self)
 
     def restore(self) -> None:
-        """Undoes `LayerKind.swap`: the module is again of the class that it was."""
+        """Undoes `LayerKind.swap`: the module gets its original class back."""
         del self._buffers[STATE]
         self._non_persistent_buffers_set.discard(STATE)
         original_class = self.snip_original_class
@@ -201,7 +198,7 @@ class SnipLayer(nn.Module):
         self.__class__ = original_class  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy takes over: formats and key, but nothing that it would share with this layer's run."""
+        """Returns the state of a copy: formats and key, but nothing that belongs to this layer's run."""
         own = {"snip_recorder": None, "snip_cache": self.snip_backend.cache_of_copy(self)}
         own_state = {STATE: self.snip_state.clone()} if STATE in self._buffers else {}
         buffers = {**self._buffers, **own_state}

@@ -1,4 +1,4 @@
-"""Hooks of a training run on a model's modules and parameters. Copies of the model have no part in the run."""
+"""Hooks of a training run on a model's modules and parameters. Copies of the model do not belong to the run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-# Where a model holds the marks of the runs that train it.
+# The attribute of a model with the marks of the runs that train it.
 _RUNS = "snip_runs"
 
 
 class RunHook:
     """A method as a hook that holds the method's object weakly.
 
-    A copy of it, also a pickled one, is `idle`. So the copy of a model holds nothing of the run and tells it nothing.
+    A copy of it, also a pickled one, is `idle`, so that a copy of the model neither holds nor reports to the run.
     """
 
     def __init__(self, method: Callable[..., Any]) -> None:
@@ -33,7 +33,7 @@ class RunHook:
 
 
 def idle(*args: Any, **kwargs: Any) -> None:
-    """What a hook of a run becomes in a copy of the model."""
+    """Replaces a run's hook in copies of the model."""
 
 
 def _make_idle() -> Callable[..., None]:
@@ -41,7 +41,7 @@ def _make_idle() -> Callable[..., None]:
 
 
 class RunMark:
-    """Says on a model that a run trains it, and through which hooks. Copies of the model are not marked.
+    """Marks a model as trained by a run, and holds the run's hooks. Copies of the model are not marked.
 
     Args:
         end: a method that ends the run, held weakly; None: there is no run.
@@ -49,9 +49,9 @@ class RunMark:
 
     def __init__(self, end: Callable[[], None] | None = None) -> None:
         self.hooks: list[Any] = []
-        """Handles of the run's hooks on modules, wrappers of the model included."""
+        """Handles of the run's hooks on modules, including wrappers of the model."""
         self.held: object = None
-        """What lives as long as a model has the mark."""
+        """An object that must live as long as the mark."""
         self._end = None if end is None else WeakMethod(end)
 
     @property
@@ -63,7 +63,7 @@ class RunMark:
         vars(model).setdefault(_RUNS, []).append(self)
 
     def remove(self, model: nn.Module) -> None:
-        """Takes the mark and the hooks away."""
+        """Removes the mark and the hooks."""
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
@@ -72,7 +72,7 @@ class RunMark:
             vars(model)[_RUNS] = marks
 
     def end(self) -> None:
-        """Ends the run, if whoever drives it is still there."""
+        """Ends the run if its driver still exists."""
         end = None if self._end is None else self._end()
         if end is not None:
             end()
@@ -82,7 +82,7 @@ class RunMark:
 
 
 def marks_on(model: nn.Module) -> list[RunMark]:
-    """Returns the marks of the runs on a model; takes away those of runs that nobody drives any more."""
+    """Returns the marks on a model; removes those whose driver is gone."""
     marks = [(module, mark) for module in model.modules() for mark in vars(module).get(_RUNS, [])]
     for module, mark in marks:
         if mark.driver is None:
@@ -91,7 +91,7 @@ def marks_on(model: nn.Module) -> list[RunMark]:
 
 
 def end_runs(model: nn.Module) -> None:
-    """Ends the runs that a model is marked with, and removes every hook of a run from its modules and parameters."""
+    """Ends the runs that train a model, and removes all their hooks from its modules and parameters."""
     for module in model.modules():
         for mark in list(vars(module).get(_RUNS, [])):
             mark.end()

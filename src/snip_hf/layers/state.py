@@ -1,11 +1,10 @@
-"""The state that swapped layers share with a run: names, and the keys of their random numbers."""
+"""The names of swapped layers, and their states: formats, and keys of random numbers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from operator import is_
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +18,13 @@ from .layer import GRAD_OUTPUT, KEY, STATE, SnipLayer
 
 # The GEMM that a frozen weight does not have.
 GRAD_WEIGHT = "grad_weight"
-# What PEFT adds: its model around another one, which prompts leave as it is, and its layer around another one. Around
-# each parameter of `target_parameters` it puts a layer with an adapter of its own: those keep their names apart.
+# What PEFT adds to names: its model around another one, and its layer around another one. Layers around parameters
+# (`target_parameters`) keep their names, which tell them apart.
 _PEFT = re.compile(
     r"^base_model\.(?:model\.(?!(?:decoder\.|language_model\.)?layers\.\d))?"
     r"|\.base_layer(?=[.:]|$)(?!(?:\.base_layer)*\.lora_[AB]\.)"
 )
-# What wrappers inside a model, and the containers of a module's layers, add to the names of modules.
+# What other wrappers, and the containers of a module's layers, add to names.
 _WRAPPERS = re.compile(
     r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|snip_layers\.|^snip_part_\d+\."
 )
@@ -50,27 +49,17 @@ def one_per_weight(layers: Mapping[str, SnipLayer]) -> dict[str, SnipLayer]:
 
 
 def plain_name(name: str) -> str:
-    """Returns the name of a module or parameter without the parts that wrappers inside the model put in.
+    """Returns the name of a module or parameter in the bare model, without wrappers.
 
-    These are torch.compile's, activation checkpointing's, those of `pipeline.ModelParts`, and PEFT's: a layer is called
-    as it is in the model without adapters. Where modules that have several layers hold them
-    (`experts.LAYERS`) is left out, too.
+    Removes the parts that torch.compile, activation checkpointing, `pipeline.ModelParts` and PEFT add, and the
+    containers of layers (`experts.LAYERS`).
     """
     return _PEFT.sub("", unwrapped_name(name))
 
 
 def unwrapped_name(name: str) -> str:
-    """As `plain_name`, with what PEFT adds: the name of a module or parameter in the model as it was given."""
+    """As `plain_name`, but keeps what PEFT adds."""
     return _WRAPPERS.sub("", name)
-
-
-def with_plain_names(data: Any) -> Any:
-    """Returns JSON data with plain names in place of those by which earlier versions called layers under PEFT."""
-    if isinstance(data, str):
-        return plain_name(data)
-    if isinstance(data, Mapping):
-        return {with_plain_names(key): with_plain_names(value) for key, value in data.items()}
-    return [with_plain_names(value) for value in data] if isinstance(data, list) else data
 
 
 def gemms_of(layer: SnipLayer) -> tuple[str, ...]:
@@ -79,13 +68,13 @@ def gemms_of(layer: SnipLayer) -> tuple[str, ...]:
 
 
 def block_of(layer: str) -> str:
-    """Returns the name of the block that a layer is in: up to and with the first number ("model.layers.3")."""
+    """Returns the name of a layer's block, which ends with the first number ("model.layers.3"), else the layer's."""
     match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", layer)
     return match.group() if match else layer
 
 
 def pack_states(layers: Mapping[str, SnipLayer]) -> None:
-    """Makes the states of all layers on one device rows of one tensor, which `set_step` then writes in one go."""
+    """Packs the states of the layers on each device into the rows of one tensor, which `set_step` writes at once."""
     devices: dict[torch.device, list[SnipLayer]] = {}
     for layer in layers.values():
         devices.setdefault(layer.snip_state.device, []).append(layer)
@@ -129,7 +118,7 @@ class KeysOnDevice:
 
 
 class PackedStates:
-    """The states of layers that `pack_states` made rows of one tensor, to be written without a look at each layer.
+    """The states that `pack_states` packed, written without a loop over the layers.
 
     Args:
         layers: name -> layer.
@@ -146,7 +135,7 @@ class PackedStates:
         self._keys = np.array([keys[row] for row in rows], dtype=np.uint64)
 
     def writable(self) -> Tensor | None:
-        """Returns the one tensor; None if there is none, or if a layer was given another state since."""
+        """Returns the packed tensor; None if there is none, or if a layer has got another state since."""
         found = [buffers.get(STATE) for buffers in self._buffers]
         return self._base if all(map(is_, found, self._states)) else None
 
@@ -185,10 +174,10 @@ def set_step(layers: Mapping[str, SnipLayer], seed: int, step: int, micro_batch:
 
 
 def set_rank(layers: Mapping[str, SnipLayer], rank: int, ranks: int) -> None:
-    """Tells the layers which part of a batch that `ranks` processes share is theirs, counted from 0.
+    """Sets this process's rank among the `ranks` processes that share a batch.
 
-    They then draw other random numbers than other ranks do for other tokens, and, where every rank has as many tokens,
-    a multiple of 4, together those of one process that has them all (`random_streams.rank_stream`).
+    Ranks then draw different random numbers. If all have the same number of tokens, a multiple of 4, they draw together
+    what one process with all tokens would draw (`random_streams.rank_stream`).
     """
     for layer in layers.values():
         layer.snip_state[KEY + 1 :] = torch.tensor([rank, ranks])

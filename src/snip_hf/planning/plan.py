@@ -21,7 +21,7 @@ from ..costs.flops import Tokens, Work, as_json, executed, is_routed, linear_flo
 from ..costs.measured_cost import MeasuredCost
 from ..costs.rates import GemmTimes, linear_times, speedup
 from ..json_io import read_json, write_json_atomic
-from ..layers.state import GRAD_WEIGHT, snip_linears, with_plain_names
+from ..layers.state import GRAD_WEIGHT, snip_linears
 from ..numerics.formats import FORMATS, check_format
 from ..numerics.gemms import GEMMS
 from ..registry import UnknownName
@@ -328,11 +328,11 @@ class PrecisionPlan:
         check_type(provenance, Mapping, "provenance", "a JSON object")
         check_keys(provenance, tuple(field.name for field in fields(PlanProvenance)), "provenance")
         return cls(
-            with_plain_names(document["assignment"]),
-            with_plain_names(document["flops"]),
-            with_plain_names(document["stages"]),
+            document["assignment"],
+            document["flops"],
+            document["stages"],
             PlanProvenance(**provenance),
-            read_measured(with_plain_names(document["measured"])) if "measured" in document else None,
+            read_measured(document["measured"]) if "measured" in document else None,
             document.get("tokens"),
         )
 

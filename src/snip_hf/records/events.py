@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from ..costs.flops import as_json
-from ..layers.state import with_plain_names
 from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
 from ..planning.provenance import PlanProvenance
@@ -74,11 +73,8 @@ class Start:
             config=config,
             model_name=entry_of(record, "model_name") or None,
         )
-        # Earlier versions have the names that layers have under PEFT.
-        named, flops, stages = (
-            with_plain_names(part) for part in (assignment, entry_of(record, "flops"), entry_of(record, "stages"))
-        )
-        plan = PrecisionPlan(named, flops, stages, provenance, tokens=record.get("tokens"))
+        flops, stages = entry_of(record, "flops"), entry_of(record, "stages")
+        plan = PrecisionPlan(assignment, flops, stages, provenance, tokens=record.get("tokens"))
         return cls(
             step=provenance.step,
             config=config,

@@ -10,7 +10,6 @@ from ..config import SnipConfig, as_names
 from ..costs.flops import Work
 from ..estimation.coverage import Coverage
 from ..estimation.shared_inputs import Ties
-from ..layers.state import with_plain_names
 from ..parallel.ranks import Attempt, Ranks
 from ..planning.plan import PrecisionPlan
 from ..planning.solver.process import SolverProcess
@@ -45,7 +44,7 @@ class PendingRefresh:
         begun = replace(RefreshBegun.from_record(saved["record"]), step=int(saved["step"]))
         if not begun.seconds:
             raise ValueError("record has no entry 'seconds'")
-        problem = dict(with_plain_names(saved["problem"]))
+        problem = dict(saved["problem"])
         return cls(begun.step, int(saved["due"]), problem, begun)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Does the loss divergence follow the labels: under masks, in experts, in layers called twice, in parts, over ranks?
+"""The loss divergence counts what a loss is a mean over: labels, sequences or pairs, also of experts, parts and ranks.
 
 The truth is taken by autograd, token by token, or measured: in a model whose tokens do not see each other, the loss of
 a token answers to the errors of that token alone.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from slow_cases import slow
 from small import adamw_after, text, tiny_llama
 from thread_ranks import on_ranks
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, logsigmoid
 
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
@@ -38,7 +38,7 @@ FORMS = ("token-fisher", "saliency", "norm", "fisher")
 # Those that are sums over tokens, whatever the tokens are.
 SUMS = ("token-fisher", "fisher")
 MASKS = (1.0, 1 / 2, 1 / 8)
-Inputs = dict[str, Tensor]
+Inputs = dict[str, Any]
 # (Layer, format) -> figure.
 Figures = dict[tuple[str, str], float]
 
@@ -462,3 +462,88 @@ def test_the_loss_of_a_step_s_tokens_leaves_the_divergence_as_it_is() -> None:
     found = table_of(pointwise(), with_number, "token-fisher")
     assert found == table_of(pointwise(), inputs, "token-fisher")
     assert found.loss == pytest.approx(pointwise()(**inputs)["loss"].item(), rel=1e-6)
+
+
+# ------------------------------------------------------------ losses that are means over tokens, sequences or pairs
+
+# The policy takes gradients that are 0, as where preferences of either kind balance.
+BY_GRADIENTS = SnipConfig(
+    policy="fisher", loss_estimator="token-fisher", probe_tokens=None, probe_batch_tokens=None, probes=1
+)
+ROWS, BETA = 64, 0.1
+Terms = Callable[[nn.Module, Inputs], Tensor]
+
+
+def log_probs(model: Any, inputs: Inputs) -> Tensor:
+    """Of the tokens but the first ones, (sequences, tokens)."""
+    ids = inputs["input_ids"]
+    return torch.log_softmax(model.logits(ids)[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
+
+
+def by_tokens(model: nn.Module, inputs: Inputs) -> Tensor:
+    """A policy's tokens, as in GRPO: minus the advantage times the ratio of probabilities, now and then."""
+    return -inputs["advantages"][:, None] * (log_probs(model, inputs) - inputs["before"]).exp()
+
+
+def by_sequences(model: nn.Module, inputs: Inputs) -> Tensor:
+    """A policy's completions, as in RLOO."""
+    return -inputs["advantages"] * (log_probs(model, inputs) - inputs["before"]).sum(-1).exp()
+
+
+def by_pairs(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Preferences, as in DPO: the first half of the sequences was chosen. The reference is the model itself."""
+    chosen, rejected = (log_probs(model, inputs) - inputs["before"]).sum(-1).chunk(2)
+    return -logsigmoid(BETA * (chosen - rejected))
+
+
+def mean_of(terms: Terms) -> Terms:
+    return lambda model, inputs: terms(model, inputs).mean()
+
+
+def half_square_of(terms: Terms) -> Terms:
+    """Half the mean square by which the terms differ from those that the inputs have."""
+    return lambda model, inputs: (terms(model, inputs) - inputs["terms"]).square().mean() / 2
+
+
+def a_case(terms: Terms) -> tuple[nn.Module, Inputs]:
+    generator = torch.Generator().manual_seed(3)
+    model = pointwise(blocks=2)
+    ids = torch.randint(0, 17, (ROWS, LENGTH), generator=generator)
+    inputs = {"input_ids": ids, "advantages": torch.randint(0, 2, (ROWS,), generator=generator) * 2.0 - 1}
+    with torch.no_grad():
+        inputs["before"] = log_probs(model, inputs)
+        inputs["terms"] = terms(model, inputs)
+    return model, inputs
+
+
+def ratios(model: nn.Module, inputs: Inputs, loss: Terms, truth: Terms, terms: int) -> list[float]:
+    """Estimate over truth, of the forward GEMMs in FP8: FP4 moves sums over tokens beyond first order."""
+    found = estimate_divergence(model, inputs, None, BY_GRADIENTS, loss, terms)
+    true = measure_divergence(model, inputs, None, BY_GRADIENTS, 1, ("forward",), compute_loss=truth)
+    expected = {(row.layer, row.format): row.loss_divergence for row in true.rows}
+    forward = [row for row in found.rows if row.gemm == "forward" and row.format == "fp8"]
+    return [row.loss_divergence / expected[row.layer, row.format] for row in forward]
+
+
+@pytest.mark.parametrize(
+    ("terms", "count", "tolerance"),
+    [(by_tokens, ROWS * (LENGTH - 1), 0.1), (by_sequences, ROWS, 0.25), (by_pairs, ROWS // 2, 0.6)],
+)
+def test_it_is_half_the_mean_square_by_which_the_terms_move(terms: Terms, count: int, tolerance: float) -> None:
+    """Errors of tokens are taken as independent: in terms of several tokens, products of theirs average to nothing."""
+    model, inputs = a_case(terms)
+    found = ratios(model, inputs, mean_of(terms), half_square_of(terms), count)
+    assert statistics.median(found) == pytest.approx(1, rel=tolerance)
+    assert all(1 / 3 < ratio < 3 for ratio in found)
+
+
+def test_it_is_the_rise_of_a_loss_of_preferences_that_are_drawn_from_the_model() -> None:
+    """Where the model prefers neither, both orders of a pair are as likely: here each pair is in the batch in both."""
+    model, inputs = a_case(by_pairs)
+    first, second = inputs["input_ids"].chunk(2)
+    inputs["input_ids"] = torch.cat([first, second, second, first])
+    with torch.no_grad():
+        inputs["before"] = log_probs(model, inputs)
+    found = ratios(model, inputs, mean_of(by_pairs), mean_of(by_pairs), ROWS)
+    assert statistics.median(found) == pytest.approx(1, rel=0.6)
+    assert all(1 / 3 < ratio < 3 for ratio in found)

@@ -1,1 +1,1 @@
-"""Scores of trained models (`run.py`, `scoring`) and comparisons of policies (`bakeoff`)."""
+"""Scores of trained models (`run.py`, `scoring`) and comparisons of policies (`compare.py`)."""

@@ -1,4 +1,4 @@
 """How a model is scored on lm-eval's stock tasks.
 
-Modules import each other relatively, so that `eval/run.py` imports `scoring`, and the bake-off imports `eval.scoring`.
+Modules import each other relatively, so that `eval/run.py` can import the package as `scoring`.
 """

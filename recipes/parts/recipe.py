@@ -299,7 +299,7 @@ def build(section: type[Section], name: str, values: object) -> Section:
     return section(**{key: _typed(f"{name}.{key}", value, str(fields[key].type)) for key, value in values.items()})
 
 
-_TYPES = {"str": str, "int": int, "float": (int, float), "bool": bool, "dict": dict, "None": type(None)}
+_TYPES = {"str": str, "int": int, "float": (int, float), "bool": bool, "list": list, "dict": dict, "None": type(None)}
 
 
 def _typed(name: str, value: Any, annotation: str) -> Any:

@@ -139,8 +139,8 @@ def test_every_test_that_a_page_names_without_a_file_is_somewhere(page: Path) ->
     assert sorted(name for name in named if f"def {name}(" not in tests) == []
 
 
-# In recipes, `training.max_steps` and the like are keys of a recipe.
-@pytest.mark.parametrize("page", [page for page in CURRENT if page.parent.name != "recipes"], ids=ids)
+# `training.max_steps` and the like are keys of a recipe or of a comparison.
+@pytest.mark.parametrize("page", [page for page in CURRENT if page.parent.name not in ("recipes", "eval")], ids=ids)
 def test_every_module_and_name_of_the_package_that_a_page_names_exists(page: Path) -> None:
     text = without_fences(page.read_text(encoding="utf-8"))
     named = {code for code in CODE.findall(text) if DOTTED.fullmatch(code)}

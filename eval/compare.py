@@ -1,0 +1,610 @@
+"""Compares policies and formats by training each from equal starts, and prints paired differences of the loss.
+
+    python -m eval.compare run eval/compare.yaml --output runs/compare.jsonl --workers 2
+    python -m eval.compare report eval/compare.yaml runs/compare.jsonl
+
+A cell is one contender with one seed. All contenders of a seed start from the same weights and optimizer state, and see
+the same sequences in the same order. The start is a checkpoint or a new model, trained for `base_steps` unquantized
+steps; a seed decides the weights of a new model, the order of the data and all random rounding.
+
+`run` trains the cells that have no line in the output yet and appends one JSON line per cell, so that the same command
+goes on after an interruption. Any number of processes may share an output: each takes the next free cell, under a lock
+that ends with its process. `report` prints two Markdown tables: each contender against the reference, corrected by Holm
+over the contenders, and the planned comparisons of the config, with a test of equivalence if they have a margin.
+
+The config has the sections `model`, `tokenizer` and `data` of a recipe (recipes/README.md), and:
+
+    training     fields of `TrainingSection` below
+    seeds        a list
+    snip         fields of SnipConfig that all contenders share
+    contenders   name -> fields of SnipConfig that are its own; null: unquantized (BF16 autocast on a GPU)
+    reference    the contender that all others are compared with
+    comparisons  optional list of {contender, against, margin}; margin in percent of the loss
+
+$NAME in a path is an environment variable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
+
+from recipes.parts.data import load_documents, load_tokenizer, pack
+from recipes.parts.model import build_model
+from recipes.parts.recipe import DataSection, ModelSection, TokenizerSection, build, read_values
+from snip_hf import SnipConfig, SnipController, restore_model
+from snip_hf.records.events import Refresh
+
+from .paired import Paired, holm
+
+Line = dict[str, Any]
+Section = TypeVar("Section", ModelSection, TokenizerSection, DataSection)
+DECAYS = ("cosine", "linear", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSection:
+    """How all contenders train: AdamW, linear warmup, one schedule over `base_steps` + `steps`."""
+
+    steps: int
+    """Steps of a cell."""
+    base_steps: int = 0
+    """Unquantized steps before them, once per seed."""
+    measure_at: list[int] = field(default_factory=list)
+    """Further steps of a cell after which the held-out loss is measured."""
+    sequences: int = 8
+    """Sequences per step."""
+    learning_rate: float = 1e-3
+    warmup_steps: int = 0
+    decay: str = "cosine"
+    """"cosine" (to a tenth), "linear" (to 0) or "constant"."""
+    weight_decay: float = 0.1
+    adam_beta2: float = 0.95
+    max_grad_norm: float = 1.0
+    compile: bool = False
+    """Compile decoder layers one by one."""
+
+    def __post_init__(self) -> None:
+        if self.decay not in DECAYS:
+            raise ValueError(f"training.decay={self.decay!r} is not known; expected one of {', '.join(DECAYS)}.")
+        if self.steps < 1 or self.base_steps < 0 or self.sequences < 1:
+            raise ValueError(
+                f"training: got steps={self.steps}, base_steps={self.base_steps}, sequences={self.sequences}; expected "
+                "at least 1, 0 and 1."
+            )
+        if wrong := [step for step in self.measure_at if not 0 < step < self.steps]:
+            raise ValueError(f"training.measure_at: step {wrong[0]} is outside 1 to {self.steps - 1}.")
+
+    def rate(self, step: int) -> float:
+        """Returns the learning rate of a step, counted from 1, relative to the highest."""
+        if step <= self.warmup_steps:
+            return step / self.warmup_steps
+        done = (step - 1 - self.warmup_steps) / max(1, self.base_steps + self.steps - self.warmup_steps)
+        if self.decay == "cosine":
+            return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
+        return 1 - done if self.decay == "linear" else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A planned comparison of two contenders."""
+
+    contender: str
+    against: str
+    margin: float | None = None
+    """Percent of the loss within which the two count as equal; None: no test of equivalence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What is compared."""
+
+    model: ModelSection
+    tokenizer: TokenizerSection
+    data: DataSection
+    training: TrainingSection
+    seeds: list[int]
+    contenders: dict[str, Any]
+    reference: str
+    snip: dict[str, Any] = field(default_factory=dict)
+    comparisons: list[Comparison] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        named = [self.reference, *(name for pair in self.comparisons for name in (pair.contender, pair.against))]
+        for name in named:
+            if name not in self.contenders:
+                raise ValueError(f"{name!r} is not a contender; known are {', '.join(self.contenders)}.")
+        for name in self.contenders:
+            self.snip_config(name, 0)
+
+    def snip_config(self, contender: str, seed: int) -> SnipConfig | None:
+        """Returns a contender's configuration; None for an unquantized one."""
+        own = self.contenders[contender]
+        if own is None:
+            return None
+        try:
+            return SnipConfig.from_dict({**self.snip, **own, "seed": seed})
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"contenders.{contender}: {error}") from error
+
+    def start_key(self, seed: int) -> str:
+        """Returns the name of everything that decides a seed's start and data."""
+        sections = [asdict(self.model), asdict(self.tokenizer), asdict(self.data)]
+        return _hashed([*sections, self._course(), seed])
+
+    def cell_key(self, contender: str, seed: int) -> str:
+        """Returns the name of everything that decides a cell's course."""
+        snip = self.snip_config(contender, seed)
+        return _hashed([self.start_key(seed), None if snip is None else snip.to_dict()])
+
+    def _course(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self.training).items() if name != "measure_at"}
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads and checks a config.
+
+    Raises:
+        ValueError, TypeError: an unknown key, or a value that does not fit, by its name.
+    """
+    values = read_values(path, overrides)
+    sections = {"model": ModelSection, "tokenizer": TokenizerSection, "data": DataSection, "training": TrainingSection}
+    for name, section in sections.items():
+        values[name] = build(section, name, values.get(name) or {})
+    values["comparisons"] = [build(Comparison, "comparisons", one) for one in values.get("comparisons") or []]
+    return build(Config, "config", values)
+
+
+def _expanded(section: Section) -> Section:
+    """Replaces $NAME in all texts by the environment's value. Keys are made of the texts as they are in the config."""
+    return replace(section, **{name: _expand(value) for name, value in vars(section).items()})
+
+
+def _expand(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_expand, value))
+    return os.path.expandvars(value) if isinstance(value, str) else value
+
+
+def _hashed(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+# ------------------------------------------------------------------------------------------------ text and starts
+
+
+@dataclass(frozen=True)
+class Text:
+    """Training and held-out sequences, (count, length)."""
+
+    train: np.ndarray[Any, Any]
+    held_out: np.ndarray[Any, Any]
+    tokenizer: PreTrainedTokenizerBase
+
+    def batch(self, step: int, sequences: int, seed: int) -> Tensor:
+        """Returns the sequences of a step, counted from 1: (sequences, length). Each epoch has its own order."""
+        places = []
+        for place in range((step - 1) * sequences, step * sequences):
+            epoch, index = divmod(place, len(self.train))
+            places.append(_order(len(self.train), seed, epoch)[index])
+        return torch.from_numpy(self.train[places].astype(np.int64))
+
+
+_ORDERS: dict[tuple[int, int, int], np.ndarray[Any, Any]] = {}
+
+
+def _order(count: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
+    key = (count, seed, epoch)
+    if key not in _ORDERS:
+        _ORDERS[key] = np.random.default_rng([seed, epoch]).permutation(count)
+    return _ORDERS[key]
+
+
+def load_text(config: Config, cache: Path) -> Text:
+    """Returns the packed text, prepared once per cache."""
+    key = _hashed([asdict(config.data), asdict(config.tokenizer), config.model.name_or_path])
+    folder = cache / f"text-{key}"
+    with FileLock(cache / f"text-{key}.lock"):
+        if not (folder / "tokenizer").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            data, model = _expanded(config.data), _expanded(config.model)
+            documents = load_documents(data)
+            tokenizer = load_tokenizer(_expanded(config.tokenizer), model.name_or_path, documents[0])
+            for name, rows in zip(("train", "held_out"), pack(*documents, tokenizer, data), strict=True):
+                np.save(folder / f"{name}.npy", np.array(rows.with_format("numpy")["input_ids"][:], np.int32))
+            tokenizer.save_pretrained(folder / "tokenizer")
+    train, held_out = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("train", "held_out"))
+    return Text(train, held_out, AutoTokenizer.from_pretrained(folder / "tokenizer"))
+
+
+class Trainee:
+    """A model in training from a seed's start.
+
+    Args:
+        config: what is compared.
+        text: its sequences.
+        seed: of the cell.
+        cache: folder of starts.
+        device: where it trains.
+    """
+
+    def __init__(self, config: Config, text: Text, seed: int, cache: Path, device: torch.device) -> None:
+        self._training, self._text, self._seed, self._device = config.training, text, seed, device
+        set_seed(seed)
+        self.model = build_model(_expanded(config.model), text.tokenizer).to(device).train()
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": self._training.weight_decay},
+            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        betas = (0.9, self._training.adam_beta2)
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=0.0, betas=betas, fused=device.type == "cuda"
+        )
+        self._compiled = False
+        self._start(cache / f"start-{config.start_key(seed)}.pt")
+        self.start = fingerprint(self.model)
+
+    def _start(self, path: Path) -> None:
+        """Loads the state after `base_steps`, or trains up to it and saves it for the other contenders."""
+        if not self._training.base_steps:
+            return
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                for step in range(1, self._training.base_steps + 1):
+                    self.step(step)
+                state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+                unfinished = path.with_suffix(f".{os.getpid()}")
+                torch.save(state, unfinished)
+                unfinished.replace(path)
+        # Also for the process that saved it, so that all contenders start alike.
+        state = torch.load(path, map_location=self._device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.zero_grad()
+
+    def step(self, number: int, controller: SnipController | None = None) -> Tensor:
+        """Does one step, counted from 1 over base and cell, and returns its loss."""
+        if self._training.compile and not self._compiled:
+            compile_blocks(self.model)
+            self._compiled = True
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._training.learning_rate * self._training.rate(number)
+        ids = self._text.batch(number, self._training.sequences, self._seed).to(self._device)
+        batch = {"input_ids": ids, "labels": ids}
+        own = number - self._training.base_steps
+        if controller is not None:
+            controller.capture(batch)
+        with self._autocast():
+            loss = self.model(**batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self._training.max_grad_norm)
+        if controller is not None:
+            controller.before_optimizer_step(own)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if controller is not None:
+            controller.after_step(own)
+        return loss.detach()
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Returns the mean loss over the held-out sequences, under the formats in force."""
+        self.model.eval()
+        total, count = 0.0, self._training.sequences
+        for first in range(0, len(self._text.held_out), count):
+            rows = self._text.held_out[first : first + count]
+            ids = torch.from_numpy(rows.astype(np.int64)).to(self._device)
+            with self._autocast():
+                total += len(rows) * float(self.model(input_ids=ids, labels=ids).loss)
+        self.model.train()
+        return total / len(self._text.held_out)
+
+    def _autocast(self) -> Any:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda")
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compiles the decoder layers one by one."""
+    layers = getattr(model.config, "num_hidden_layers", None)
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            for block in module:
+                block.compile()
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Returns a hash of the weights."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(name.encode())
+        digest.update(parameter.detach().to("cpu", torch.float32).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+# ------------------------------------------------------------------------------------------------ cells
+
+
+def train_cell(config: Config, contender: str, seed: int, text: Text, options: argparse.Namespace) -> Line:
+    """Trains one cell and returns its line.
+
+    Raises:
+        RuntimeError: the contender decides by a probe, and no refresh gave a plan.
+    """
+    trainee = Trainee(config, text, seed, options.cache, options.device)
+    snip, training, began = config.snip_config(contender, seed), config.training, time.monotonic()
+    controller, events = None, []
+    if snip is not None:
+        controller = SnipController(trainee.model, trainee.optimizer, snip, max_steps=training.steps)
+        controller.add_tracker(events.append)
+    losses: dict[str, Any] = {}
+    shares, trained = [], []
+    try:
+        for number in range(1, training.steps + 1):
+            trained.append(trainee.step(training.base_steps + number, controller))
+            shares.append(0.0 if controller is None else controller.plan.fp4_fraction)
+            if number in training.measure_at:
+                losses[str(number)] = _finite(trainee.held_out_loss())
+        losses[str(training.steps)] = _finite(trainee.held_out_loss())
+        backend = None if controller is None else controller.backend
+        reasons = [event.reason for event in events if isinstance(event, Refresh) and event.reason]
+        if controller is not None and controller.needs_probe and controller.plan.provenance.step == 0:
+            raise RuntimeError(f"No refresh gave a plan: {reasons[0] if reasons else 'the cell has too few steps'}.")
+    finally:
+        if controller is not None:
+            controller.close()
+            restore_model(trainee.model)
+    if options.save:
+        folder = options.save / f"{contender}-{seed}"
+        trainee.model.save_pretrained(folder)
+        text.tokenizer.save_pretrained(folder)
+    return {
+        "key": config.cell_key(contender, seed),
+        "contender": contender,
+        "seed": seed,
+        "start": trainee.start,
+        "losses": losses,
+        "loss_unquantized": _finite(trainee.held_out_loss()),
+        "training_loss": _finite(float(torch.stack(trained[-25:]).mean())),
+        "share": round(float(np.mean(shares)), 6),
+        "failed_refreshes": reasons,
+        "backend": backend,
+        "snip": None if snip is None else snip.to_dict(),
+        "seconds": round(time.monotonic() - began, 1),
+        **_origin(options.device),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None
+
+
+def _origin(device: torch.device) -> Line:
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "commit": commit or None,
+        "command": shlex.join(["python", "-m", "eval.compare", *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Returns the complete lines of an output; [] if there is none."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
+
+
+def append(path: Path, line: Line) -> None:
+    """Appends a line, after cutting off what a killed process left unfinished."""
+    with FileLock(f"{path}.lock"), path.open("a+b") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(json.dumps(line).encode() + b"\n")
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, key: str) -> Iterator[bool]:
+    """Yields whether this process has the cell; another one may be training it."""
+    lock = FileLock(folder / f"cell-{key}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def run_cells(config: Config, options: argparse.Namespace) -> int:
+    """Trains the cells without a line that no other process has; returns how many failed."""
+    options.cache.mkdir(parents=True, exist_ok=True)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    contenders, seeds = options.only or config.contenders, options.seeds or config.seeds
+    cells = [(contender, seed) for seed in seeds for contender in contenders]
+    text, failed = load_text(config, options.cache), 0
+    for contender, seed in cells:
+        if time.monotonic() > options.deadline:
+            print("The time is over; the same command goes on.", flush=True)
+            break
+        key = config.cell_key(contender, seed)
+        with claimed(options.cache, key) as mine:
+            if not mine or any(line["key"] == key for line in read_lines(options.output)):
+                continue
+            try:
+                line = train_cell(config, contender, seed, text, options)
+            except Exception as error:  # The other cells can still be trained.
+                print(f"{contender}, seed {seed}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                failed += 1
+                continue
+            append(options.output, line)
+            print(f"{contender}, seed {seed}: {line['losses']}, {line['seconds']:.0f} s", flush=True)
+    return failed
+
+
+# ------------------------------------------------------------------------------------------------ report
+
+
+def differences(config: Config, lines: Sequence[Line], contender: str, against: str, step: int) -> list[float]:
+    """Returns the paired differences of the held-out loss, in percent, of the seeds that both have.
+
+    Only cells of the same start and device are paired. A seed in which one of the two diverged has no difference.
+    """
+    by_key = {line["key"]: line for line in lines}
+    found = []
+    for seed in config.seeds:
+        pair = [by_key.get(config.cell_key(name, seed)) for name in (contender, against)]
+        if None in pair:
+            continue
+        one, other = pair
+        if (one["start"], one["device"]) != (other["start"], other["device"]):
+            continue
+        losses = [line["losses"].get(str(step)) for line in (one, other)]
+        if None not in losses:
+            found.append(100 * (losses[0] / losses[1] - 1))
+    return found
+
+
+def report(config: Config, lines: Sequence[Line], step: int | None = None) -> str:
+    """Returns the tables after a step of the cells, by default the last."""
+    step = step or config.training.steps
+    names = [name for name in config.contenders if name != config.reference]
+    found = {name: differences(config, lines, name, config.reference, step) for name in names}
+    tests = {name: Paired.of(values) for name, values in found.items() if values}
+    corrected = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
+    rows = []
+    for name in names:
+        cells = [line for line in lines if line["key"] in {config.cell_key(name, seed) for seed in config.seeds}]
+        share = f"{np.mean([line['share'] for line in cells]):.1%}" if cells else "-"
+        diverged = sum(line["losses"].get(str(step)) is None for line in cells)
+        test = tests.get(name)
+        shown = [str(test), _p(test.p), _p(corrected[name]), _number(test.detectable)] if test else ["-"] * 4
+        rows.append([name, share, str(test.count if test else 0), *shown, str(diverged)])
+    difference = f"loss less {config.reference}, %"
+    heads = ["contender", "in 4 bits", "pairs", difference, "p", "p, Holm", "detectable", "diverged"]
+    parts = [
+        f"Held-out loss under the plan after {step} steps, paired by seed: mean ± half of the 95% interval (Student's "
+        "t). Detectable: the true difference that the test finds with power 0.8.",
+        _table(heads, rows),
+    ]
+    if config.comparisons:
+        parts.append("Planned comparisons, uncorrected. Equivalence: p of two one-sided tests.")
+        parts.append(_planned(config, lines, step))
+    return "\n\n".join(parts)
+
+
+def _planned(config: Config, lines: Sequence[Line], step: int) -> str:
+    rows = []
+    for pair in config.comparisons:
+        values = differences(config, lines, pair.contender, pair.against, step)
+        row = [f"{pair.contender} less {pair.against}", str(len(values))]
+        if not values:
+            rows.append([*row, *["-"] * 5])
+            continue
+        test = Paired.of(values)
+        equivalence = None if pair.margin is None else test.equivalence_p(pair.margin)
+        margin = "-" if pair.margin is None else f"± {pair.margin:g}"
+        rows.append([*row, str(test), _p(test.p), _number(test.detectable), margin, _p(equivalence)])
+    return _table(["comparison", "pairs", "difference, %", "p", "detectable", "margin", "p of equivalence"], rows)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+
+
+def _p(value: float | None) -> str:
+    return "-" if value is None else "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+# ------------------------------------------------------------------------------------------------ command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 after an error or a failed cell."""
+    options = parse(arguments)
+    try:
+        config = load_config(options.config, options.override)
+        if options.command == "report":
+            print(report(config, read_lines(options.lines), options.step))
+            return 0
+        if unknown := [name for name in options.only or () if name not in config.contenders]:
+            raise ValueError(f"--only: {unknown[0]!r} is not a contender; known are {', '.join(config.contenders)}.")
+        return start_workers(options) if options.workers > 1 else int(run_cells(config, options) > 0)
+    except (OSError, TypeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="train the cells without a line")
+    run.add_argument("config", type=Path)
+    run.add_argument("--output", type=Path, required=True, help="JSONL file; a line per cell is added")
+    run.add_argument("--cache", type=Path, help="folder of text, starts and locks (default: OUTPUT.cache)")
+    run.add_argument("--only", nargs="+", metavar="CONTENDER", help="train these (default all)")
+    run.add_argument("--seeds", nargs="+", type=int, help="train these (default all)")
+    run.add_argument("--workers", type=int, default=1, help="processes, spread over the GPUs (default 1)")
+    run.add_argument("--minutes", type=float, default=math.inf, help="begin no cell later than this")
+    run.add_argument("--save", type=Path, help="folder that gets the trained models, to be scored by eval/run.py")
+    run.add_argument("--device", help="default: the first GPU if there is one, else cpu")
+    show = commands.add_parser("report", help="print the tables")
+    show.add_argument("config", type=Path)
+    show.add_argument("lines", type=Path)
+    show.add_argument("--step", type=int, help="a step of training.measure_at (default: the last step)")
+    for command in (run, show):
+        command.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="change the config")
+    options = parser.parse_args(arguments)
+    options.given = list(sys.argv[1:] if arguments is None else arguments)
+    if options.command == "run":
+        options.deadline = time.monotonic() + 60 * options.minutes
+        options.cache = options.cache or Path(f"{options.output}.cache")
+        options.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return options
+
+
+def start_workers(options: argparse.Namespace) -> int:
+    """Runs the same command in several processes; returns 1 if one of them failed."""
+    gpus = torch.cuda.device_count() if options.device.type == "cuda" else 0
+    processes = []
+    for index in range(options.workers):
+        device = f"cuda:{index % gpus}" if gpus else "cpu"
+        command = [sys.executable, "-m", "eval.compare", *options.given, "--workers", "1", "--device", device]
+        processes.append(subprocess.Popen(command))
+    try:
+        codes = [process.wait() for process in processes]
+        return int(any(codes))
+    finally:
+        for process in processes:
+            process.terminate()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""Comparisons of policies from equal starts (eval/compare.py) and their statistics (eval/paired.py)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from filelock import FileLock
+from scipy.stats import nct, ttest_1samp, ttest_rel
+
+from eval import compare
+from eval.paired import Paired, holm
+
+ROOT = Path(__file__).resolve().parents[2]
+VALUES: dict[str, Any] = {
+    "model": {
+        "model_type": "llama",
+        "config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32,
+        },
+    },
+    "tokenizer": {"vocab_size": 300},
+    "data": {
+        "source": "files",
+        "validation_fraction": 0.3,
+        "validation_sequences": 4,
+        "sequence_length": 32,
+        "sample_by": "line",
+    },
+    "training": {"steps": 5, "base_steps": 2, "measure_at": [2], "sequences": 2, "warmup_steps": 1},
+    "seeds": [3, 4],
+    "snip": {"formats": ["nvfp4", "mxfp8"], "solver": "greedy", "first_refresh": 1, "apply_delay": 0},
+    "contenders": {
+        "bf16": None,
+        "fp8": {"policy": "uniform-mxfp8"},
+        "snip": {"target_fp4_fraction": 0.5, "granularity": "gemm"},
+    },
+    "reference": "bf16",
+    "comparisons": [{"contender": "snip", "against": "fp8", "margin": 5.0}],
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A config on a text of random words, and the output that `run` has written."""
+    folder = tmp_path_factory.mktemp("compare")
+    draw = random.Random(0)
+    words = ["tensor", "format", "plan", "layer", "step", "loss", "probe", "scale"]
+    text = "\n".join(" ".join(draw.choices(words, k=30)) for _ in range(60))
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    values = {**VALUES, "data": {**VALUES["data"], "files": ["$COMPARE_TEXT/text.txt"]}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMPARE_TEXT", str(folder))
+        assert run(folder / "config.yaml", folder / "lines.jsonl") == 0
+        yield folder / "config.yaml", folder / "lines.jsonl"
+
+
+def run(config: Path, output: Path, *options: str) -> int:
+    return compare.main(["run", str(config), "--output", str(output), "--device", "cpu", *options])
+
+
+def test_contenders_of_a_seed_start_alike_and_train_differently(files: tuple[Path, Path]) -> None:
+    lines = compare.read_lines(files[1])
+    assert [(line["seed"], line["contender"]) for line in lines] == [
+        (seed, name) for seed in (3, 4) for name in ("bf16", "fp8", "snip")
+    ]
+    assert [len({line["start"] for line in lines if line["seed"] == seed}) for seed in (3, 4)] == [1, 1]
+    assert len({line["start"] for line in lines}) == 2
+    assert len({line["losses"]["5"] for line in lines}) == len({line["losses"]["2"] for line in lines}) == 6
+    bf16, fp8, snip = lines[:3]
+    assert (bf16["share"], fp8["share"]) == (0, 0) and 0.3 < snip["share"] <= 1 and snip["failed_refreshes"] == []
+    assert bf16["loss_unquantized"] == bf16["losses"]["5"] != snip["losses"]["5"] != snip["loss_unquantized"]
+    assert (bf16["backend"], snip["backend"]) == (None, "emulated") and snip["snip"]["seed"] == 3
+    assert {"commit", "command", "device", "torch", "date", "seconds"} <= snip.keys()
+
+
+def test_a_cell_that_runs_again_gives_the_same_losses_and_what_is_done_is_left(
+    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, output = files
+    before = output.read_text(encoding="utf-8")
+    assert run(config, output) == 0 and output.read_text(encoding="utf-8") == before
+    done = before.splitlines(keepends=True)
+    part = tmp_path / "lines.jsonl"
+    part.write_text("".join(done[:2]) + done[2][:40], encoding="utf-8")  # killed while it wrote
+    assert run(config, part, "--seeds", "3", "--cache", f"{output}.cache") == 0
+    again = compare.read_lines(part)
+    assert [line["losses"] for line in again] == [json.loads(line)["losses"] for line in done[:3]]
+    fresh = tmp_path / "fresh.jsonl"  # its base is trained anew
+    assert run(config, fresh, "--seeds", "3", "--only", "snip", "--save", str(tmp_path / "models")) == 0
+    assert compare.read_lines(fresh)[0]["losses"] == again[2]["losses"]
+    assert (tmp_path / "models" / "snip-3" / "model.safetensors").is_file()
+    assert run(config, fresh, "--minutes", "0") == 0 and len(compare.read_lines(fresh)) == 1
+    assert "The time is over" in capsys.readouterr().out
+
+
+def test_a_cell_that_another_process_trains_is_left_to_it(files: tuple[Path, Path], tmp_path: Path) -> None:
+    config, output = files[0], tmp_path / "lines.jsonl"
+    key = compare.load_config(config).cell_key("bf16", 3)
+    with FileLock(f"{files[1]}.cache/cell-{key}.lock"):
+        assert run(config, output, "--seeds", "3", "--only", "bf16", "fp8", "--cache", f"{files[1]}.cache") == 0
+    assert [line["contender"] for line in compare.read_lines(output)] == ["fp8"]
+
+
+def test_a_cell_that_fails_is_named_and_the_others_are_trained(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = compare.train_cell
+
+    def failing(config: Any, contender: str, *rest: Any) -> Any:
+        if contender == "fp8":
+            raise RuntimeError("no kernel")
+        return train(config, contender, *rest)
+
+    monkeypatch.setattr(compare, "train_cell", failing)
+    output = tmp_path / "lines.jsonl"
+    assert run(files[0], output, "--seeds", "3", "--cache", f"{files[1]}.cache") == 1
+    assert [line["contender"] for line in compare.read_lines(output)] == ["bf16", "snip"]
+    assert "fp8, seed 3: RuntimeError: no kernel" in capsys.readouterr().err
+
+
+def test_the_report_has_the_paired_differences_of_the_lines(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = compare.load_config(files[0])
+    lines = compare.read_lines(files[1])
+    losses = {name: [line["losses"]["5"] for line in lines if line["contender"] == name] for name in config.contenders}
+    one, reference = (100 * np.log(losses[name]) for name in ("snip", "bf16"))
+    found = compare.differences(config, lines, "snip", "bf16", 5)
+    assert found == pytest.approx(list(one - reference), rel=0.01)
+    assert compare.main(["report", str(files[0]), str(files[1])]) == 0
+    table = capsys.readouterr().out
+    test = Paired.of(found)
+    assert f"| snip | {np.mean([line['share'] for line in lines[2::3]]):.1%} | 2 | {test} | {test.p:.3f} | " in table
+    pair = Paired.of(compare.differences(config, lines, "snip", "fp8", 5))
+    assert f"| snip less fp8 | 2 | {pair} | {pair.p:.3f} | {pair.detectable:.3f} | ± 5 | " in table
+    assert compare.main(["report", str(files[0]), str(files[1]), "--step", "2"]) == 0
+    assert "after 2 steps" in capsys.readouterr().out
+
+
+def test_cells_of_other_starts_or_devices_and_diverged_ones_are_not_paired(files: tuple[Path, Path]) -> None:
+    config, lines = compare.load_config(files[0]), compare.read_lines(files[1])
+    for change in ({"start": "other"}, {"device": "other"}, {"losses": {"5": None}}):
+        changed = [{**line, **change} if line["contender"] == "fp8" and line["seed"] == 3 else line for line in lines]
+        assert len(compare.differences(config, changed, "fp8", "bf16", 5)) == 1
+    assert "| fp8 | 0.0% | 0 | - | - | - | - | 1 |" in compare.report(config, lines[:2], step=9)
+    assert "| snip | - | 0 | - | - | - | - | 0 |\n" in compare.report(config, lines[:2])
+
+
+def test_everything_that_decides_a_course_is_in_the_key_and_nothing_else(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def key(*overrides: str) -> str:
+        return compare.load_config(files[0], overrides).cell_key("snip", 3)
+
+    changes = ["training.steps=6", "training.learning_rate=0.5", "snip.refresh_every=4", "data.sequence_length=16"]
+    changes += ["contenders.snip.target_fp4_fraction=0.75", "model.config.hidden_size=64"]
+    assert len({key(), *(key(change) for change in changes)}) == 1 + len(changes)
+    monkeypatch.setenv("COMPARE_TEXT", "elsewhere")
+    assert key("training.measure_at=[1]") == key("contenders.fp8=null") == key("seeds=[3]") == key()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("reference=none", "'none' is not a contender; known are bf16, fp8, snip."),
+        ("training.decay=step", "training.decay='step' is not known; expected one of cosine, linear, constant."),
+        ("training.measure_at=[5]", "training.measure_at: step 5 is outside 1 to 4."),
+        ("training.step=5", "training: the key 'step' is not known"),
+        ("contenders.snip.policy=snap", "contenders.snip: "),
+        ("training.steps=0", "expected at least 1, 0 and 1."),
+    ],
+)
+def test_a_wrong_config_ends_with_a_sentence(
+    override: str, message: str, files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.main(["report", *map(str, files), "--override", override]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error
+
+
+def test_the_schedule_warms_up_and_decays() -> None:
+    training = compare.TrainingSection(steps=8, base_steps=2, warmup_steps=2)
+    rates = [training.rate(step) for step in range(1, 11)]
+    assert rates[:3] == [0.5, 1.0, 1.0] and rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
+    assert 0.1 < rates[-1] < 0.2
+    linear = compare.TrainingSection(steps=4, decay="linear")
+    assert [linear.rate(step) for step in range(1, 5)] == [1, 0.75, 0.5, 0.25]
+
+
+def test_each_epoch_sees_all_sequences_once_in_another_order() -> None:
+    text = compare.Text(np.arange(12).reshape(6, 2), np.zeros((1, 2)), None)  # type: ignore[arg-type]
+    first, second, other = (
+        torch.cat([text.batch(step, 2, seed) for step in steps])
+        for steps, seed in ((range(1, 4), 0), (range(4, 7), 0), (range(1, 4), 1))
+    )
+    for epoch in first, second, other:
+        assert sorted(epoch.flatten().tolist()) == list(range(12))
+    assert not torch.equal(first, second) and not torch.equal(first, other)
+
+
+def test_the_shipped_config_is_one() -> None:
+    config = compare.load_config(ROOT / "eval" / "compare.yaml")
+    assert config.reference == "bf16" and len(config.contenders) == 5
+    options: argparse.Namespace = compare.parse(["run", "eval/compare.yaml", "--output", "runs/a.jsonl"])
+    assert options.cache == Path("runs/a.jsonl.cache")
+
+
+# --- statistics
+
+
+def test_mean_interval_and_p_are_those_of_scipy() -> None:
+    generator = np.random.default_rng(0)
+    one, other = generator.normal(size=(2, 9)) + [[0.5], [0.0]]
+    test, scipys = Paired.of(list(one - other)), ttest_rel(one, other)
+    low, high = scipys.confidence_interval(0.95)
+    assert test.p == pytest.approx(scipys.pvalue) and test.mean == pytest.approx((low + high) / 2)
+    assert test.half_width == pytest.approx((high - low) / 2)
+    assert str(test) == f"{test.mean:+.3f} ± {test.half_width:.3f}"
+
+
+def test_equivalence_is_the_larger_of_two_one_sided_tests() -> None:
+    values = list(np.random.default_rng(1).normal(0.02, 0.05, size=12))
+    above = ttest_1samp(values, -0.1, alternative="greater").pvalue
+    below = ttest_1samp(values, 0.1, alternative="less").pvalue
+    assert Paired.of(values).equivalence_p(0.1) == pytest.approx(max(above, below))
+
+
+def test_power_is_that_of_the_noncentral_t() -> None:
+    test = Paired(0.0, 0.5, 8)
+    bound = 2.364624251592784  # of t with 7 degrees of freedom
+    expected = nct.sf(bound, 7, 2.0) + nct.cdf(-bound, 7, 2.0)
+    assert test.power(1.0) == pytest.approx(expected, abs=1e-3) and test.power(0.0) == pytest.approx(0.05, abs=1e-3)
+    assert test.detectable is not None and test.power(test.detectable) == pytest.approx(0.8, abs=1e-4)
+
+
+def test_one_pair_has_no_interval_and_equal_runs_have_p_1() -> None:
+    one = Paired.of([0.3])
+    assert (one.p, one.detectable, one.equivalence_p(1.0), str(one)) == (None, None, None, "+0.300")
+    equal = Paired.of([0.0, 0.0, 0.0])
+    assert (equal.p, equal.detectable, equal.equivalence_p(0.1)) == (1.0, 0.0, 0.0)
+    assert Paired.of([0.2, 0.2]).p == 0.0 and Paired.of([0.2, 0.2]).equivalence_p(0.1) == 1.0
+    with pytest.raises(ValueError, match="at least one pair"):
+        Paired.of([])
+
+
+def test_holm_multiplies_the_smallest_p_by_the_number_of_tests_and_keeps_the_order() -> None:
+    assert holm([0.04, None, 0.01, 0.03]) == [pytest.approx(0.06), None, pytest.approx(0.03), pytest.approx(0.06)]
+    assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []

@@ -33,10 +33,9 @@ from shared.lines import origin_of
 from torch import Tensor
 
 from snip_hf.kernels.blackwell import operators, packing
-from snip_hf.kernels.blackwell.backend import BLACKWELL
+from snip_hf.kernels.blackwell.backend import BLACKWELL, encoded
 from snip_hf.kernels.blackwell.quantization import quantize
-from snip_hf.kernels.blackwell.trial import errors, other_bytes
-from snip_hf.kernels.trials import TOLERANCE, is_lost, operands
+from snip_hf.kernels.trials import TOLERANCE, deviation, differing, is_lost, operands, products_of
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import CONTRACTIONS, GEMMS
 
@@ -133,7 +132,10 @@ def checks(formats: Sequence[str], device: torch.device, lines: list[str]) -> bo
     passed = True
     for name in formats:
         try:
-            others, found = other_bytes(FORMATS[name], device), dict(errors(FORMATS[name], device))
+            format = FORMATS[name]
+            others = differing(encoded(format, device), encoded(format, device, by_kernel=False))
+            products = products_of(BLACKWELL, operands(format, device))
+            found = {gemm: deviation(got.cpu(), expected) for gemm, got, expected in products}
             is_right = not others and all(error < TOLERANCE for error in found.values())
             bytes_are = f"differ: {', '.join(others)}" if others else "equal"
             text = f"bytes {bytes_are}; " + ", ".join(f"{error:.1e}" for error in found.values())

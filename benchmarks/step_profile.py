@@ -46,7 +46,7 @@ FIRST, EVERY, DELAY = 4, 12, 10
 # Kind -> pattern of its kernels' names; the first match counts.
 KINDS = {
     "communication": r"^nccl",
-    "fold an operand": r"fold_kernel|fold_gated",
+    "fold an operand": r"(encode|fold)_(kernel|gated)",
     "find its scales": r"scales_kernel",
     "FP8 product": r"nvjet_sm90_qq|e4m3|fp8",
     "attention": r"flash|fmha|attention",

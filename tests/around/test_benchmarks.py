@@ -209,18 +209,18 @@ def test_processes_are_started_and_timed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_kernels_are_added_up_by_kind_and_waits_lie_between_them() -> None:
-    spans = [(0.0, 10.0, "scales_kernel"), (10.0, 30.0, "fold_kernel"), (34.0, 84.0, "nvjet_sm90_qqtst_256x128")]
+    spans = [(0.0, 10.0, "scales_kernel"), (10.0, 30.0, "encode_kernel"), (34.0, 84.0, "nvjet_sm90_qqtst_256x128")]
     found = step_profile.by_kind(spans, steps=2)
     assert found["ms"] == {"find its scales": 0.005, "fold an operand": 0.01, "FP8 product": 0.025}
     assert found["launches"] == dict.fromkeys(found["ms"], 0.5)
     assert (found["step_ms"], found["idle_ms"]) == (0.042, 0.002)
-    assert found["waits"] == [[0.004, 0.0, "fold_kernel", "nvjet_sm90_qqtst_256x128"]]
+    assert found["waits"] == [[0.004, 0.0, "encode_kernel", "nvjet_sm90_qqtst_256x128"]]
     assert found["idle_ms_up_to"] == {2: 0.0, 5: 0.002, 20: 0.002, 100: 0.002, 1000: 0.002}
 
 
 def test_communication_that_no_other_kernel_covers_is_counted_once() -> None:
     spans = [(0, 10, "nccl"), (2, 4, "gemm"), (3, 6, "gemm"), (8, 20, "gemm"), (12, 15, "nccl"), (20, 30, "nccl")]
-    spans += [(22, 23, "fold_kernel"), (25, 40, "nccl")]
+    spans += [(22, 23, "encode_kernel"), (25, 40, "nccl")]
     assert step_profile.milliseconds_alone(spans, "communication") == pytest.approx(0.004 + 0.009 + 0.010)
 
 

@@ -14,7 +14,7 @@ from snip_hf import SnipConfig, SnipController
 from snip_hf.kernels import blackwell, trials
 from snip_hf.kernels.backend import BACKENDS, select_backend, why_emulated
 from snip_hf.kernels.blackwell import backend as blackwell_backend
-from snip_hf.kernels.blackwell import operators, packing, trial
+from snip_hf.kernels.blackwell import operators, packing
 from snip_hf.kernels.blackwell.backend import BLACKWELL, Blackwell
 from snip_hf.kernels.emulated import EMULATED
 
@@ -97,11 +97,11 @@ def test_off_the_gpu_the_reason_in_the_log_is_that_of_the_first_backend_with_ker
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
 def test_a_trial_passes_where_all_is_well(name: str) -> None:
-    assert trial.fault.__wrapped__(name, CPU) is None
+    assert blackwell_backend.fault.__wrapped__(name, CPU) is None
 
 
 def test_a_trial_notices_wrong_products_other_bytes_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = trial.fault.__wrapped__
+    fault = blackwell_backend.fault.__wrapped__
     multiply = operators.multiply
     with monkeypatch.context() as patch:
         patch.setattr(operators, "multiply", lambda left, right, dtype: multiply(left, right, dtype) * 1.01)
@@ -117,7 +117,7 @@ def test_a_trial_notices_wrong_products_other_bytes_and_errors(monkeypatch: pyte
 
         patch.setattr(operators, "multiply", broken)
         assert fault("mxfp4", CPU) == "the trial of 'mxfp4' failed: NotImplementedError: not on this GPU"
-    quantize = trial.quantize
+    quantize = blackwell_backend.quantize
 
     def other(*arguments: Any, by_kernel: bool | None = None) -> packing.Packed:
         packed = quantize(*arguments, by_kernel=False)
@@ -125,7 +125,7 @@ def test_a_trial_notices_wrong_products_other_bytes_and_errors(monkeypatch: pyte
             packed.data[0, 0] ^= 1
         return packed
 
-    monkeypatch.setattr(trial, "quantize", other)
+    monkeypatch.setattr(blackwell_backend, "quantize", other)
     assert "its kernel rounds" not in (found := fault("mxfp8", CPU)) and "rounds otherwise" in found
 
 
@@ -138,7 +138,7 @@ def test_a_trial_that_loses_the_gpu_stops_the_run_and_says_what_to_do(monkeypatc
     monkeypatch.setattr(operators, "multiply", broken)
     monkeypatch.setattr(trials, "is_lost", lambda device: True)
     with pytest.raises(RuntimeError) as error:
-        trial.fault.__wrapped__("mxfp4", CPU)
+        blackwell_backend.fault.__wrapped__("mxfp4", CPU)
     assert str(error.value) == (
         "The trial of the format 'mxfp4' on cpu ended with RuntimeError: CUDA error: an illegal instruction was "
         "encountered. Nothing runs on this GPU until the process ends. Start again with backend='emulated', or with "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from snip_hf import SnipConfig
-from snip_hf.kernels import products
+from snip_hf.kernels import emulated
 from snip_hf.kernels import rounding as kernels
 from snip_hf.kernels.emulated import forward_gemm, grad_input_gemm, grad_weight_gemm
 from snip_hf.layers.state import snip_linears
@@ -213,15 +213,15 @@ def test_operands_of_products_in_bf16_are_bf16_numbers(fmt: str) -> None:
     format, exact = FORMATS[fmt], []
     for gemm, operands in CONTRACTIONS.items():
         rounded = [round_operand(tensors()[0], format, operand, contracts, KEY) for operand, contracts in operands]
-        assert products.fits_bf16(format, gemm) <= all(torch.equal(x, x.bfloat16().float()) for x in rounded)
-        exact.append(products.fits_bf16(format, gemm))
+        assert emulated.fits_bf16(format, gemm) <= all(torch.equal(x, x.bfloat16().float()) for x in rounded)
+        exact.append(emulated.fits_bf16(format, gemm))
     assert exact == [format.scale == "e8m0" and gemm not in format.rotated for gemm in GEMMS]
 
 
 def test_products_of_fine_elements_stay_in_fp32() -> None:
     for bits, fits in ((7, True), (8, False)):
         format = dataclasses.replace(FORMATS["mxfp8"], name="fine", grid=floats(5, bits), bits=6 + bits)
-        assert [products.fits_bf16(format, gemm) for gemm in GEMMS] == [fits] * 3
+        assert [emulated.fits_bf16(format, gemm) for gemm in GEMMS] == [fits] * 3
 
 
 def test_a_model_is_converted_to_any_of_them_by_name() -> None:

@@ -21,11 +21,11 @@ pytest.importorskip("triton")
 
 from kernels.test_tensor_scaled import numbers
 
-from snip_hf.kernels.tensor_scaled import gated_operators
-from snip_hf.kernels.tensor_scaled.folding import table_on
-from snip_hf.kernels.tensor_scaled.gated_operators import Operand, activation_of, gradients_of
-from snip_hf.kernels.tensor_scaled.layouts import empty_layouts
-from snip_hf.kernels.tensor_scaled.records import EXPONENT, LARGEST, Records
+from snip_hf.kernels.tensor_scaled import gated
+from snip_hf.kernels.tensor_scaled.encoding import table_on
+from snip_hf.kernels.tensor_scaled.exponents import EXPONENT, LARGEST, Records
+from snip_hf.kernels.tensor_scaled.gated import Operand, activation_of, gradients_of
+from snip_hf.kernels.tensor_scaled.operators import empty_layouts
 from snip_hf.numerics.formats import format_of_code
 
 Run = Callable[..., Any]
@@ -48,13 +48,13 @@ def operand(number: int, formats: Sequence[str], like: Tensor, gemms: tuple[int,
     """What is folded, with an exponent that the host knows of or not."""
     records = Records.new(like.device)
     records.record[:, EXPONENT] = -3
-    records.note.take([format_of_code(code) for code in numbers(formats)[:3].tolist()])
-    records.note.known = [settled] * 3
+    records.view.set_formats([format_of_code(code) for code in numbers(formats)[:3].tolist()])
+    records.view.known = [settled] * 3
     KEPT.append(records)
     counts = number == GRADIENT or gemms[0] >= 0
     layouts = empty_layouts(like, *gemms)
-    tensors = records.record, table_on(like.device)
-    return Operand(numbers(formats).to(like.device), tensors, number, gemms, counts, layouts)
+    layer = numbers(formats).to(like.device), records.record, table_on(like.device)
+    return Operand(layer, number, gemms, counts, layouts)
 
 
 KEPT: list[Records] = []  # A note lives as long as its records.
@@ -66,13 +66,13 @@ def by_kernels(x: tuple[Tensor, ...], formats: Sequence[Sequence[str]], settled:
     KEPT.clear()
     _, gate, up = x
     first = operand(ACTIVATION, formats[2], gate, (0, -1), settled)
-    found = [(gated_operators.launch_forward(gate, up, first), *first.outputs, first.tensors[0])]
+    found = [(gated.launch_forward(gate, up, first), *first.outputs, first.layer[1])]
     gemms = [(1 if has_rows else -1, 2), (1 if has_rows else -1, 2), (-1, 2)]
     rest = [
         operand(number, names, gate, own, settled) for number, names, own in zip(OPERANDS, formats, gemms, strict=True)
     ]
-    values = gated_operators.launch_backward(x, rest, has_rows, True)
-    found += [(of_one, *one.outputs, one.tensors[0]) for of_one, one in zip(values, rest, strict=True)]
+    values = gated.launch_backward(x, rest, has_rows, True)
+    found += [(of_one, *one.outputs, one.layer[1]) for of_one, one in zip(values, rest, strict=True)]
     return found
 
 
@@ -114,12 +114,12 @@ def check(run: Run, x: tuple[Tensor, ...], formats: Sequence[Sequence[str]], has
             assert torch.equal(written, value)
             continue
         one = operand(number, names, value, gemms, settled=False)
-        one.fold(value, by_kernel=False)
+        one.encode(value, by_kernel=False)
         for layout, expected in zip(got, one.outputs, strict=True):
             assert layout.shape == expected.shape
             assert torch.equal(layout.float().nan_to_num(9999.0), expected.float().nan_to_num(9999.0))
         if all(part.isfinite().all() for part in x):
-            assert torch.equal(record[:, : LARGEST + 1], one.tensors[0][:, : LARGEST + 1])
+            assert torch.equal(record[:, : LARGEST + 1], one.layer[1][:, : LARGEST + 1])
 
 
 @pytest.mark.parametrize("shape", [(70, 66)])
@@ -175,12 +175,12 @@ def test_the_operators_fold_what_the_kernels_leave(interpreting: ProcessPoolExec
 def through_operators(settled: bool) -> bytes:
     KEPT.clear()
     grad, gate, up = inputs(40, 64)
-    table, layers = table_on(gate.device), []
+    layers = []
     for number, formats in zip((GRADIENT, GRADIENT, ACTIVATION), (MXFP4, WITH_FP8, MXFP4), strict=True):
         one = operand(number, formats, gate, (-1, 2), settled)
-        layers += [one.state, one.tensors[0]]
-    found = [*gated_operators.folded_gated(gate, up, table, layers[4:], True, by_kernel=True)]
-    found += gated_operators.folded_gated_gradients(grad, gate, up, table, layers, (True, True), by_kernel=True)
+        layers.append(one.layer)
+    found = [*gated.encoded_gated(gate, up, layers[2], True, by_kernel=True)]
+    found += gated.encoded_gated_gradients(grad, gate, up, layers, (True, True), by_kernel=True)
     return dump(found)
 
 
@@ -192,8 +192,8 @@ def compiled(backward: bool, capability: int) -> Any:
 
     from snip_hf.kernels.tensor_scaled import gated_tiles
 
-    kernel = gated_tiles.fold_gated_gradients_kernel if backward else gated_tiles.fold_gated_kernel
-    runs, width, warps, registers = gated_operators.TILES[int(backward)]
+    kernel = gated_tiles.encode_gated_gradients_kernel if backward else gated_tiles.encode_gated_kernel
+    runs, width, warps, registers = gated.TILES[int(backward)]
     constants: dict[str, Any] = {"COUNTS": True, "RAGGED": False, "RUNS": runs, "CHANNELS": width}
     constants |= {"HAS_ROWS": True} if backward else {}
     kinds = {"state": "*i64", "record": "*i64", "parameters": "*fp32", "table": "*fp32", "values": "*bf16"}

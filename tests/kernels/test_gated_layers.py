@@ -19,8 +19,8 @@ from snip_hf.kernels.emulated import EMULATED
 from snip_hf.kernels.tensor_core import keep_quantized
 from snip_hf.kernels.tensor_scaled import linear
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
-from snip_hf.kernels.tensor_scaled.gated_operators import activation_of, gradients_of
-from snip_hf.kernels.tensor_scaled.records import LARGEST
+from snip_hf.kernels.tensor_scaled.exponents import LARGEST
+from snip_hf.kernels.tensor_scaled.gated import activation_of, gradients_of
 from snip_hf.layers.gated import put_gates
 from snip_hf.layers.layer import SnipLayer
 from snip_hf.layers.state import set_step, snip_linears
@@ -77,7 +77,7 @@ class Graphs:
 
     def gated(self) -> int:
         """How many operators of gated MLPs there are."""
-        return sum("fold_gated" in str(node.target) for graph in self.all for node in graph.graph.nodes)
+        return sum("encode_gated" in str(node.target) for graph in self.all for node in graph.graph.nodes)
 
 
 def mlp_of(formats: Mapping[str, tuple[str, ...]] | None = None, ties: bool = True) -> nn.Module:
@@ -109,7 +109,7 @@ def trained(mlp: nn.Module, call: Callable[[Tensor], Tensor], steps: int = 3) ->
             y = call(x)
         y.float().square().sum().backward()
         gradients = {name: layer.weight.grad for name, layer in linears(mlp).items()}
-        notes = {name: layer.snip_cache.own.record[:, LARGEST].tolist() for name, layer in linears(mlp).items()}
+        notes = {name: layer.snip_cache.records.record[:, LARGEST].tolist() for name, layer in linears(mlp).items()}
         found.append({"y": y.detach(), "x": x.grad, **gradients, "notes": notes})
         TENSOR_SCALED.after_step(linears(mlp))
     return found
@@ -327,7 +327,7 @@ def test_a_training_pass_without_gradients_folds_alike() -> None:
         y = torch.compile(mlp, backend=graphs.backend)(x)
         assert graphs.gated() == 1
         assert torch.equal(y, one_by_one(mlp, x))
-    assert all(layer.snip_cache.own.record[:, LARGEST].count_nonzero() == 0 for layer in linears(mlp).values())
+    assert all(layer.snip_cache.records.record[:, LARGEST].count_nonzero() == 0 for layer in linears(mlp).values())
 
 
 @pytest.mark.parametrize("is_first", [True, False])

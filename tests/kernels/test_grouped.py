@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from snip_hf.kernels.emulated import forward_gemm, grad_input_gemm, grad_weight_gemm
-from snip_hf.kernels.grouped import (
-    ThreeGroupedGemms,
-    grouped_bias_gradient,
-    grouped_forward_gemm,
-    grouped_grad_input_gemm,
-    grouped_grad_weight_gemm,
+from snip_hf.kernels.emulated import (
+    _emulated_linear,
+    bias_gradient,
+    forward_gemm,
+    grad_input_gemm,
+    grad_weight_gemm,
     unquantized,
 )
 from snip_hf.numerics.formats import FORMATS
@@ -66,31 +65,11 @@ def grouped(fmt: str, tensors: Sequence[Tensor], transposed: bool = False) -> tu
     x, weight, bias, grad_output, ends = tensors
     numbers = state(fmt, device=x.device)
     return (
-        grouped_forward_gemm(x, weight, bias, ends, numbers),
-        grouped_grad_input_gemm(grad_output, weight, ends, numbers),
-        grouped_grad_weight_gemm(grad_output, x, ends, numbers, transposed),
-        grouped_bias_gradient(grad_output, ends),
+        forward_gemm(x, weight, bias, numbers, ends),
+        grad_input_gemm(grad_output, weight, numbers, ends),
+        grad_weight_gemm(grad_output, x, numbers, ends, transposed),
+        bias_gradient(grad_output, ends),
     )
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_groups_of_matrices_get_the_bits_that_each_gets_as_a_layer_of_its_own(transposed: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((150, 72), (6, 40, 72), (6, 40)))
-    grad_output, ends = torch.randn(150, 40, generator=generator), torch.tensor([30, 30, 71, 71, 71, 140])
-    states = torch.stack([state("fp4", 5), state("fp8", 6), state("bf16", 7)])
-    y = grouped_forward_gemm(x, weight, bias, ends, states)
-    grad_input = grouped_grad_input_gemm(grad_output, weight, ends, states)
-    grad_weight = grouped_grad_weight_gemm(grad_output, x, ends, states, transposed)
-    assert not y[140:].any() and not grad_input[140:].any()
-    for index, rows in enumerate((slice(0, 30), slice(30, 71), slice(71, 140))):
-        own, of_group = states[index], slice(2 * index, 2 * index + 2)
-        own_ends, matrices = ends[of_group] - rows.start, weight[of_group]
-        assert torch.equal(y[rows], grouped_forward_gemm(x[rows], matrices, bias[of_group], own_ends, own))
-        assert torch.equal(grad_input[rows], grouped_grad_input_gemm(grad_output[rows], matrices, own_ends, own))
-        expected = grouped_grad_weight_gemm(grad_output[rows], x[rows], own_ends, own, transposed)
-        assert torch.equal(grad_weight[of_group], expected)
-    assert grad_weight.stride() == ((72 * 40, 1, 40) if transposed else (72 * 40, 72, 1))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -136,7 +115,7 @@ def test_a_transposed_weight_gives_the_bits_of_its_transpose_and_a_gradient_laid
 def test_matrices_draw_random_numbers_of_their_own() -> None:
     _, weight, _, grad_output, _ = operands("aligned")
     same, grad = weight[:1].expand(2, -1, -1), grad_output[:64].repeat(2, 1)
-    twice = grouped_grad_input_gemm(grad, same, torch.tensor([64, 128]), state("fp4"))
+    twice = grad_input_gemm(grad, same, state("fp4"), torch.tensor([64, 128]))
     assert not torch.equal(twice[:64], twice[64:])
     assert len({*matrix_keys(KEY, 100), *matrix_keys(KEY + 1, 100), KEY}) == 201
 
@@ -152,7 +131,7 @@ def test_gradients_in_high_precision_are_autograd_s() -> None:
 
         def run(x: Tensor, weight: Tensor, bias: Tensor, is_view: bool = transposed) -> Tensor:
             matrices = weight.transpose(1, 2) if is_view else weight
-            y: Tensor = ThreeGroupedGemms.apply(x, matrices, bias, ends, high, is_view)
+            y: Tensor = _emulated_linear(x, matrices, bias, is_view, high, ends)
             return y
 
         assert gradcheck(run, (x, weight, bias))
@@ -174,9 +153,9 @@ def test_shapes_and_strides_are_known_without_running(transposed: bool) -> None:
     if transposed:
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
     for operator, arguments in (
-        (grouped_forward_gemm, (x, weight, bias, ends, state("fp4"))),
-        (grouped_grad_input_gemm, (grad_output, weight, ends, state("fp4"))),
-        (grouped_grad_weight_gemm, (grad_output, x, ends, state("fp4"), transposed)),
-        (grouped_bias_gradient, (grad_output, ends)),
+        (forward_gemm, (x, weight, bias, state("fp4"), ends)),
+        (grad_input_gemm, (grad_output, weight, state("fp4"), ends)),
+        (grad_weight_gemm, (grad_output, x, state("fp4"), ends, transposed)),
+        (bias_gradient, (grad_output, ends)),
     ):
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from snip_hf.kernels.host_copy import on_device
+from snip_hf.kernels.launching import on_device
 
 CUDA = torch.device("cuda")
 

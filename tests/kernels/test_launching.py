@@ -11,10 +11,10 @@ from torch import Tensor
 
 from snip_hf.kernels import launching
 from snip_hf.kernels.launching import launch, relaunch
-from snip_hf.kernels.tensor_scaled import gated_operators, operators
-from snip_hf.kernels.tensor_scaled.gated_operators import Operand, launch_backward, launch_forward
-from snip_hf.kernels.tensor_scaled.layouts import empty_layouts
-from snip_hf.kernels.tensor_scaled.records import Records
+from snip_hf.kernels.tensor_scaled import gated, operators
+from snip_hf.kernels.tensor_scaled.exponents import Records
+from snip_hf.kernels.tensor_scaled.gated import Operand, launch_backward, launch_forward
+from snip_hf.kernels.tensor_scaled.operators import empty_layouts
 
 
 class Launches:
@@ -114,15 +114,15 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_programs_than_a_gpu_takes_along_an_axis_are_refused() -> None:
-    def fold_kernel() -> None: ...
+    def encode_kernel() -> None: ...
 
     kernel = Kernel(Launches())
-    kernel.fn = fold_kernel
+    kernel.fn = encode_kernel
     launch(kernel, (100_000, 65_535), (X, Y), (64,), ())
     with pytest.raises(
         ValueError,
-        match=r"^Got an operand of shape \(64,\) for fold_kernel, which takes 65,536 rows of blocks; expected at most "
-        r"65,535\. Use smaller micro-batches, and more of them\.$",
+        match=r"^Got an operand of shape \(64,\) for encode_kernel, which takes 65,536 rows of blocks; expected at "
+        r"most 65,535\. Use smaller micro-batches, and more of them\.$",
     ):
         launch(kernel, (1, 65_536), (X, Y), (65,), ())
 
@@ -143,7 +143,7 @@ def folds() -> Iterator[Callable[[], Any]]:
     ) -> Callable[[], Any]:
         x = torch.zeros(shape[0], shape[1] + 64 * is_part, dtype=dtype)[:, : shape[1]]
         outputs, known = empty_layouts(x, *gemms), (own.table, gemms) if is_known else None
-        return lambda: operators.launch_fold(x, state, own.record[operand], operand, counts, outputs, tile, known)
+        return lambda: operators.launch_encode(x, state, own.record[operand], operand, counts, outputs, tile, known)
 
     def gate(
         shape: tuple[int, int] = (128, 192), counts: bool = True, has_rows: bool | None = None, tile: Any = None
@@ -151,7 +151,7 @@ def folds() -> Iterator[Callable[[], Any]]:
         x = torch.zeros(*shape, dtype=torch.bfloat16)
         gemms = 0 if has_rows is None or has_rows else -1, 2
         one = [
-            Operand(state, (own.record, own.table), operand, gemms, counts, empty_layouts(x, *gemms))
+            Operand((state, own.record, own.table), operand, gemms, counts, empty_layouts(x, *gemms))
             for operand in (1, 1, 0)
         ]
         if has_rows is None:
@@ -183,9 +183,9 @@ def test_the_keys_of_folds_tell_apart_all_launches_that_differ(monkeypatch: pyte
             return run
 
     for module, name in (
-        (operators, "fold_kernel"),
-        (gated_operators, "fold_gated_kernel"),
-        (gated_operators, "fold_gated_gradients_kernel"),
+        (operators, "encode_kernel"),
+        (gated, "encode_gated_kernel"),
+        (gated, "encode_gated_gradients_kernel"),
     ):
         monkeypatch.setattr(module, name, Compiling(None))
     calls = list(folds())

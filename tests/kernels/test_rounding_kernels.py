@@ -126,32 +126,6 @@ def test_it_does_on_every_rank(tile: tuple[int, int], shape: tuple[int, int], ra
         assert_same_bits(run("fake_quantize", x, *of_tiles(E2M1, tile), key, rank, ranks), expected)
 
 
-@pytest.mark.parametrize("tile", [ROW_TILE])
-@pytest.mark.parametrize("key", KEYS)
-def test_a_key_that_lies_beside_the_operand_gives_the_numbers_of_one_that_is_passed(
-    key: int, tile: tuple[int, int], run: Run
-) -> None:
-    x, beside = random((257, 40)), torch.tensor([key if key < 2**63 else key - 2**64])
-    for place in ((0, 1), (6, 7)):
-        expected = reference.fake_quantize_tiles(x, E2M1, tile, key, *place)
-        assert_same_bits(run("fake_quantize", x, *of_tiles(E2M1, tile), beside, *place), expected)
-        assert torch.equal(rounding.fake_quantize(x, *of_tiles(E2M1, tile), beside, *place), expected)
-
-
-def test_operations_of_torch_refuse_a_key_beside_the_operand_while_a_graph_is_captured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    x, beside = random((8, 40)), torch.tensor([3])
-    for name in ("is_available", "is_current_stream_capturing"):
-        monkeypatch.setattr(torch.cuda, name, lambda: True)
-    weights = FORMATS["fp4"], "weight", 1  # to nearest
-    assert torch.equal(rounding.fake_quantize(x, *weights, beside), rounding.fake_quantize(x, *weights))
-    with pytest.raises(
-        RuntimeError, match="'fp4' rounds a gradient by operations of torch that need the key on the host"
-    ):
-        rounding.fake_quantize(x, FORMATS["fp4"], "gradient", 1, beside)
-
-
 @pytest.mark.parametrize("tile", TILES)
 def test_two_ranks_round_together_as_one_process_does(tile: tuple[int, int], run: Run) -> None:
     x = random((256, 200))
@@ -367,8 +341,7 @@ def test_the_sums_of_a_refresh_are_those_of_the_kernels(
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("is_on_device", [True], ids=["key on the device"])
-def test_the_kernel_assembles(is_on_device: bool) -> None:
+def test_the_kernel_assembles() -> None:
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -376,13 +349,12 @@ def test_the_kernel_assembles(is_on_device: bool) -> None:
     from snip_hf.kernels import rounding_kernel, rounding_tiles
 
     how = rounding_kernel._call(FORMATS["nvfp4"], "gradient", 1)
-    kinds = ["*bf16", "*fp32", "*fp32", "*i64" if is_on_device else "*fp32", "i64", "i64", *["i32"] * 4]
+    kinds = ["*bf16", "*fp32", "*fp32", "i64", "i64", *["i32"] * 4]
     kinds += ["fp32" if isinstance(number, float) else "i32" for number in how.numbers]
-    values = (*how.tiles, True, is_on_device, *how.flags)
+    values = (*how.tiles, True, *how.flags)
     names = rounding_tiles.rounding_kernel.arg_names
     signature = dict(zip(names, (*kinds, *["constexpr"] * len(values)), strict=True))
     constants = dict(zip(names[len(kinds) :], values, strict=True))
     source = ASTSource(fn=rounding_tiles.rounding_kernel, signature=signature, constexprs=constants)
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=how.options)
     assert len(code.asm["cubin"]) > 1000
-    assert ("ld.global.b64" in code.asm["ptx"]) is is_on_device

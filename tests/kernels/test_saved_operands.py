@@ -20,8 +20,8 @@ from snip_hf import SnipConfig, convert_model
 from snip_hf.kernels.tensor_core import share_inputs
 from snip_hf.kernels.tensor_scaled import linear
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
-from snip_hf.kernels.tensor_scaled.folding import PARAMETERS
-from snip_hf.kernels.tensor_scaled.records import LARGEST
+from snip_hf.kernels.tensor_scaled.encoding import PARAMETERS
+from snip_hf.kernels.tensor_scaled.exponents import LARGEST
 from snip_hf.layers.gated import put_gates
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
@@ -39,7 +39,7 @@ class Launches(TorchDispatchMode):
         self.awaited: list[int] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.snip_hf.fold_operand.default:
+        if function is torch.ops.snip_hf.encode_operand.default:
             after = dict(enumerate(args)).get(7, (kwargs or {}).get("after"))
             self.awaited += [] if after is None else [after.numel()]
         return function(*args, **(kwargs or {}))
@@ -90,7 +90,8 @@ class Block:
             y.float().square().sum().backward()
         self.awaited = launches.awaited
         self.gradients = {name: layer.weight.grad for name, layer in self.layers.items()}
-        self.largest = {name: layer.snip_cache.own.record[:, LARGEST].tolist() for name, layer in self.layers.items()}
+        records = {name: layer.snip_cache.records.record for name, layer in self.layers.items()}
+        self.largest = {name: record[:, LARGEST].tolist() for name, record in records.items()}
 
 
 @pytest.fixture(autouse=True)

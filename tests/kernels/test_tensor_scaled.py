@@ -14,10 +14,10 @@ from torch import Tensor
 from snip_hf.kernels import trials
 from snip_hf.kernels.backend import BACKENDS, select_backend
 from snip_hf.kernels.tensor_scaled import backend as tensor_scaled_backend
-from snip_hf.kernels.tensor_scaled import operators, records, trial
+from snip_hf.kernels.tensor_scaled import exponents, operators, trial
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
-from snip_hf.kernels.tensor_scaled.folding import SCALE, Fold, exponents_of, fold_of, has_one_scale, table_on
-from snip_hf.kernels.tensor_scaled.records import (
+from snip_hf.kernels.tensor_scaled.encoding import SCALE, Encoding, encoding_of, exponents_of, has_one_scale, table_on
+from snip_hf.kernels.tensor_scaled.exponents import (
     BLOCKS,
     CLIPPED,
     EXPONENT,
@@ -66,15 +66,15 @@ def value(layout: Tensor, parameters: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def test_mxfp4_and_integers_with_power_of_two_scales_fold_and_fp8_per_tensor_has_one_scale() -> None:
-    assert fold_of(FORMATS["mxfp4"]) == Fold(E2M1, -8, 6)
-    assert fold_of(FORMATS["ufp4"]) == Fold(FORMATS["ufp4"].grid, -9, 6)
+    assert encoding_of(FORMATS["mxfp4"]) == Encoding(E2M1, -8, 6)
+    assert encoding_of(FORMATS["ufp4"]) == Encoding(FORMATS["ufp4"].grid, -9, 6)
     assert [name for name, fmt in FORMATS.items() if has_one_scale(fmt)] == ["fp8-tensor"]
     assert [name for name, fmt in FORMATS.items() if TENSOR_SCALED.runs(fmt)] == ["fp8-tensor", "mxfp4", "ufp4"]
 
 
 def test_a_format_is_known_by_its_fields() -> None:
     mxfp4 = FORMATS["mxfp4"]
-    assert fold_of(dataclasses.replace(mxfp4, name="mine")) is not None
+    assert encoding_of(dataclasses.replace(mxfp4, name="mine")) is not None
     others: list[dict[str, Any]] = [
         {"scale_rule": "floor", "gradient": Operand((1, 32))},
         {"gradient": Operand((1, 32))},
@@ -85,12 +85,12 @@ def test_a_format_is_known_by_its_fields() -> None:
         {"activation": Operand((1, 32), quantized=False)},
     ]
     for changes in others:
-        assert fold_of(dataclasses.replace(mxfp4, name="mine", **changes)) is None, changes
+        assert encoding_of(dataclasses.replace(mxfp4, name="mine", **changes)) is None, changes
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "ufp4"])
 def test_every_value_of_the_grid_in_every_binade_of_the_range_is_an_e4m3_number(name: str) -> None:
-    fold = fold_of(FORMATS[name])
+    fold = encoding_of(FORMATS[name])
     assert fold is not None
     values = torch.arange(0, fold.grid.max + fold.grid.smallest, fold.grid.smallest)
     if name == "mxfp4":
@@ -120,7 +120,7 @@ def test_a_folded_operand_is_the_rounded_one_under_every_exponent_of_the_range(o
     for exponent in (UNSET, own, own + 3):
         found = Records.new(CPU)
         found.record[:, EXPONENT] = exponent
-        rows, row_scale, columns, column_scale = operators.folded(x, state, found, OPERANDS.index(operand), gemms)
+        rows, row_scale, columns, column_scale = operators.encoded(x, state, found, OPERANDS.index(operand), gemms)
         assert rows.shape == (128, 128) and columns.shape == (128, 128)
         key = KEY % 2**64 if operand == "gradient" else None
         expected = [round_operand(x, FORMATS[name], operand, contracts, key, 1, 3) for contracts in (1, 0)]
@@ -136,7 +136,7 @@ def test_blocks_above_the_range_are_cut_off_and_those_below_are_rounded_to_its_l
     x[0, :3] = torch.tensor([1024.0, 256.0, 100.0])
     x[1, :3] = torch.tensor([0.003, 0.001, 0.0009])  # the spacing of the lowest block is 2**-9, about 0.002
     x[2, :2] = torch.tensor([384.0, 64.0])
-    rows, *_ = operators.folded(x, numbers(("mxfp4",) * 3), found, 0, (0, -1))
+    rows, *_ = operators.encoded(x, numbers(("mxfp4",) * 3), found, 0, (0, -1))
     assert rows[0, :3].tolist() == [448.0, 256.0, 128.0]
     assert rows[1, :3].tolist() == [2.0**-8 if 0.003 > 1.5 * 2**-9 else 2.0**-9, 2.0**-9, 0.0]
     assert rows[2, :2].tolist() == [384.0, 64.0]
@@ -148,7 +148,7 @@ def test_a_gradient_below_the_range_keeps_its_mean() -> None:
     found = Records.new(CPU)
     found.record[:, EXPONENT] = 0
     x = torch.full((4096, 32), 2.0**-11, dtype=torch.bfloat16)  # a quarter of the lowest spacing
-    rows, *_ = operators.folded(x, numbers(("mxfp4",) * 3), found, 1, (1, -1))
+    rows, *_ = operators.encoded(x, numbers(("mxfp4",) * 3), found, 1, (1, -1))
     assert set(rows[:4096, :32].float().unique().tolist()) == {0.0, 2.0**-9}
     assert rows.float().sum() / x.numel() == pytest.approx(2.0**-11, rel=0.02)
 
@@ -156,7 +156,7 @@ def test_a_gradient_below_the_range_keeps_its_mean() -> None:
 def test_a_pass_that_is_not_trained_on_leaves_no_note() -> None:
     found = Records.new(CPU)
     before = found.record.clone()
-    operators.fold_operand(rising(40, 40), numbers(("mxfp4",) * 3), found.record, found.table, 0, (0, 2), False)
+    operators.encode_operand(rising(40, 40), numbers(("mxfp4",) * 3), found.record, found.table, 0, (0, 2), False)
     assert torch.equal(found.record, before)
 
 
@@ -165,7 +165,7 @@ def test_nan_and_infinities_reach_their_blocks_and_no_exponent() -> None:
     x[1, 40], x[40, 2] = torch.nan, torch.inf
     found = Records.new(CPU)
     found.record[:, EXPONENT] = 0
-    rows, _, columns, _ = operators.folded(x, numbers(("mxfp4",) * 3), found, 0, (0, 2))
+    rows, _, columns, _ = operators.encoded(x, numbers(("mxfp4",) * 3), found, 0, (0, 2))
     expected = [round_operand(x, FORMATS["mxfp4"], "activation", contracts).isnan() for contracts in (1, 0)]
     assert torch.equal(rows.float().isnan(), expected[0]) and torch.equal(columns.float().isnan().t(), expected[1])
     follow([found])
@@ -174,7 +174,7 @@ def test_nan_and_infinities_reach_their_blocks_and_no_exponent() -> None:
 
 def test_a_tensor_without_elements_gives_zeros() -> None:
     found = Records.new(CPU)
-    layouts = operators.folded(torch.zeros(0, 40, dtype=torch.bfloat16), numbers(("mxfp4",) * 3), found, 0, (0, 2))
+    layouts = operators.encoded(torch.zeros(0, 40, dtype=torch.bfloat16), numbers(("mxfp4",) * 3), found, 0, (0, 2))
     assert layouts[0].shape == (0, 64) and layouts[2].shape == (64, 0)
     product = operators.multiply("forward", layouts[:2], layouts[:2], (0, 0), torch.bfloat16)
     assert product.shape == (0, 0)
@@ -186,8 +186,8 @@ def test_the_operators_are_what_torch_demands_of_operators() -> None:
     x = rising(40, 70)
     tests = ("test_faketensor", "test_aot_dispatch_dynamic")
     arguments = (x, state, found.record, found.table, 0, (0, 2), False)
-    torch.library.opcheck(operators.fold_operand, arguments, test_utils=tests)
-    rows, scale, *_ = operators.fold_operand(*arguments)
+    torch.library.opcheck(operators.encode_operand, arguments, test_utils=tests)
+    rows, scale, *_ = operators.encode_operand(*arguments)
     product = torch.ops.snip_hf.tensor_scaled_product
     arguments = ([rows, scale, rows, scale], 40, 40, False, torch.float32, found.record, 0)
     torch.library.opcheck(product, arguments, test_utils=tests)
@@ -259,7 +259,7 @@ def test_a_step_in_which_something_saturated_is_counted() -> None:
 
 def test_packed_records_follow_together() -> None:
     found = [seen(384.0 * 2**index) for index in range(3)]
-    records.pack(found)
+    exponents.pack(found)
     assert len({one.record.untyped_storage().data_ptr() for one in found}) == 1
     follow(found)
     assert [int(one.record[0, EXPONENT]) for one in found] == [HEADROOM + index for index in range(3)]
@@ -271,28 +271,28 @@ def test_packed_records_follow_together() -> None:
 def test_exponents_are_saved_and_loaded_as_json() -> None:
     found = {"a": seen(384.0), "b": Records.new(CPU)}
     follow(list(found.values()))
-    saved = json.loads(json.dumps(records.saved(found)))
+    saved = json.loads(json.dumps(exponents.saved(found)))
     assert saved == {"a": [HEADROOM, None, None], "b": [None, None, None]}
     others = {"a": seen(7.0, 3), "b": seen(7.0, 3), "c": seen(7.0, 3)}
-    records.load(others, saved)
-    assert records.saved(others) == saved | {"c": [None, None, None]}
+    exponents.load(others, saved)
+    assert exponents.saved(others) == saved | {"c": [None, None, None]}
     assert not others["a"].record[:, LARGEST].any()
     for wrong in ([1, 2], "x", [1, 2, 3.5], [True, 1, 1], [0, 0, LIMIT + 1]):
         with pytest.raises(ValueError, match="The state's exponents of layer 'a' are"):
-            records.load(others, {"a": wrong})
+            exponents.load(others, {"a": wrong})
 
 
 def test_losses_name_layers_and_operands_the_worst_first_and_begin_anew() -> None:
     found = {"a": Records.new(CPU), "b": Records.new(CPU)}
     found["a"].record[1, [BLOCKS, SMALL]] = torch.tensor([200, 10])
     found["b"].record[0, [BLOCKS, SATURATED, CLIPPED]] = torch.tensor([1000, 3, 2])
-    assert len(records.losses(found, resets=False)) == 2
-    texts = [str(one) for one in records.losses(found)]
+    assert len(exponents.losses(found, resets=False)) == 2
+    texts = [str(one) for one in exponents.losses(found)]
     assert texts == [
         "b activation: 0.30% saturated, 0.00% lost bits, something saturated in 2 steps",
         "a gradient: 0.00% saturated, 5.00% lost bits, something saturated in 0 steps",
     ]
-    assert records.losses(found) == []
+    assert exponents.losses(found) == []
 
 
 # ------------------------------------------------------------------------------------- choice
@@ -307,7 +307,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(tensor_scaled_backend, "find_spec", lambda name: object())
-        monkeypatch.setattr(tensor_scaled_backend, "fault", lambda name, device: fault)
+        monkeypatch.setattr(trial, "fault", lambda name, device: fault)
 
     return pretend
 
@@ -344,18 +344,18 @@ def test_a_trial_passes_where_all_is_well(name: str) -> None:
 
 
 def test_a_trial_notices_wrong_products_and_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    fault, folded = trial.fault.__wrapped__, operators.folded
+    fault, encoded = trial.fault.__wrapped__, operators.encoded
     with monkeypatch.context() as patch:
         patch.setattr(trials, "TOLERANCE", 0.0)
         assert "off the reference" in fault("fp8-tensor", CPU)
 
     def other(*arguments: Any, by_kernel: bool | None = None) -> Any:
-        layouts = folded(*arguments, by_kernel=False)
+        layouts = encoded(*arguments, by_kernel=False)
         if by_kernel is None:
             layouts[0].view(torch.uint8)[:1] ^= 1
         return layouts
 
-    monkeypatch.setattr(operators, "folded", other)
+    monkeypatch.setattr(operators, "encoded", other)
     assert fault("mxfp4", CPU) == (
         "the trial of 'mxfp4' failed: the kernel rounds otherwise than the reference (activation of forward, weight of "
         "forward, gradient of grad_input)"

@@ -22,12 +22,12 @@ from snip_hf import SnipConfig, SnipController
 from snip_hf.kernels.backend import BACKENDS, Backend
 from snip_hf.kernels.emulated import EMULATED
 from snip_hf.kernels.tensor_core import keep_quantized
-from snip_hf.kernels.tensor_scaled import grouped_trial
+from snip_hf.kernels.tensor_scaled import trial
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
-from snip_hf.kernels.tensor_scaled.folding import table_on
-from snip_hf.kernels.tensor_scaled.grouped_operators import folded
-from snip_hf.kernels.tensor_scaled.places import places_of
-from snip_hf.kernels.tensor_scaled.records import EXPONENT, LARGEST, UNSET, Records
+from snip_hf.kernels.tensor_scaled.encoding import table_on
+from snip_hf.kernels.tensor_scaled.exponents import EXPONENT, LARGEST, UNSET, Records
+from snip_hf.kernels.tensor_scaled.operators import encoded
+from snip_hf.kernels.tensor_scaled.slots import slots_of
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import FORMATS, format_of_code
 from snip_hf.numerics.gemms import OPERANDS
@@ -52,10 +52,10 @@ def ends_on(where: str | torch.device = "cpu") -> Tensor:
 # ------------------------------------------------------------------------------------- places
 
 
-def test_each_matrix_gets_places_that_are_a_multiple_of_32_and_at_least_32() -> None:
-    places = places_of(ends_on(), sum(TOKENS) + OF_NONE)
-    assert places.ends.tolist() == [70, 70, 73, 137] and places.padded_ends.tolist() == [96, 128, 160, 224]
-    assert places.blocks.tolist() == [
+def test_each_matrix_gets_slots_that_are_a_multiple_of_32_and_at_least_32() -> None:
+    slots = slots_of(ends_on(), sum(TOKENS) + OF_NONE)
+    assert slots.ends.tolist() == [70, 70, 73, 137] and slots.padded_ends.tolist() == [96, 128, 160, 224]
+    assert slots.blocks.tolist() == [
         [0, 0, 32, 0, 70],
         [0, 32, 32, 32, 70],
         [0, 64, 6, 64, 70],
@@ -66,16 +66,16 @@ def test_each_matrix_gets_places_that_are_a_multiple_of_32_and_at_least_32() -> 
         [3, 137, 0, 64, 64],
     ]
     own = [*range(70), *range(128, 131), *range(160, 224)]
-    assert places.place[:137].tolist() == own and int(places.place.max()) < 32 * len(places.blocks)
-    assert places.matrix.tolist() == [0] * 70 + [2] * 3 + [3] * 64 + [4] * 5
+    assert slots.slot[:137].tolist() == own and int(slots.slot.max()) < 32 * len(slots.blocks)
+    assert slots.matrix.tolist() == [0] * 70 + [2] * 3 + [3] * 64 + [4] * 5
 
 
 @pytest.mark.parametrize("tokens", [(0, 0, 0), (1,), (31, 31, 31, 31), (33, 1, 0, 32), (96,)])
-def test_there_are_always_enough_places(tokens: tuple[int, ...]) -> None:
+def test_there_are_always_enough_slots(tokens: tuple[int, ...]) -> None:
     for of_none in (0, 40):
-        places = places_of(torch.tensor(tokens).cumsum(0), sum(tokens) + of_none)
-        assert int(places.padded_ends[-1]) <= 32 * len(places.blocks)
-        assert ((places.place >= 0) & (places.place < 32 * len(places.blocks))).all()
+        slots = slots_of(torch.tensor(tokens).cumsum(0), sum(tokens) + of_none)
+        assert int(slots.padded_ends[-1]) <= 32 * len(slots.blocks)
+        assert ((slots.slot >= 0) & (slots.slot < 32 * len(slots.blocks))).all()
 
 
 # ------------------------------------------------------------------------------------- operands
@@ -92,9 +92,9 @@ def by_kernel(
 ) -> tuple[Tensor, ...]:
     records = Records(record, table_on(x.device))
     if settled:
-        records.note.take([format_of_code(code) for code in state[:3].tolist()])
-        records.note.known[operand] = True
-    return *folded(x, blocks, state, records, operand, len(TOKENS), gemms, by_kernel=True), records.record
+        records.view.set_formats([format_of_code(code) for code in state[:3].tolist()])
+        records.view.known[operand] = True
+    return *encoded(x, state, records, operand, gemms, True, len(TOKENS), blocks), records.record
 
 
 def interpret(tensors: bytes, *arguments: Any) -> bytes:
@@ -126,9 +126,9 @@ def check(run: Run, formats: tuple[str, ...], operand: str, exponent: int = UNSE
         x, blocks = rising(len(TOKENS) * 64, 96), None
     else:
         x = rising(sum(TOKENS) + OF_NONE, 96)
-        blocks = places_of(ends_on(), len(x)).blocks
+        blocks = slots_of(ends_on(), len(x)).blocks
     records = Records(record_with(exponent), table_on(torch.device("cpu")))
-    expected = folded(x, blocks, numbers(formats), records, number, len(TOKENS), gemms, by_kernel=False)
+    expected = encoded(x, numbers(formats), records, number, gemms, False, len(TOKENS), blocks)
     *got, record = run(x, blocks, numbers(formats), record_with(exponent), number, gemms, settled)
     for one, other in zip(got, expected, strict=True):
         assert one.shape == other.shape and torch.equal(one.float(), other.float())
@@ -154,10 +154,10 @@ def test_one_launch_writes_them_where_the_exponent_and_folded_formats_are_known(
 def test_over_two_million_tokens_are_folded() -> None:
     tokens = 32 * 65_536  # one block more than CUDA takes along a second axis of programs
     ends = torch.tensor([tokens // 2 + 7, tokens], device="cuda")
-    x, blocks = rising(tokens, 32).cuda(), places_of(ends, tokens).blocks
+    x, blocks = rising(tokens, 32).cuda(), slots_of(ends, tokens).blocks
     for records in (Records.new(x.device), Records(record_with(3).cuda(), table_on(x.device))):
         state = numbers(MXFP4).cuda()
-        got, expected = (folded(x, blocks, state, records, 0, 2, (0, 2), by_kernel) for by_kernel in (True, False))
+        got, expected = (encoded(x, state, records, 0, (0, 2), by_kernel, 2, blocks) for by_kernel in (True, False))
         for one, other in zip(got, expected, strict=True):
             assert torch.equal(one.float(), other.float())
 
@@ -170,7 +170,7 @@ def test_the_kernel_assembles_for_hopper_and_converts_to_fp8_in_hardware(operand
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from snip_hf.kernels.tensor_scaled.grouped_tiles import grouped_fold_kernel as kernel
+    from snip_hf.kernels.tensor_scaled.tiles import encode_matrices_kernel as kernel
 
     row_gemm, column_gemm = GEMMS_OF[operand]
     constants: dict[str, Any] = dict.fromkeys(("HAS_ROWS", "HAS_COLUMNS", "COUNTS", "NEEDS"), True)
@@ -193,15 +193,15 @@ def test_a_matrix_has_the_values_of_a_layer_of_its_own(operand: str) -> None:
     """Of `numerics.rounding`, to the bit, with the matrix's own random numbers."""
     is_weight, (row_gemm, _) = operand == "weight", GEMMS_OF[operand]
     x = rising(len(TOKENS) * 64 if is_weight else sum(TOKENS), 96)
-    places = places_of(ends_on(), sum(TOKENS))
+    slots = slots_of(ends_on(), sum(TOKENS))
     state, number = numbers(MIXED, rank=1, ranks=2), OPERANDS.index(operand)
-    blocks = None if is_weight else places.blocks
-    rows, scales, columns, column_scales = folded(
-        x, blocks, state, Records.new(x.device), number, len(TOKENS), GEMMS_OF[operand]
+    blocks = None if is_weight else slots.blocks
+    rows, scales, columns, column_scales = encoded(
+        x, state, Records.new(x.device), number, GEMMS_OF[operand], None, len(TOKENS), blocks
     )
     keys = matrix_keys(int(state[3]) % 2**64, len(TOKENS))
     for matrix, (key, end, count) in enumerate(zip(keys, ends_on().tolist(), TOKENS, strict=True)):
-        start = int(places.padded_ends[matrix]) - max(-(-count // 32), 1) * 32
+        start = int(slots.padded_ends[matrix]) - max(-(-count // 32), 1) * 32
         at, own = (matrix * 64, x[matrix * 64 : matrix * 64 + 64]) if is_weight else (start, x[end - count : end])
         if len(own) == 0:
             continue
@@ -269,7 +269,7 @@ def test_kept_weights_give_the_same_bits(transposed: bool, where: str) -> None:
     keep_quantized({"": layer})
     with Operators() as seen:
         assert_same(layer.gradients(), expected)
-    assert seen.names.count("fold_grouped") == 2
+    assert seen.names.count("encode_operand") == 2
     with torch.no_grad():
         layer.weight.mul_(2)
     keep_quantized({"": layer}, everything=False)
@@ -302,7 +302,7 @@ def test_a_pass_on_a_gpu_does_not_wait_for_it() -> None:
 @pytest.mark.gpu
 def test_a_gpu_passes_the_trial_or_says_why_not() -> None:
     device = torch.device("cuda", 0)
-    fault = grouped_trial.fault(device)
+    fault = trial.grouped_fault(device)
     if torch.cuda.get_device_capability(device) == (9, 0):
         assert fault is None
     else:

@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 from kernels.test_tensor_scaled import numbers, rising
 
 from snip_hf.kernels.tensor_scaled import operators
-from snip_hf.kernels.tensor_scaled.folding import table_on
-from snip_hf.kernels.tensor_scaled.records import EXPONENT, LARGEST, UNSET, Records
+from snip_hf.kernels.tensor_scaled.encoding import table_on
+from snip_hf.kernels.tensor_scaled.exponents import EXPONENT, LARGEST, UNSET, Records
 from snip_hf.numerics.formats import format_of_code
 from snip_hf.numerics.gemms import OPERANDS
 
@@ -35,10 +35,10 @@ def by_kernel(
 ) -> tuple[Tensor, ...]:
     records = Records(record, table_on(x.device))
     if settled:
-        records.note.take([format_of_code(code) for code in state[:3].tolist()])
-        records.note.known[operand] = True
+        records.view.set_formats([format_of_code(code) for code in state[:3].tolist()])
+        records.view.known[operand] = True
         assert not operators.needs_scales(record, operand, gemms, True)
-    return *operators.folded(x, state, records, operand, gemms, by_kernel=True), records.record
+    return *operators.encoded(x, state, records, operand, gemms, by_kernel=True), records.record
 
 
 def interpret(tensors: bytes, *arguments: Any) -> bytes:
@@ -80,7 +80,7 @@ def check(
 ) -> None:
     number = OPERANDS.index(operand)
     records = Records(record_with(exponent), table_on(torch.device("cpu")))
-    expected = operators.folded(x, numbers(formats), records, number, gemms)
+    expected = operators.encoded(x, numbers(formats), records, number, gemms)
     *got, record = run(x, numbers(formats), record_with(exponent), number, gemms, settled)
     for name, one, other in zip(("rows", "their scale", "columns", "their scale"), got, expected, strict=True):
         assert one.shape == other.shape, name
@@ -149,7 +149,7 @@ def compiled(is_gradient: bool, capability: int, finds: bool) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from snip_hf.kernels.tensor_scaled.tiles import fold_kernel
+    from snip_hf.kernels.tensor_scaled.tiles import encode_kernel
 
     runs, width, warps, registers = operators.TILES[int(is_gradient)]
     constants: dict[str, Any] = dict.fromkeys(("HAS_ROWS", "HAS_COLUMNS", "COUNTS"), True)
@@ -158,10 +158,10 @@ def compiled(is_gradient: bool, capability: int, finds: bool) -> Any:
     kinds = {"x": "*bf16", "state": "*i64", "record": "*i64", "row_parameters": "*fp32", "column_parameters": "*fp32"}
     kinds |= {"table": "*fp32"}
     kinds |= {"rows": "*fp8e4nv", "columns": "*fp8e4nv"}
-    names = fold_kernel.arg_names
+    names = encode_kernel.arg_names
     signature = {arg: "constexpr" if arg in constants else kinds.get(arg, "i32") for arg in names}
     divisible = {(index,): [["tt.divisibility", 16]] for index, arg in enumerate(names) if arg not in constants}
-    source = ASTSource(fn=fold_kernel, signature=signature, constexprs=constants, attrs=divisible)
+    source = ASTSource(fn=encode_kernel, signature=signature, constexprs=constants, attrs=divisible)
     options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 

@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from snip_hf import SnipConfig, SnipController, SnipLinear
 from snip_hf.kernels.backend import BACKENDS
 from snip_hf.kernels.tensor_core import drop_quantized, keep_quantized, share_inputs
+from snip_hf.kernels.tensor_scaled import exponents, operators, trial
 from snip_hf.kernels.tensor_scaled import linear as scaled_linear
-from snip_hf.kernels.tensor_scaled import operators, records, trial
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED, TensorScaled
-from snip_hf.kernels.tensor_scaled.records import BLOCKS, CLIPPED, EXPONENT, LARGEST, SATURATED, UNSET, follow
+from snip_hf.kernels.tensor_scaled.exponents import BLOCKS, CLIPPED, EXPONENT, LARGEST, SATURATED, UNSET, follow
 from snip_hf.layers.state import snip_linears
 
 T, I, O = 150, 200, 136  # as in test_hopper_layers  # noqa: E741
@@ -49,18 +49,18 @@ def device(request: pytest.FixtureRequest) -> str:
 def folds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Operand and GEMMs of each operand that is folded from now on."""
     found: list[tuple[Any, ...]] = []
-    fold_into = operators.fold_into
+    encode_into = operators.encode_into
 
     def noted(*arguments: Any, **more: Any) -> None:
-        found.append((arguments[3], *arguments[4]))
-        fold_into(*arguments, **more)
+        found.append((arguments[2], *arguments[3]))
+        encode_into(*arguments, **more)
 
-    monkeypatch.setattr(operators, "fold_into", noted)
+    monkeypatch.setattr(operators, "encode_into", noted)
     return found
 
 
 def record_of(layer: SnipLinear) -> Tensor:
-    record: Tensor = layer.snip_cache.own.record
+    record: Tensor = layer.snip_cache.records.record
     return record
 
 
@@ -138,7 +138,7 @@ def test_of_the_input_and_of_small_weights_one_byte_per_element_is_kept(
         saved: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
             layer(x.requires_grad_())
-        others = {layer.weight.data_ptr(), record_of(layer).data_ptr(), layer.snip_cache.own.table.data_ptr()}
+        others = {layer.weight.data_ptr(), record_of(layer).data_ptr(), layer.snip_cache.records.table.data_ptr()}
         return sorted(tensor.nbytes for tensor in saved if tensor.data_ptr() not in others)
 
     assert sizes() == [32, 32, 48, 256 * 192, 256 * 256]
@@ -209,7 +209,7 @@ def test_kept_weights_are_folded_once_and_give_the_same_bits(device: str, folds:
 def test_a_copy_has_records_of_its_own(device: str) -> None:
     layer, x = layer_of(linear(device=device), MXFP4, NAME), randn(T, I, device=device)
     gradients(layer, x)
-    follow([layer.snip_cache.own])
+    follow([layer.snip_cache.records])
     twin = copy.deepcopy(layer)
     assert torch.equal(record_of(twin), record_of(layer))
     record_of(layer)[:, EXPONENT] = 50
@@ -255,7 +255,7 @@ class Run:
         return found
 
 
-def exponents(run: Run) -> Tensor:
+def exponents_of(run: Run) -> Tensor:
     return torch.stack([record_of(layer)[:, EXPONENT] for layer in snip_linears(run.model).values()])
 
 
@@ -264,8 +264,8 @@ class TestRun:
     def test_exponents_follow_after_each_step_and_losses_are_the_emulated_ones(self) -> None:
         run = Run()
         losses = run.train(3, micro_batches=2)
-        assert (exponents(run) != UNSET).all()
-        assert len({id(layer.snip_cache.own.everything) for layer in snip_linears(run.model).values()}) == 1
+        assert (exponents_of(run) != UNSET).all()
+        assert len({id(layer.snip_cache.records.everything) for layer in snip_linears(run.model).values()}) == 1
         expected = Run(backend="emulated").train(3, micro_batches=2)
         assert losses == pytest.approx(expected, rel=2e-3)
         assert losses[0] == pytest.approx(expected[0], rel=1e-6)
@@ -280,7 +280,7 @@ class TestRun:
         assert Run(ties=ties).train(2) == Run().train(2)
 
     def test_a_resumed_run_goes_on_bit_for_bit_outside_the_range_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(records, "HEADROOM", -3)  # everything saturates
+        monkeypatch.setattr(exponents, "HEADROOM", -3)  # everything saturates
         run = Run()
         begun = run.train(2)
         saved = json.loads(json.dumps(run.controller.state_dict()))
@@ -302,7 +302,7 @@ class TestRun:
         state = run.controller.state_dict()
         del state["kernels"]
         run.controller.load_state_dict(state)
-        assert (exponents(run) == UNSET).all()
+        assert (exponents_of(run) == UNSET).all()
 
     def test_what_does_not_fit_is_logged_when_the_run_ends(self, caplog: pytest.LogCaptureFixture) -> None:
         run = Run()
@@ -366,7 +366,7 @@ def test_layers_that_share_a_graph_note_what_they_see_each_in_its_own_record(mod
             layer.compile(**compiling) if number == 0 else None
             x = randn(T, I, device=device) * 2 ** (index + number)
             through(layer, layer, x)
-            assert record_of(layer)[0, LARGEST] == records.bits_of(float(x.abs().max()))
+            assert record_of(layer)[0, LARGEST] == exponents.bits_of(float(x.abs().max()))
         TENSOR_SCALED.after_step(layers)
     torch._dynamo.reset()
 

@@ -11,11 +11,9 @@ import torch
 from kernels.test_hopper_layers import gradients, layer_of, linear, randn
 
 from snip_hf import SnipLinear
-from snip_hf.kernels.tensor_core import Quantized
-from snip_hf.kernels.tensor_scaled import operators, records
+from snip_hf.kernels.tensor_scaled import exponents, operators
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
-from snip_hf.kernels.tensor_scaled.notes import LOOK_EVERY, note_of
-from snip_hf.kernels.tensor_scaled.records import EXPONENT, UNSET, Records, follow
+from snip_hf.kernels.tensor_scaled.exponents import COUNT_EVERY, EXPONENT, UNSET, Records, follow, view_of
 from snip_hf.numerics.gemms import GEMMS
 
 T, I = 40, 200  # noqa: E741
@@ -39,7 +37,7 @@ def train(layer: SnipLinear) -> None:
 
 def launches(layer: SnipLinear, counts: bool = False) -> list[bool]:
     """Operand -> whether its scales need a launch."""
-    record = layer.snip_cache.own.record
+    record = layer.snip_cache.records.record
     return [operators.needs_scales(record, operand, gemms, counts) for operand, gemms in ALL.items()]
 
 
@@ -51,7 +49,7 @@ def test_scales_need_a_launch_until_there_are_exponents(layer: SnipLinear) -> No
 def test_they_do_for_gemms_whose_format_does_not_fold(layer: SnipLinear) -> None:
     layer.set_formats(dict(zip(GEMMS, WITH_FP8, strict=True)))
     assert launches(layer) == [False, True, True]
-    record = layer.snip_cache.own.record
+    record = layer.snip_cache.records.record
     assert not operators.needs_scales(record, GRADIENT, (-1, 2), False)
     layer.set_formats(dict(zip(GEMMS, MXFP4, strict=True)))
     assert launches(layer) == [False] * 3
@@ -59,11 +57,11 @@ def test_they_do_for_gemms_whose_format_does_not_fold(layer: SnipLinear) -> None
 
 def test_in_one_step_of_many_they_do_so_that_blocks_are_counted(layer: SnipLinear) -> None:
     found = []
-    for _ in range(2 * LOOK_EVERY):
+    for _ in range(2 * COUNT_EVERY):
         found.append(launches(layer, counts=True))
         assert launches(layer, counts=False) == [False] * 3
         train(layer)
-    assert found == ([[True] * 3] + [[False] * 3] * (LOOK_EVERY - 1)) * 2
+    assert found == ([[True] * 3] + [[False] * 3] * (COUNT_EVERY - 1)) * 2
 
 
 def test_a_layer_that_got_no_input_has_none_until_it_gets_one(layer: SnipLinear) -> None:
@@ -96,24 +94,23 @@ def test_notes_go_with_records_that_are_packed_and_copied_and_end_with_them(laye
     assert launches(layer) == [False] * 3 and launches(twin) == [False, True, True]
     own = Records.new(torch.device("cpu"))
     record = own.record
-    assert note_of(record) is own.note
+    assert view_of(record) is own.view
     del own
-    assert note_of(record) is None
+    assert view_of(record) is None
 
 
 @pytest.fixture
 def scale_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Operands whose kernels were launched, 10 more where the scales had a launch of their own."""
     found: list[int] = []
-    reference = operators.reference.fold
+    reference = operators.reference.encode
 
-    def folded(*arguments: object) -> Quantized:
-        operand, record, counts = arguments[4], arguments[2], arguments[6]
-        assert isinstance(operand, int) and isinstance(record, torch.Tensor)
-        found.append(operand + 10 * operators.needs_scales(record, operand, arguments[5], bool(counts)))
+    def encoded(*arguments: Any) -> Any:
+        (_, record, _), operand, gemms, counts = arguments[1:]
+        found.append(operand + 10 * operators.needs_scales(record, operand, gemms, bool(counts)))
         return reference(*arguments)
 
-    monkeypatch.setattr(operators.reference, "fold", folded)
+    monkeypatch.setattr(operators.reference, "encode", encoded)
     yield found
 
 
@@ -146,16 +143,16 @@ def test_in_compiled_layers_operators_find_the_note_and_nothing_is_compiled_for_
 
 def test_the_record_alone_decides_what_the_kernel_writes(layer: SnipLinear) -> None:
     """So a note can be late, but not wrong: what `follow` noted as known stays in force."""
-    own = layer.snip_cache.own
+    own = layer.snip_cache.records
     before = own.record[:, EXPONENT].clone()
-    own.record[:, records.LARGEST] = records.bits_of(float("inf"))
+    own.record[:, exponents.LARGEST] = exponents.bits_of(float("inf"))
     follow([own])
     assert torch.equal(own.record[:, EXPONENT], before) and (before != UNSET).all()
 
 
 def fast_sums(layer: SnipLinear) -> list[bool]:
     """GEMM -> whether its sums are fast."""
-    return [operators.sums_fast(layer.snip_cache.own.record, gemm) for gemm in range(len(GEMMS))]
+    return [operators.sums_fast(layer.snip_cache.records.record, gemm) for gemm in range(len(GEMMS))]
 
 
 def test_sums_are_fast_where_formats_fold(layer: SnipLinear) -> None:

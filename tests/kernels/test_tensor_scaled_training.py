@@ -10,7 +10,7 @@ import torch
 from kernels.test_hopper_training import TIES, history, run
 from torch._dynamo.utils import counters
 
-from snip_hf.kernels.tensor_scaled import gated_operators
+from snip_hf.kernels.tensor_scaled import gated
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
 
 pytestmark = [
@@ -54,11 +54,11 @@ def test_a_captured_graph_takes_new_exponents_and_notes_what_it_sees() -> None:
     """As `torch.compile(mode="reduce-overhead")` replays it."""
     from kernels.test_tensor_scaled import numbers
 
-    from snip_hf.kernels.tensor_scaled.records import EXPONENT, LARGEST, Records, bits_of, follow
+    from snip_hf.kernels.tensor_scaled.exponents import EXPONENT, LARGEST, Records, bits_of, follow
 
     x = torch.randn(256, 256, device="cuda").bfloat16()
     state, records = numbers(("mxfp4",) * 3).cuda(), Records.new(x.device)
-    fold = torch.ops.snip_hf.fold_operand
+    fold = torch.ops.snip_hf.encode_operand
     fold(x, state, records.record, records.table, 0, (0, 2), True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -82,8 +82,8 @@ def test_gated_mlps_that_run_as_one_train_as_their_linears_do(tmp_path: Path, mo
         launched.append(sum(of_one is not None for of_one in values))
         return values
 
-    launch_backward = gated_operators.launch_backward
-    monkeypatch.setattr(gated_operators, "launch_backward", note)
+    launch_backward = gated.launch_backward
+    monkeypatch.setattr(gated, "launch_backward", note)
     _, _, as_one = run(tmp_path / "one", compiled=True, formats=FORMATS, ties=TIES, backend="tensor-scaled")
     assert len(launched) == 2 * len(as_one)  # layers and steps
     assert launched[0] == 3 and 0 in launched  # in BF16, before the first exponents and later

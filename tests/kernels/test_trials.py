@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import snip_hf
 from snip_hf.kernels import trials
@@ -19,21 +20,21 @@ GPU = torch.device("cuda")
 
 
 class FakeTrial:
-    """A trial whose kernels round as `wrong` says; counts how often it ran."""
+    """A trial of kernels that may round wrongly; counts how often it ran."""
 
     def __init__(self) -> None:
-        self.wrong: list[str] = []
+        self.is_wrong = False
         self.runs = 0
 
     def __call__(self, trial: str = "fake", format: str = "mxfp4", device: torch.device = GPU) -> str | None:
-        return trials.fault_of(trial, FORMATS[format], device, self.other_bytes, self.errors)
+        return trials.fault_of(trial, FORMATS[format], device, self.encode, self.products)
 
-    def other_bytes(self) -> list[str]:
-        self.runs += 1
-        return self.wrong
+    def encode(self, by_kernel: bool | None) -> dict[str, list[Tensor]]:
+        self.runs += by_kernel is None
+        return {"weight": [torch.tensor([1.0]), torch.tensor([float(self.is_wrong and by_kernel is None)])]}
 
-    def errors(self) -> Iterator[tuple[str, float]]:
-        yield "forward", 0.0
+    def products(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        yield "forward", torch.ones(2, 2), torch.ones(2, 2)
 
 
 @pytest.fixture
@@ -73,9 +74,9 @@ def test_a_format_of_the_same_name_but_another_content_is_tried(trial: FakeTrial
 
 
 def test_a_trial_that_failed_is_tried_again(trial: FakeTrial) -> None:
-    trial.wrong = ["weight of forward"]
-    assert all("rounds otherwise" in str(trial()) for _ in range(2))
-    trial.wrong = []
+    trial.is_wrong = True
+    assert all("rounds otherwise than the reference (weight)" in str(trial()) for _ in range(2))
+    trial.is_wrong = False
     assert [trial(), trial(), trial.runs] == [None, None, 3]
 
 

@@ -24,7 +24,7 @@ def efficient_attention() -> Iterator[None]:
         if enable_gqa and query.is_cuda and query.dtype == torch.float32:
             # The memory-efficient kernel holds no (tokens, tokens) matrices, but takes no shared heads.
             key, value, enable_gqa = per_query_head(query, key), per_query_head(query, value), False
-        return original(query, key, value, *positional, enable_gqa=enable_gqa, **given)
+        return original(query, key, value, *positional, **given, enable_gqa=enable_gqa)  # type: ignore[misc]
 
     nn.functional.scaled_dot_product_attention = attention
     try:

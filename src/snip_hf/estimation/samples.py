@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.host_copy import on_device
+from ..kernels.launching import on_device
 from ..kernels.rounding import has_kernels
 from ..kernels.sums import row_squares, token_figures
 from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer

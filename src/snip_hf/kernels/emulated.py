@@ -1,145 +1,358 @@
 """The backend "emulated", which runs anywhere: rounding in software, products in FP32, as custom operators.
 
-Legend: T tokens, I in_features, O out_features; x (T, I), weight (O, I), grad_output (T, O). `state` is the layer's
-int64 tensor of `STATE_SIZE` numbers on its device: the format codes of the three GEMMs (in the order of `gemms.GEMMS`);
-the key of the random numbers that its output gradient is rounded with (`random_streams.stream_key`); the rank of this
-process among those that share the batch, and how many they are (`random_streams.rank_stream`). Operators read it at run
-time, so that a new plan or step is new data for the same code. A CUDA graph keeps the formats of its capture; with
-`layers.state.KeysOnDevice` it draws by the keys of each replay.
+Legend: T tokens, I in_features, O out_features, E matrices; x (T, I), weight (O, I), grad_output (T, O).
+
+`state` is the layer's int64 tensor of `STATE_SIZE` numbers on its device: the format codes of the three GEMMs (in the
+order of `gemms.GEMMS`); the key of the random numbers that round its output gradient (`random_streams.stream_key`); the
+rank of this process among those that share the batch, and their number (`random_streams.rank_stream`). Operators read
+it at run time, so that a new plan or step is new data for the same code.
+
+A layer of several matrices has a weight (E, O, I) and `ends` (E,): tokens are sorted by matrix, and those of matrix e
+are rows ends[e - 1] to ends[e] - 1. Rows behind the last end belong to no matrix and give zeros. Each matrix gives bit
+for bit what a layer of that matrix and its tokens would give, with a key of its own (`random_streams.matrix_keys`).
+Without `ends`, all tokens meet the one matrix (O, I).
 
 Both operands are quantized along the contraction, multiplied and summed in FP32, and the result is cast to the
-operands' dtype. On CUDA, BF16 calls in formats whose rounded values are BF16 numbers (`products.fits_bf16`) multiply
-on BF16 tensor cores: the products are the same, the sums are FP32 too, in another order. In an unquantized format
-(BF16, the compute dtype) the operators call exactly the aten functions that `nn.Linear` and its autograd call, so that
-such a layer gives the same bits as an `nn.Linear`. `grouped.py` has the same operators for layers of several matrices.
+operands' dtype. On CUDA, BF16 calls in formats whose rounded values are BF16 numbers (`fits_bf16`) multiply on BF16
+tensor cores: the products are the same, the sums are FP32 too, in another order. In an unquantized format (BF16, the
+compute dtype) the operators call exactly the aten functions that `nn.Linear` and its autograd call, so that such a
+layer gives the same bits as an `nn.Linear`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from ..numerics.formats import NumberFormat, format_of_code
-from ..numerics.gemms import GEMMS
+from ..numerics.formats import UNQUANTIZED, NumberFormat, format_of_code
+from ..numerics.gemms import CONTRACTIONS, GEMMS, gemm_of
+from ..numerics.random_streams import matrix_keys
 from .backend import Backend, GroupedLayer, Layer, register_backend
-from .grouped import ThreeGroupedGemms
-from .products import STATE_SIZE as STATE_SIZE
-from .products import fits_bf16, is_differentiated_again, multiply
+from .linear import Gradients, linear_function
 from .rounding import fake_quantize
 
-# The operators read the state on the host, which a CUDA graph cannot: inductor leaves them out of one.
+STATE_SIZE = len(GEMMS) + 3
+_BF16_SIGNIFICAND_BITS = 8
+# The operators read the state on the host, which a CUDA graph cannot do: inductor leaves them out of one.
 _READS_ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
 
 
-@torch.library.custom_op("snip_hf::forward_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
-def forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, key: Tensor | None = None) -> Tensor:
-    """Returns x @ weight^T + bias, (..., O) for x (..., I), in x's dtype; the bias is added after the GEMM in FP32.
+class _Part(NamedTuple):
+    """A matrix with its tokens."""
 
-    Here and below, `key` is read in place of the state's, on the device.
-    """
-    fmt, stream = _read(state, "forward", key)
-    if not fmt.is_quantized:
+    matrix: int | None
+    """None: the layer has one matrix, (O, I)."""
+    rows: slice
+    stream: tuple[int, int, int]
+    """Key, rank and ranks of its random numbers."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns the matrix's entry of the weight or the bias."""
+        return tensor if self.matrix is None else tensor[self.matrix]
+
+
+@torch.library.custom_op("snip_hf::forward_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
+def forward_gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    ends: Tensor | None = None,
+) -> Tensor:
+    """Returns x @ weight^T + bias, (..., O) for x (..., I), in x's dtype; the bias is added after the GEMM in FP32."""
+    format, parts = _read(state, ends, "forward")
+    products: Iterable[Tensor]
+    if not format.is_quantized:
         # x as it came: aten adds the bias inside the GEMM or after it, depending on x's dimensions and strides.
-        y = torch.nn.functional.linear(x, weight, bias)
+        products = (
+            functional.linear(x[part.rows], part.of(weight), None if bias is None else part.of(bias)) for part in parts
+        )
     else:
         # (T, I) x (I, O): contracts I
-        left = fake_quantize(x.reshape(-1, x.shape[-1]), fmt, "activation", 1)
-        right = fake_quantize(weight, fmt, "weight", 1, *stream).t()
-        y_fp32 = multiply(left, right, x.dtype, fits_bf16(fmt, "forward"))
-        if bias is not None:
-            y_fp32 += bias.to(torch.float32)
-        y = y_fp32.to(x.dtype)
-    # A view would be refused by autograd where a model adds to it in place (Falcon: `attention_output += ...`).
-    result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
+        lefts = _rounded_tokens(x.reshape(-1, x.shape[-1]), parts, format, "activation", 1)
+        rights = _rounded_weights(weight, parts, format, 1)
+        products = (
+            _with_bias(multiply(left, right.t(), x.dtype, fits_bf16(format, "forward")), bias, part).to(x.dtype)
+            for part, left, right in zip(parts, lefts, rights, strict=True)
+        )
+    y = _by_rows(products, parts, x, weight.shape[-2])
+    # Not a view: autograd refuses to modify one in place, as Falcon does (`attention_output += ...`).
+    result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[-2]])
     return result
 
 
 @torch.library.custom_op("snip_hf::grad_input_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
-def grad_input_gemm(grad_output: Tensor, weight: Tensor, state: Tensor, key: Tensor | None = None) -> Tensor:
+def grad_input_gemm(grad_output: Tensor, weight: Tensor, state: Tensor, ends: Tensor | None = None) -> Tensor:
     """Returns grad_output @ weight, (T, I), in grad_output's dtype."""
-    fmt, stream = _read(state, "grad_input", key)
-    if not fmt.is_quantized:
-        return grad_output.mm(weight)
-    # (T, O) x (O, I): contracts O
-    left = fake_quantize(grad_output, fmt, "gradient", 1, *stream)
-    right = fake_quantize(weight, fmt, "weight", 0, *stream)
-    return multiply(left, right, grad_output.dtype, fits_bf16(fmt, "grad_input")).to(grad_output.dtype)
+    format, parts = _read(state, ends, "grad_input")
+    products: Iterable[Tensor]
+    if not format.is_quantized:
+        products = (grad_output[part.rows].mm(part.of(weight)) for part in parts)
+    else:
+        # (T, O) x (O, I): contracts O
+        lefts = _rounded_tokens(grad_output, parts, format, "gradient", 1)
+        rights = _rounded_weights(weight, parts, format, 0)
+        fits = fits_bf16(format, "grad_input")
+        pairs = zip(lefts, rights, strict=True)
+        products = (multiply(left, right, grad_output.dtype, fits).to(grad_output.dtype) for left, right in pairs)
+    return _by_rows(products, parts, grad_output, weight.shape[-1])
 
 
 @torch.library.custom_op("snip_hf::grad_weight_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
-def grad_weight_gemm(grad_output: Tensor, x: Tensor, state: Tensor, key: Tensor | None = None) -> Tensor:
-    """Returns grad_output^T @ x, (O, I), in grad_output's dtype."""
-    fmt, stream = _read(state, "grad_weight", key)
-    if not fmt.is_quantized:
-        return grad_output.t().mm(x)
-    # (O, T) x (T, I): contracts T
-    left = fake_quantize(grad_output, fmt, "gradient", 0, *stream).t()
-    right = fake_quantize(x, fmt, "activation", 0)
-    return multiply(left, right, grad_output.dtype, fits_bf16(fmt, "grad_weight")).to(grad_output.dtype)
+def grad_weight_gemm(
+    grad_output: Tensor,
+    x: Tensor,
+    state: Tensor,
+    ends: Tensor | None = None,
+    transposed: bool = False,
+) -> Tensor:
+    """Returns grad_output^T @ x, (O, I) or (E, O, I), in grad_output's dtype; zeros for a matrix without tokens.
+
+    `transposed`: in memory as (E, I, O).
+    """
+    format, parts = _read(state, ends, "grad_weight")
+    products: Iterable[Tensor]
+    if not format.is_quantized:
+        products = (grad_output[part.rows].t().mm(x[part.rows]) for part in parts)
+    else:
+        # (O, T) x (T, I): contracts T
+        lefts = _rounded_tokens(grad_output, parts, format, "gradient", 0)
+        rights = _rounded_tokens(x, parts, format, "activation", 0)
+        fits = fits_bf16(format, "grad_weight")
+        pairs = zip(lefts, rights, strict=True)
+        products = (multiply(left.t(), right, grad_output.dtype, fits).to(grad_output.dtype) for left, right in pairs)
+    if ends is None:
+        (grad_weight,) = products
+        return grad_weight
+    grad_weight = _empty_grad_weight(grad_output, x, ends, transposed).zero_()
+    for part, product in zip(parts, products, strict=True):
+        grad_weight[part.matrix] = product
+    return grad_weight
+
+
+@torch.library.custom_op("snip_hf::bias_gradient", mutates_args=(), tags=_READS_ON_THE_HOST)
+def bias_gradient(grad_output: Tensor, ends: Tensor) -> Tensor:
+    """Returns the sum of grad_output over the tokens of each matrix, (E, O)."""
+    sums = grad_output.new_zeros(ends.shape[0], grad_output.shape[1])
+    for matrix, rows in _rows(ends.tolist()):
+        sums[matrix] = grad_output[rows].sum(0)
+    return sums
 
 
 @forward_gemm.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, key: Tensor | None = None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    ends: Tensor | None = None,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[-2])
 
 
 @grad_input_gemm.register_fake
-def _(grad_output: Tensor, weight: Tensor, state: Tensor, key: Tensor | None = None) -> Tensor:
-    return grad_output.new_empty(grad_output.shape[0], weight.shape[1])
+def _(grad_output: Tensor, weight: Tensor, state: Tensor, ends: Tensor | None = None) -> Tensor:
+    return grad_output.new_empty(grad_output.shape[0], weight.shape[-1])
 
 
 @grad_weight_gemm.register_fake
-def _(grad_output: Tensor, x: Tensor, state: Tensor, key: Tensor | None = None) -> Tensor:
-    return grad_output.new_empty(grad_output.shape[1], x.shape[1])
+def _(
+    grad_output: Tensor,
+    x: Tensor,
+    state: Tensor,
+    ends: Tensor | None = None,
+    transposed: bool = False,
+) -> Tensor:
+    return _empty_grad_weight(grad_output, x, ends, transposed)
 
 
-def _read(state: Tensor, gemm: str, on_device: Tensor | None) -> tuple[NumberFormat, tuple[int | Tensor, int, int]]:
-    """Returns the format of `gemm`, and key, rank and ranks for what it draws: rounding of G, noise on the weight."""
-    *codes, key, rank, ranks = state.tolist()
-    return format_of_code(codes[GEMMS.index(gemm)]), (key % 2**64 if on_device is None else on_device, rank, ranks)
+@bias_gradient.register_fake
+def _(grad_output: Tensor, ends: Tensor) -> Tensor:
+    return grad_output.new_empty(ends.shape[0], grad_output.shape[1])
 
 
-class _ThreeGemms(torch.autograd.Function):
-    """Y = X W^T + b with the format of each GEMM read from `state`, and the key from `key`, if it is there."""
+def multiply(left_fp32: Tensor, right_fp32: Tensor, dtype: torch.dtype, fits_bf16: bool) -> Tensor:
+    """Returns left @ right, FP32, also under autocast, which would cast both to BF16.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, key: Tensor | None) -> Tensor:
-        # A copy, since the next forward pass may write the state before this one's backward pass reads it. Outside a
-        # graph it is on the host, where the operators read it: so they wait for the device once and not once per GEMM.
-        is_traced = torch.compiler.is_compiling()
-        kept = state.clone() if is_traced else state.to("cpu", copy=True)
-        state = state if is_traced else kept
-        ctx.save_for_backward(x, weight, kept, key)
-        y: Tensor = forward_gemm(x, weight, bias, state, key)
+    Args:
+        left_fp32, right_fp32: the rounded operands.
+        dtype: of the call.
+        fits_bf16: whether the operands' values are BF16 numbers.
+    """
+    with torch.autocast(left_fp32.device.type, enabled=False):
+        if not (fits_bf16 and dtype == torch.bfloat16 and left_fp32.is_cuda):
+            return left_fp32 @ right_fp32
+        # With an FP32 result partial sums are FP32 too, whatever
+        # `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` says.
+        left, right = left_fp32.to(torch.bfloat16), right_fp32.to(torch.bfloat16)
+        return torch.mm(left, right, out_dtype=torch.float32)
+
+
+def fits_bf16(format: NumberFormat, gemm: str) -> bool:
+    """Returns True if both rounded operands of a GEMM are BF16 numbers: at most 8 bits, times a power of two.
+
+    Values below 2**-126, where BF16 has fewer bits, are the exception: they are rounded once more.
+    """
+    if format.scale != "e8m0" or gemm in format.rotated:
+        return False
+    rules = [format.operand(operand) for operand, _ in CONTRACTIONS[gemm]]
+    grids = [rule.grid or format.grid for rule in rules if rule.quantized and not rule.noise]
+    most = _BF16_SIGNIFICAND_BITS
+    return len(grids) == len(rules) and all(grid is not None and grid.mantissa_bits < most for grid in grids)
+
+
+def _read(state: Tensor, ends: Tensor | None, gemm: str) -> tuple[NumberFormat, list[_Part]]:
+    """Returns the format of `gemm`, and the matrices that have tokens; reads both tensors in one go."""
+    numbers = (state if ends is None else torch.cat([state, ends])).tolist()
+    *codes, key, rank, ranks = numbers[:STATE_SIZE]
+    format = format_of_code(codes[GEMMS.index(gemm)])
+    if ends is None:
+        return format, [_Part(None, slice(None), (key % 2**64, rank, ranks))]
+    keys = matrix_keys(key % 2**64, len(ends))
+    return format, [_Part(e, rows, (keys[e], rank, ranks)) for e, rows in _rows(numbers[STATE_SIZE:])]
+
+
+def _rows(ends: Sequence[int]) -> list[tuple[int, slice]]:
+    """Returns (matrix, its rows) for every matrix that has tokens."""
+    starts = [0, *ends[:-1]]
+    return [(e, slice(start, end)) for e, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
+
+
+def _by_rows(products: Iterable[Tensor], parts: Sequence[_Part], x: Tensor, columns: int) -> Tensor:
+    """Returns the products of all matrices at their tokens' rows, zeros elsewhere."""
+    if len(parts) == 1 and parts[0].matrix is None:
+        (y,) = products
         return y
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, state, key = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_rows, rows = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
-        if is_differentiated_again():  # in high precision: rounding has no derivative
-            grad_x, grad_weight = grad_rows @ weight, grad_rows.t() @ rows
-        else:
-            grad_x = grad_input_gemm(grad_rows, weight, state, key) if needs_x else None
-            grad_weight = grad_weight_gemm(grad_rows, rows, state, key) if needs_weight else None
-        return (
-            grad_x.view(x.shape) if needs_x else None,
-            grad_weight if needs_weight else None,
-            grad_rows.sum(0) if needs_bias else None,
-            None,
-            None,
-        )
+    y = x.new_zeros(x.shape[0], columns)
+    for part, product in zip(parts, products, strict=True):
+        y[part.rows] = product
+    return y
 
 
-class KeyOnDevice(NamedTuple):
-    """What `layers.state.KeysOnDevice` puts in a layer's cache."""
+def _with_bias(y_fp32: Tensor, bias: Tensor | None, part: _Part) -> Tensor:
+    return y_fp32 if bias is None else y_fp32.add_(part.of(bias).to(torch.float32))
 
-    key: Tensor
-    """(1,), int64, on the weight's device: read in place of the state's."""
+
+def _rounded_tokens(
+    x: Tensor, parts: Sequence[_Part], format: NumberFormat, operand: str, contracts: int
+) -> Sequence[Tensor]:
+    """Returns each matrix's tokens, rows of x (T, C), rounded, FP32."""
+    is_one = len(parts) == 1 and parts[0].matrix is None
+    behind = [] if is_one else [part.rows.stop for part in parts[-1:] if part.rows.stop < len(x)]
+    if not is_one and _can_round_together(format, operand, contracts, [*(part.rows.start for part in parts), *behind]):
+        rounded = fake_quantize(x, format, operand, contracts)
+        return [rounded[part.rows] for part in parts]
+    return [fake_quantize(x[part.rows], format, operand, contracts, *part.stream) for part in parts]
+
+
+def _rounded_weights(weight: Tensor, parts: Sequence[_Part], format: NumberFormat, contracts: int) -> Sequence[Tensor]:
+    """Returns the matrices (O, I) that have tokens, rounded, FP32."""
+    if weight.dim() == 3 and parts and _can_round_together(format, "weight", contracts, [weight.shape[1]]):
+        needed = weight if len(parts) == len(weight) else weight[[part.matrix for part in parts]]
+        rounded = fake_quantize(needed.reshape(-1, weight.shape[2]), format, "weight", contracts)
+        return rounded.view(needed.shape).unbind()
+    return [fake_quantize(part.of(weight), format, "weight", contracts, *part.stream) for part in parts]
+
+
+def _can_round_together(format: NumberFormat, operand: str, contracts: int, starts: Sequence[int]) -> bool:
+    """Returns True if one call can round tensors that begin at these rows of one tensor: no block has rows of two."""
+    rule = format.operand(operand)
+    if rule.block is None or format.tensor_scale is not None or rule.stochastic or rule.noise:
+        return False
+    across, along = rule.block
+    units = [along if contracts == 0 else across]
+    if contracts == 0 and gemm_of(operand, contracts) in format.rotated:
+        units.append(format.rotation)
+    return all(start % unit == 0 for start in starts for unit in units)
+
+
+def _empty_grad_weight(grad_output: Tensor, x: Tensor, ends: Tensor | None, transposed: bool) -> Tensor:
+    out_features, in_features = grad_output.shape[1], x.shape[1]
+    if ends is None:
+        return grad_output.new_empty(out_features, in_features)
+    if transposed:
+        return grad_output.new_empty(ends.shape[0], in_features, out_features).transpose(1, 2)
+    return grad_output.new_empty(ends.shape[0], out_features, in_features)
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, tensors: Sequence[Any]
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    state, ends = (*tensors, None)[:2]  # torch.compile drops a last argument that is None
+    if torch.compiler.is_compiling():
+        kept, kept_ends = state.clone(), ends
+    else:
+        # Copies: the next forward pass may write the state before this one's backward pass reads it. They are on the
+        # host, where the operators read them: one wait for the device instead of one per GEMM.
+        state, ends = kept, kept_ends = _on_host(state, ends)
+    return forward_gemm(x, weight, bias, state, ends), (x, kept, kept_ends)
+
+
+def _on_host(state: Tensor, ends: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if ends is None:
+        return state.to("cpu", copy=True), None
+    own_state, own_ends = torch.cat([state, ends]).to("cpu", copy=True).split([len(state), len(ends)])
+    return own_state, own_ends
+
+
+def _backward(
+    grad_output: Tensor, weight: Tensor, transposed: bool, saved: Sequence[Any], needs: tuple[bool, bool, bool]
+) -> Gradients:
+    x, state, ends = saved
+    needs_x, needs_weight, needs_bias = needs
+    rows, grad_bias = x.reshape(-1, x.shape[-1]), None
+    if needs_bias:
+        grad_bias = grad_output.sum(0) if ends is None else bias_gradient(grad_output, ends)
+    return (
+        grad_input_gemm(grad_output, weight, state, ends) if needs_x else None,
+        grad_weight_gemm(grad_output, rows, state, ends, transposed) if needs_weight else None,
+        grad_bias,
+    )
+
+
+def _differentiable_backward(
+    grad_output: Tensor, weight: Tensor, transposed: bool, saved: Sequence[Any], needs: tuple[bool, bool, bool]
+) -> Gradients:
+    """As `_backward` in high precision, by functions that torch differentiates: rounding has no derivative."""
+    x, _, ends = saved
+    x = x.reshape(-1, x.shape[-1])
+    needs_x, needs_weight, needs_bias = needs
+    if ends is None:
+        grad_x, grad_weight, grad_bias = grad_output @ weight, grad_output.t() @ x, grad_output.sum(0)
+    else:
+        lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        *grads, behind = grad_output.split([*lengths, len(x) - sum(lengths)])
+        *parts, _ = x.split([*lengths, len(behind)])
+        products = [grad @ matrix for grad, matrix in zip(grads, weight, strict=True)]
+        grad_x = torch.cat([*products, behind.new_zeros(len(behind), x.shape[1])])
+        grad_weight = torch.stack([grad.t() @ part for grad, part in zip(grads, parts, strict=True)])
+        grad_bias = torch.stack([grad.sum(0) for grad in grads])
+    return grad_x if needs_x else None, grad_weight if needs_weight else None, grad_bias if needs_bias else None
+
+
+_emulated_linear = linear_function(_forward, _backward, _differentiable_backward)
+
+
+def unquantized(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    """Returns x @ weight[e]^T + bias[e] for the tokens of each matrix e, (T, O), differentiable, in high precision.
+
+    Args:
+        x: (T, I), any dtype.
+        weight: (E, O, I), in memory perhaps as (E, I, O). Gives the dtype of the products, or autocast does.
+        bias: (E, O) or None.
+        ends: (E,), int64.
+    """
+    is_cast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if is_cast else weight.dtype
+    state = ends.new_full((STATE_SIZE,), UNQUANTIZED.code)
+    bias = None if bias is None else bias.to(dtype)
+    is_transposed = weight.stride(1) < weight.stride(2)
+    y: Tensor = _emulated_linear(x.to(dtype), weight.to(dtype), bias, is_transposed, state, ends)
+    return y
 
 
 class Emulated(Backend):
@@ -157,14 +370,13 @@ class Emulated(Backend):
         return True
 
     def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
-        weight, cache = layer.matrix, layer.snip_cache
-        key = cache.key if type(cache) is KeyOnDevice else None  # another backend's cache says nothing here
-        y: Tensor = _ThreeGemms.apply(x, weight.to(x.dtype) if casts else weight, bias, layer.snip_state, key)
+        weight = layer.matrix.to(x.dtype) if casts else layer.matrix
+        y: Tensor = _emulated_linear(x, weight, bias, False, layer.snip_state)
         return y
 
     def grouped_forward(self, layer: GroupedLayer, x: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
         weight = layer.stacked.to(x.dtype)
-        y: Tensor = ThreeGroupedGemms.apply(x, weight, bias, ends, layer.snip_state, layer.is_transposed)
+        y: Tensor = _emulated_linear(x, weight, bias, layer.is_transposed, layer.snip_state, ends)
         return y
 
     def gemm_call(

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels with little work on the host.
+"""Launches of Triton kernels with little work on the host, and copies to a device without waiting.
 
 `kernel[grid](...)` looks at every argument and every global that the kernel names, some 50 to 100 microseconds in
 Python, which a model of 1B does over a thousand times per step. A kernel that was compiled for such arguments is
@@ -8,6 +8,7 @@ launched here at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -92,3 +93,20 @@ def launch(
     if len(_COMPILED) >= _MOST:
         _COMPILED.clear()
     _COMPILED[key] = compiled[(*grid, 1, 1)[:3]], (*numbers, *constants)
+
+
+def on_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """Returns a host's tensor on a device, for which the host does not wait. On the CPU it is the tensor itself.
+
+    To CUDA by way of pinned memory, which torch keeps until the copy has been done: the host may write `numbers` anew,
+    unless they are pinned. Of pageable memory CUDA says only that a copy "might be synchronous with respect to host".
+    """
+    if device.type == "cuda":
+        numbers = numbers.contiguous().pin_memory()
+    return numbers.to(device, non_blocking=True)
+
+
+@cache
+def kept_on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns numbers that are the same at every step, which are brought to the device once."""
+    return torch.tensor(numbers, device=device)

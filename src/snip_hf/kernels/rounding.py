@@ -34,7 +34,7 @@ def fake_quantize(
     format: NumberFormat,
     operand: str,
     contracts: int,
-    key: int | Tensor | None = None,
+    key: int | None = None,
     rank: int = 0,
     ranks: int = 1,
     amax: Tensor | None = None,
@@ -49,14 +49,12 @@ def fake_quantize(
         operand: which of its operands x is (`gemms.OPERANDS`).
         contracts: the dimension of x that the GEMM contracts, 0 or 1.
         key: of the random numbers of operands that are rounded stochastically or get noise; others, or without one,
-            are rounded to nearest. A tensor of one int64 number on x's device is read when the kernel runs, so that a
-            CUDA graph takes the key of each replay.
+            are rounded to nearest.
         rank, ranks: as in `rounding.quantize_tiles`.
         amax: as in `rounding.round_operand`.
 
     Raises:
         ValueError: x is not a 2-D floating-point tensor.
-        RuntimeError: a CUDA graph is captured, and torch's operations would have to read the key on the host.
     """
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"fake_quantize expects a 2-D floating-point tensor, got shape {tuple(x.shape)}, {x.dtype}.")
@@ -64,23 +62,8 @@ def fake_quantize(
         return x.to(torch.float32)
     if x.numel() > 0 and x.dtype in _DTYPES and has_kernels(x.device) and takes(format, operand):
         return round_by_kernel(x, format, operand, contracts, key, rank, ranks, amax)
-    if isinstance(key, Tensor):
-        key = _on_host(key, format, operand)
     with torch.no_grad():
         return rounding.round_operand(x, format, operand, contracts, key, rank, ranks, amax)
-
-
-def _on_host(key: Tensor, format: NumberFormat, operand: str) -> int | None:
-    """Returns a key that lies on the device, None where nothing is drawn by it."""
-    rule = format.operand(operand)
-    if not (rule.stochastic or rule.noise):
-        return None
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"The format {format.name!r} rounds a {operand} by operations of torch that need the key on the host, "
-            "which a CUDA graph cannot read at its replays. Train without CUDA graphs."
-        )
-    return int(key) % 2**64
 
 
 def capability(device: torch.device) -> tuple[int, int]:

@@ -47,7 +47,7 @@ def round_by_kernel(
     format: NumberFormat,
     operand: str,
     contracts: int,
-    key: int | Tensor | None = None,
+    key: int | None = None,
     rank: int = 0,
     ranks: int = 1,
     amax: Tensor | None = None,
@@ -59,17 +59,17 @@ def round_by_kernel(
             amax = tensor_amax(x, how.block, how.stages, contracts)
         amax = amax.to(torch.float32)
     stream, first = (0, 0)
-    is_random, is_on_device = key is not None and how.is_stochastic, isinstance(key, Tensor)
+    is_random = key is not None and how.is_stochastic
     if key is not None and how.is_stochastic:
-        stream, first = rank_stream(0 if isinstance(key, Tensor) else key, x.shape, rank, ranks)
+        stream, first = rank_stream(key, x.shape, rank, ranks)
     y = torch.empty(*x.shape, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         launch(
             rounding_kernel,
             _programs(x, how.block),
-            (x, y, y if amax is None else amax, key if isinstance(key, Tensor) else y),
+            (x, y, y if amax is None else amax),
             (*x.shape, *x.stride(), *how.numbers),
-            (*how.tiles, is_random, is_on_device, *how.flags),
+            (*how.tiles, is_random, *how.flags),
             (_as_int64(stream), first),
             **how.options,
         )

@@ -214,8 +214,7 @@ def rounding_kernel(
     x,
     y,
     tensor_amax,  # one FP32 number, read if a scale belongs to the tensor
-    device_key,  # one int64 number, read if KEY_ON_DEVICE
-    key: tl.int64,  # or what the tensor's shape adds to the one on the device
+    key: tl.int64,
     first: tl.int64,  # position in the key's stream
     rows,
     columns,
@@ -242,7 +241,6 @@ def rounding_kernel(
     SUBNORMALS: tl.constexpr,
     MANTISSA: tl.constexpr,
     RANDOM: tl.constexpr,
-    KEY_ON_DEVICE: tl.constexpr,
     KIND: tl.constexpr,
     RULE: tl.constexpr,
     WHOLE: tl.constexpr,  # one scale for the tensor
@@ -275,9 +273,6 @@ def rounding_kernel(
         # `random_streams.uniform`
         place = ((row >> 2) * columns + first + column).to(tl.uint32)
         low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-        if KEY_ON_DEVICE:  # `random_streams.rank_stream`
-            own_key = tl.load(device_key)
-            low, high = low ^ own_key.to(tl.uint32), high + (own_key >> 32).to(tl.uint32)
         word = random_bits(place, low, high)
         number = (word >> ((row & 3) * 8).to(tl.uint32)) & 0xFF
         dither = (number.to(tl.float32) - 127.5) * 0.00390625

@@ -1,5 +1,5 @@
-"""What backends on FP8 tensor cores share: what is kept of a layer between passes, inputs that tied layers share, and
-the choice of what is quantized when. The kernels themselves are the backends' own.
+"""The common part of backends on FP8 tensor cores: what they keep of a layer between passes, inputs that tied layers
+share, and one pass of a layer, whose encoding and products each backend supplies (`Kernels`).
 
 Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I). GEMMs are numbered as in `gemms.GEMMS`;
 number -1 leaves a layout out, and empty tensors come back for it.
@@ -7,47 +7,51 @@ number -1 leaves a layout out, and empty tensors come back for it.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..numerics.formats import NumberFormat, format_of_code
 from ..numerics.gemms import GEMMS
-from .backend import Backend, Layer
+from .backend import Backend, GroupedLayer, Layer
 from .emulated import EMULATED
+from .linear import Gradients, kept_for_backward, linear_function
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 """Rows of an operand and their scales, and its columns and theirs. Of a weight: for the forward and for grad_input."""
+Layout = Sequence[Tensor]
+"""One layout of an operand and its scales."""
 
 
 @dataclass
 class Cache:
-    """What a backend knows of one layer."""
+    """What a backend keeps of one layer."""
 
     device: str
     """Type of the device that the backend was chosen for; on another one the layer runs emulated."""
     high: tuple[bool, bool, bool]
-    """Which GEMMs run in BF16. A Python constant: changing it triggers recompilation."""
+    """Which GEMMs run in BF16. A Python constant: changing it recompiles."""
     tied: TiedInput | None = None
-    """Shared with the tied layers that take the same input; None: the input is quantized for this layer alone."""
+    """Shared with the tied layers that take the same input; None: the input is quantized for this layer only."""
     weights: tuple[Tensor, ...] = ()
     """The weight as `keep_quantized` quantized it last; empty: every pass quantizes what it needs."""
     weight_version: int = -1
     """torch's count of the weight's changes at that time."""
-    own: Any = None
+    records: Any = None
     """What else the backend keeps."""
 
 
 class TiedInput:
     """The quantized input of tied layers that take the same tensor (q, k and v; gate and up), quantized once for all.
 
-    As long as their formats are the same: `parted` says when they are not, and each layer quantizes for itself. The
-    tensor is held until as many layers have asked for it as there are.
+    If their formats differ, `parted` is True and each layer quantizes for itself. The tensor is held until all layers
+    have asked for it.
     """
 
     def __init__(self, layers: int) -> None:
@@ -60,13 +64,13 @@ class TiedInput:
         self._gemms = (-1, -1)
         self._quantized: Quantized | None = None
 
-    def note(self, layer: int, formats: tuple[int, ...]) -> None:
-        """Takes notice of a layer's formats of the GEMMs that read the input, whenever they are set."""
+    def set_formats(self, layer: int, formats: tuple[int, ...]) -> None:
+        """Updates a layer's formats of the GEMMs that read the input."""
         self._formats[layer] = formats
         self.parted = len(set(self._formats.values())) > 1
 
     def forget(self) -> None:
-        """Lets go of a tensor that some layer has not asked for: it was not called, or the pass failed."""
+        """Drops a tensor that some layer has not asked for: it was not called, or the pass failed."""
         self._source = self._quantized = None
 
     def quantized(self, source: Tensor, gemms: tuple[int, int], quantize: Callable[[], Quantized]) -> Quantized:
@@ -84,8 +88,136 @@ class TiedInput:
 
 
 def _version(tensor: Tensor) -> int:
-    """Returns torch's count of the writes to a tensor; 0 where there is none, and in a graph, which cannot read it."""
+    """Returns torch's count of the writes to a tensor; 0 if it has none, and in a graph, which cannot read it."""
     return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
+
+
+class How(NamedTuple):
+    """What Python knows of a pass: changing it recompiles."""
+
+    high: tuple[bool, bool, bool]
+    """Which GEMMs run in BF16."""
+    keeps_x: bool
+    """Whether the backward pass will compute the weight's gradient."""
+    counts: bool = False
+    """Whether the pass is trained on."""
+    has_grad_input: bool = True
+    is_transposed: bool = False
+    """Whether the weight is stored as (E, I, O)."""
+
+
+class Kernels(ABC):
+    """The encoding and the products of a backend.
+
+    `layer` is a sequence of tensors that describe the layer, its state first. Here x and gradients are (T, *).
+    """
+
+    layer_tensors = 1
+
+    @abstractmethod
+    def forward(
+        self, x: Layout, weight: Tensor, bias: Tensor | None, layer: Layout, kept: Layout, how: How, tokens: int
+    ) -> tuple[Tensor, Layout]:
+        """Returns x @ weight^T + bias, (T, O), BF16, and the weight's layout for grad_input, or nothing.
+
+        Args:
+            x: rows of x.
+            weight, bias: as the layer has them.
+            layer: its tensors.
+            kept: both layouts of the weight, or nothing.
+            how: what is known of the pass.
+            tokens: T.
+        """
+
+    @abstractmethod
+    def gradient(self, grad_output: Tensor, layer: Layout, gemms: tuple[int, int], how: How) -> Quantized:
+        """Returns the output gradient quantized for the grad_input and the grad_weight GEMM."""
+
+    @abstractmethod
+    def grad_input(
+        self, grad: Layout, weight: Tensor, layer: Layout, by_input: Layout, how: How, tokens: int
+    ) -> Tensor:
+        """Returns grad @ weight, (T, I), BF16; `by_input`: the weight's layout for it, or nothing."""
+
+    @abstractmethod
+    def grad_weight(
+        self, grad: Layout, x: Layout, weight: Tensor, layer: Layout, how: How, dtype: torch.dtype
+    ) -> Tensor:
+        """Returns grad^T @ x, in the weight's layout."""
+
+    def late_columns(self, x: Tensor, grad: Tensor, weight: Tensor, layer: Layout, how: How, after: Tensor) -> Layout:
+        """Returns the columns of x for grad_weight, if the forward pass has not quantized them."""
+        raise NotImplementedError
+
+    # In BF16.
+
+    def high_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layout, how: How) -> Tensor:
+        return functional.linear(x, weight.to(x.dtype), bias)
+
+    def high_grad_input(self, grad: Tensor, weight: Tensor, layer: Layout, how: How) -> Tensor:
+        return grad @ weight.to(grad.dtype)
+
+    def high_grad_weight(self, grad: Tensor, x: Tensor, layer: Layout, how: How) -> Tensor:
+        return grad.t() @ x
+
+    def bias_gradient(self, grad: Tensor, weight: Tensor, layer: Layout) -> Tensor:
+        return grad.sum(0)
+
+
+def tensor_core_linear(kernels: Kernels) -> Any:
+    """Returns the autograd function (x, weight, bias, how, *tensors) -> Y on a backend's kernels.
+
+    Saved for backward is the quantized x, one byte per element; or x itself if grad_weight runs in BF16. If x has no
+    columns, a compiled graph computes x again from what other operations save anyway: norms, activation functions and
+    attention save their own inputs or outputs.
+
+    `tensors` are the layer's; then x as `quantize_input` gives it, for the GEMMs that are not high; then the weight,
+    both layouts with their scales, or nothing if each pass quantizes what it needs.
+    """
+    count = kernels.layer_tensors
+
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, how: How, tensors: Sequence[Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        layer, rows, columns = tensors[:count], tensors[count : count + 2], tensors[count + 2 : count + 4]
+        weights = tensors[count + 4 :]
+        by_input = weights[2:]
+        if how.high[0]:
+            y = kernels.high_forward(x.reshape(-1, x.shape[-1]), weight, bias, layer, how)
+        else:
+            y, by_input = kernels.forward(rows, weight, bias, layer, weights, how, x.numel() // x.shape[-1])
+        kept_x = x if how.keeps_x and (how.high[2] or columns[0].numel() == 0) else None
+        return y, (kept_x, kept_for_backward(layer[0]), *layer[1:], *columns, *by_input)
+
+    def backward(
+        grad: Tensor, weight: Tensor, how: How, saved: Sequence[Any], needs: tuple[bool, bool, bool]
+    ) -> Gradients:
+        x, layer, x_columns, by_input = saved[0], saved[1 : count + 1], saved[count + 1 : count + 3], saved[count + 3 :]
+        needs_x, needs_weight, needs_bias = needs
+        _, high_input, high_weight = how.high
+        gemms = 1 if needs_x and not high_input else -1, 2 if needs_weight and not high_weight else -1
+        quantized = kernels.gradient(grad, layer, gemms, how)
+        grad_x = grad_weight = None
+        if needs_x and high_input:
+            grad_x = kernels.high_grad_input(grad, weight, layer, how)
+        elif needs_x:
+            grad_x = kernels.grad_input(quantized[:2], weight, layer, by_input, how, grad.shape[0])
+        if needs_weight and high_weight:
+            grad_weight = kernels.high_grad_weight(grad, x.reshape(-1, x.shape[-1]), layer, how)
+        elif needs_weight:
+            if x_columns[0].numel() == 0 and grad.numel() > 0:
+                x_columns = kernels.late_columns(x, grad, weight, layer, how, quantized[3])
+            # In the parameter's own precision: rounding FP32 sums to BF16 first would gain nothing.
+            dtype = grad.dtype if weight.dtype == grad.dtype else torch.float32
+            grad_weight = kernels.grad_weight(quantized[2:], x_columns, weight, layer, how, dtype)
+        return grad_x, grad_weight, kernels.bias_gradient(grad, weight, layer) if needs_bias else None
+
+    return linear_function(forward, backward)
+
+
+def with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns a product plus a bias in BF16. With a bias the product is FP32: it is added to the sums, as emulated."""
+    return product if bias is None else (product + bias).to(torch.bfloat16)
 
 
 class TensorCoreBackend(Backend):
@@ -93,8 +225,8 @@ class TensorCoreBackend(Backend):
 
     recompiles_for_bf16 = True
     quantizes_late = False
-    """Whether the input of a compiled linear is quantized for grad_weight in the backward pass, if the linear shares it
-    with no other and has as many inputs as outputs or more. torch.compile then computes the input again from what
+    """Whether the input of a compiled linear is quantized for grad_weight in the backward pass, if no other linear
+    shares it and it has at least as many inputs as outputs. torch.compile then computes the input again from what
     activations and attention save anyway."""
 
     @abstractmethod
@@ -107,7 +239,7 @@ class TensorCoreBackend(Backend):
 
     @abstractmethod
     def quantize_weight_into(self, layer: Layer, outputs: Sequence[Tensor]) -> None:
-        """As `quantize_weight`, into the tensors that it gave; an empty one is left out."""
+        """As `quantize_weight`, into the tensors that it returned; an empty one is left out."""
 
     @abstractmethod
     def three_gemms(
@@ -130,12 +262,12 @@ class TensorCoreBackend(Backend):
             return EMULATED.forward(layer, input, x, bias, casts)
         high = cache.high
         if all(high):
-            return torch.nn.functional.linear(x, layer.matrix.to(x.dtype), bias)
+            return functional.linear(x, layer.matrix.to(x.dtype), bias)
         keeps_x = torch.is_grad_enabled() and layer.weight.requires_grad
         # Tied layers save one layout for all of them, and would each quantize it in the backward pass.
         out_features, in_features = layer.matrix.shape
-        is_alone = cache.tied is None and torch.compiler.is_compiling()
-        is_late = self.quantizes_late and is_alone and in_features >= out_features
+        is_untied = cache.tied is None and torch.compiler.is_compiling()
+        is_late = self.quantizes_late and is_untied and in_features >= out_features
         gemms = -1 if high[0] else 0, 2 if keeps_x and not high[2] and not is_late else -1
         quantized = self.shared_input(layer, input, x, gemms)
         return self.three_gemms(layer, x, bias, keeps_x, quantized, weights_of(layer))
@@ -159,9 +291,9 @@ class TensorCoreBackend(Backend):
         cache: Cache = layer.snip_cache
         forward, grad_input, grad_weight = (not format.is_quantized for format in formats)
         cache.high = (forward, grad_input, grad_weight)
-        cache.weight_version = -1  # what is kept of the weight is in other formats
+        cache.weight_version = -1  # the kept weight is in other formats
         if cache.tied is not None:
-            cache.tied.note(id(layer), (formats[0].code, formats[2].code))
+            cache.tied.set_formats(id(layer), (formats[0].code, formats[2].code))
 
     def share_inputs(self, layers: Mapping[str, Layer], groups: Sequence[Sequence[str]]) -> None:
         share_inputs(layers, groups)
@@ -176,11 +308,11 @@ class TensorCoreBackend(Backend):
         drop_quantized(layers)
 
 
-def weights_of(layer: Layer) -> tuple[Tensor, ...]:
-    """Returns what is kept of the layer's weight, if the pass that begins may read it.
+def weights_of(layer: Layer | GroupedLayer) -> tuple[Tensor, ...]:
+    """Returns the kept layouts of the layer's weight, if the pass that begins may read them.
 
-    Evaluation, and generation in training mode, may follow a change of the weights that nobody told of; a pass that is
-    trained on does not.
+    Before evaluation, and generation in training mode, weights may have changed without notice; not before a pass that
+    is trained on.
     """
     cache: Cache = layer.snip_cache
     is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
@@ -207,7 +339,7 @@ def keep_quantized(layers: Mapping[str, Layer], everything: bool = True) -> None
         used = tuple(tensor.numel() > 0 for tensor in cache.weights[::2])
         if used != uses or cache.weights[0].device != weight.device:
             cache.weights = backend.quantize_weight(layer, *uses)
-            for tensor in cache.weights:  # so that CUDA graphs read them where they are
+            for tensor in cache.weights:  # so that CUDA graphs read the same addresses
                 torch._dynamo.mark_static_address(tensor)
         elif everything or cache.weight_version != weight._version:
             backend.quantize_weight_into(layer, cache.weights)
@@ -215,7 +347,7 @@ def keep_quantized(layers: Mapping[str, Layer], everything: bool = True) -> None
 
 
 def share_inputs(layers: Mapping[str, Layer], groups: Sequence[Sequence[str]]) -> None:
-    """Lets the layers of each group quantize a common input once, wherever they have the same formats."""
+    """Lets the layers of each group quantize a common input once while they have the same formats."""
     for group in groups:
         tied = TiedInput(len(group))
         for name in group:
@@ -224,7 +356,7 @@ def share_inputs(layers: Mapping[str, Layer], groups: Sequence[Sequence[str]]) -
 
 
 def forget_inputs(layers: Mapping[str, Layer]) -> None:
-    """Lets go of the inputs that `share_inputs` made layers hold and that were not asked for to the end."""
+    """Drops the shared inputs that some layer has not asked for."""
     for layer in layers.values():
         if layer.snip_cache.tied is not None:
             layer.snip_cache.tied.forget()

@@ -1,14 +1,16 @@
-"""What trials of backends share: operands, tolerance, messages, and a cache of the trials that passed.
+"""The trial that a backend's kernels must pass on a device before a run, and the cache of trials that passed.
 
-A trial takes seconds, so one that passed is not repeated with the same versions on the same kind of GPU. Torch's
-compiler cache (TORCHINDUCTOR_CACHE_DIR) holds an empty file for each; delete its folder `snip_hf` to repeat them.
+A trial compares encoded operands with the reference's bytes, and small products with the emulated ones. It takes
+seconds, so one that passed is not repeated with the same versions on the same kind of GPU: the folder `snip_hf` of
+torch's compiler cache (TORCHINDUCTOR_CACHE_DIR) holds an empty file for each. Failures are not cached, since their
+cause may be gone the next time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +22,12 @@ from .. import __version__
 from ..numerics.formats import NumberFormat
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
+from .backend import Backend
 from .emulated import EMULATED
 
-# T, I, O: ragged in what products and runs of scales are multiples of.
+# T, I, O: no multiples of the sizes that products and runs of scales are padded to.
 _SIZE = (296, 176, 208)
-# Both results are BF16 of FP32 sums of the same products. The next format's are 3% off, a wrong scale's 100%.
+# Both results are BF16 of FP32 sums of the same products. Another format is at least 3% off, a wrong scale 100%.
 TOLERANCE = 0.005
 _MOST_TEXT = 200
 
@@ -59,13 +62,87 @@ def operands(format: NumberFormat, device: torch.device, size: tuple[int, int, i
     return Operands(x, weight, grad_output, state)
 
 
+Products = Iterable[tuple[str, Tensor, Tensor]]
+"""GEMM, its result, and the expected result."""
+
+
+def products_of(backend: Backend, given: Operands) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yields each GEMM of a backend with the emulated result from a CPU, where no kernel need be compiled."""
+    arguments = given.x, given.weight, given.grad_output, given.state
+    on_cpu = [tensor.cpu() for tensor in arguments]
+    for gemm in GEMMS:
+        yield gemm, backend.gemm_call(gemm, *arguments)(), EMULATED.gemm_call(gemm, *on_cpu)()
+
+
+def fault_of(
+    trial: str,
+    format: NumberFormat,
+    device: torch.device,
+    encode: Callable[[bool | None], Mapping[str, Sequence[Tensor]]],
+    products: Callable[[], Products],
+) -> str | None:
+    """Returns what is wrong with a format's GEMMs on a device, None if nothing is.
+
+    Args:
+        trial: names the kernels.
+        format: the format.
+        device: of the trial.
+        encode: returns operand -> encoded tensors, by the device's kernels (None) or by the reference (False).
+        products: yields the GEMMs.
+
+    Raises:
+        RuntimeError: the trial has left the device unusable, so that emulation would not run there either.
+    """
+    passed = passed_file(trial, format, device) if device.type == "cuda" else None
+    if passed is not None and passed.exists():
+        return None
+    try:
+        found = _difference(encode, products)
+    except Exception as error:
+        if is_lost(device):
+            raise RuntimeError(
+                f"The trial of the format {format.name!r} on {device} ended with {type(error).__name__}: "
+                f"{str(error).splitlines()[0][:_MOST_TEXT]}. Nothing runs on this GPU until the process ends. Start "
+                f"again with backend={EMULATED.name!r}, or with other formats."
+            ) from error
+        # The run continues without these kernels and logs this reason.
+        found = f"{type(error).__name__}: {error}"
+    if found is None and passed is not None:
+        with suppress(OSError):  # the next run repeats the trial
+            passed.parent.mkdir(parents=True, exist_ok=True)
+            passed.touch()
+    return found and f"the trial of {format.name!r} failed: {found.splitlines()[0][:_MOST_TEXT]}"
+
+
+def _difference(
+    encode: Callable[[bool | None], Mapping[str, Sequence[Tensor]]], products: Callable[[], Products]
+) -> str | None:
+    others = differing(encode(None), encode(False))
+    if others:
+        return f"the kernel rounds otherwise than the reference ({', '.join(others)})"
+    for gemm, result, wanted in products():
+        error = deviation(result.cpu(), wanted.cpu())
+        if not error < TOLERANCE:
+            return f"{gemm} is {error:.2g} off the reference, expected less than {TOLERANCE}"
+    return None
+
+
+def differing(found: Mapping[str, Sequence[Tensor]], expected: Mapping[str, Sequence[Tensor]]) -> list[str]:
+    """Returns the operands whose tensors are not those that are expected."""
+    return [
+        operand
+        for operand, tensors in found.items()
+        if not all(torch.equal(a.float(), b.float()) for a, b in zip(tensors, expected[operand], strict=True))
+    ]
+
+
 def deviation(got: Tensor, expected: Tensor) -> float:
-    """Returns the norm of a result's deviation, relative to that of what is expected."""
+    """Returns the norm of a result's deviation, relative to the norm of the expected result."""
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
 def is_lost(device: torch.device) -> bool:
-    """Returns True if nothing can run on a device until the process ends, as is so after some CUDA errors."""
+    """Returns True if nothing can run on a device until the process ends, as after some CUDA errors."""
     try:
         torch.zeros(1, device=device).item()
     except torch.OutOfMemoryError:
@@ -77,56 +154,9 @@ def is_lost(device: torch.device) -> bool:
 
 def passed_file(trial: str, format: NumberFormat, device: torch.device) -> Path:
     """Returns the file that exists once a trial has passed with these versions on this kind of GPU."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # Importing the compiler takes a second.
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # importing the compiler takes a second
 
     triton = getattr(sys.modules.get("triton"), "__version__", None)
     gpu = torch.cuda.get_device_properties(device)
     key = __version__, torch.__version__, triton, gpu.name, gpu.major, gpu.minor, trial, format
     return Path(cache_dir(), "snip_hf", hashlib.sha256(repr(key).encode()).hexdigest())
-
-
-def fault_of(
-    trial: str,
-    format: NumberFormat,
-    device: torch.device,
-    other_bytes: Callable[[], list[str]],
-    errors: Callable[[], Iterable[tuple[str, float]]],
-) -> str | None:
-    """Returns what is wrong with a format's GEMMs, None if nothing is.
-
-    Failures are not cached: what caused one may be gone the next time.
-
-    Args:
-        trial: name of the trial's module.
-        format: the format.
-        device: of the trial.
-        other_bytes: returns the operands that the device's kernel quantizes to other bytes than the reference.
-        errors: yields each GEMM with its deviation.
-
-    Raises:
-        RuntimeError: the trial has left the device unusable, so that emulation would not run there either.
-    """
-    passed = passed_file(trial, format, device) if device.type == "cuda" else None
-    if passed is not None and passed.exists():
-        return None
-    try:
-        others = other_bytes()
-        found = f"the kernel rounds otherwise than the reference ({', '.join(others)})" if others else None
-        for gemm, error in () if others else errors():
-            if not error < TOLERANCE:
-                found = f"{gemm} is {error:.2g} off the reference, expected less than {TOLERANCE}"
-                break
-    except Exception as error:
-        if is_lost(device):
-            raise RuntimeError(
-                f"The trial of the format {format.name!r} on {device} ended with {type(error).__name__}: "
-                f"{str(error).splitlines()[0][:_MOST_TEXT]}. Nothing runs on this GPU until the process ends. Start "
-                f"again with backend={EMULATED.name!r}, or with other formats."
-            ) from error
-        # A run goes on without these kernels; whatever keeps them from running is said.
-        found = f"{type(error).__name__}: {error}"
-    if found is None and passed is not None:
-        with suppress(OSError):  # The next run repeats the trial.
-            passed.parent.mkdir(parents=True, exist_ok=True)
-            passed.touch()
-    return found and f"the trial of {format.name!r} failed: {found.splitlines()[0][:_MOST_TEXT]}"

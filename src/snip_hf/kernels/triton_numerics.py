@@ -180,7 +180,7 @@ def float_of(bits):
 
 @triton.jit
 def spacing_bits(magnitude, least, shift, SUBNORMALS: tl.constexpr):
-    """Bits of `grid_rounding.spacing_of`. least: bits of the smallest normal power; shift: mantissa bits << 23."""
+    """Bits of `grids.spacing_of`. least: bits of the smallest normal power; shift: mantissa bits << 23."""
     power = bits_of(magnitude) & 0x7F800000
     if SUBNORMALS:
         power = tl.maximum(power, least)
@@ -198,7 +198,7 @@ def round_to_grid(
     MANTISSA: tl.constexpr,
     RANDOM: tl.constexpr,
 ):
-    """`grid_rounding.round_to_grid` for grids whose spacings are normal FP32 numbers below 2**127.
+    """`grids.round_to_grid` for grids whose spacings are normal FP32 numbers below 2**127.
 
     dither: random number - 1/2, in spacings, used if RANDOM. MANTISSA: whether the grid has mantissa bits.
     """

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.backend import Backend
-from ..kernels.grouped import unquantized
+from ..kernels.emulated import unquantized
 from .kinds import LayerKind, register_layer_kind
 from .layer import STATE, Dispatch, SnipLayer
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..kernels.emulated import EMULATED, STATE_SIZE, KeyOnDevice
-from ..kernels.host_copy import kept_on_device, on_device
+from ..kernels.emulated import STATE_SIZE
+from ..kernels.launching import kept_on_device, on_device
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
 from .layer import GRAD_OUTPUT, KEY, STATE, SnipLayer
@@ -81,40 +81,6 @@ def pack_states(layers: Mapping[str, SnipLayer]) -> None:
     for members in devices.values():
         for layer, row in zip(members, torch.stack([layer.snip_state for layer in members]).unbind(), strict=True):
             layer.snip_state = row
-
-
-class KeysOnDevice:
-    """The keys of random numbers in the memory of the weights' device, where emulated GEMMs in a CUDA graph read them.
-
-    The layers' states move to the host's memory: each capture takes the formats from there, and keeps them.
-
-    Args:
-        layers: name -> layer; until they are attached to a backend again they draw by these keys.
-
-    Raises:
-        ValueError: a layer does not run emulated, or has several matrices.
-    """
-
-    def __init__(self, layers: Mapping[str, SnipLayer]) -> None:
-        for name, layer in layers.items():
-            if layer.snip_backend is not EMULATED or len(layer.matrices(layer.weight)) != 1:
-                raise ValueError(
-                    f"Layer {name!r} is a {type(layer).__name__} on the backend {layer.snip_backend.name!r}; expected "
-                    f"a layer of one matrix on {EMULATED.name!r}. Train without CUDA graphs."
-                )
-            layer.snip_state = layer.snip_state.cpu()
-        pack_states(layers)
-        first = next(iter(layers.values()))
-        self._states = first.snip_state._base
-        # Two numbers per layer: Triton asks for addresses that are multiples of 16.
-        self._keys = torch.zeros(len(layers), 2, dtype=torch.int64, device=first.weight.device)
-        for layer, row in zip(layers.values(), self._keys.unbind(), strict=True):
-            layer.snip_cache = KeyOnDevice(row[:1])
-
-    def renew(self) -> None:
-        """Takes the keys that the states have now, without waiting for the device."""
-        assert self._states is not None
-        self._keys[:, 0].copy_(on_device(self._states[:, KEY], self._keys.device))
 
 
 class PackedStates:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from .formats import FORMATS, ElementGrid, NumberFormat, Operand
 from .gemms import OPERANDS, gemm_of
-from .grid_rounding import round_to_grid as round_to_grid
-from .grid_rounding import spacing_of
+from .grids import round_to_grid as round_to_grid
+from .grids import spacing_of
 from .random_streams import normal, stream_key, uniform
 from .rotation import rotate, rotate_back
 from .scales import Scales, block_scales, fp32_scales

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from .formats import NumberFormat, Operand
-from .grid_rounding import round_to_grid, spacing_of
-from .grids import ElementGrid, scale_grid
+from .grids import ElementGrid, round_to_grid, scale_grid, spacing_of
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from ...numerics.formats import NumberFormat, format_of_code
-from ...numerics.gemms import GEMMS
+from ...numerics.formats import FORMATS, NumberFormat, format_of_code
+from ...numerics.gemms import CONTRACTIONS, GEMMS
 from ..backend import Backend, Layer, register_backend
 from ..emulated import EMULATED
+from ..trials import fault_of, operands, products_of
 from . import operators
-from .linear import BlockScaledGemms, Cache, keep_quantized, new_cache
+from .linear import Cache, block_scaled_linear, keep_quantized, new_cache
 from .packing import Packed, kind_of
 from .quantization import quantize
-from .trial import fault
 
 _EXPECTED = "expected a CUDA device of compute capability 10.x or 12.x (Blackwell)"
 _OLDEST_CUDA = (12, 8)
@@ -58,7 +59,7 @@ class Blackwell(Backend):
         is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
         is_kept = is_kept and layer.training and torch.is_grad_enabled()
         kept = cache.kept if is_kept else cache.kept.new_empty(0)
-        y: Tensor = BlockScaledGemms.apply(x, layer.matrix, bias, layer.snip_state, cache.codes, kept)
+        y: Tensor = block_scaled_linear(x, layer.matrix, bias, None, layer.snip_state, cache.codes, kept)
         return y
 
     def gemm_call(
@@ -113,3 +114,32 @@ class Blackwell(Backend):
 
 
 BLACKWELL = register_backend(Blackwell())
+
+
+@cache
+def fault(name: str, device: torch.device) -> str | None:
+    """Returns what is wrong with a format's GEMMs on a device, None if nothing is. Takes some seconds, once.
+
+    A machine may have the right GPU and still lack a product: only some builds of torch have MXFP4's.
+    """
+    format = FORMATS[name]
+
+    return fault_of(
+        BLACKWELL.name,
+        format,
+        device,
+        lambda by_kernel: encoded(format, device, by_kernel),
+        lambda: products_of(BLACKWELL, operands(format, device)),
+    )
+
+
+def encoded(
+    format: NumberFormat, device: torch.device, by_kernel: bool | None = None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Returns each operand of each GEMM of a trial: its elements and scales, by the device's kernel or by torch."""
+    given, found = operands(format, device), {}
+    for gemm, pair in CONTRACTIONS.items():
+        for operand, contracts in pair:
+            packed = quantize(given.by_name[operand], format, operand, contracts, given.state, by_kernel=by_kernel)
+            found[f"{operand} of {gemm}"] = packed.data, packed.scales
+    return found

@@ -5,16 +5,15 @@ Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...numerics.gemms import GEMMS
 from ..backend import Layer
-from ..products import refuse_double_backward
+from ..linear import Gradients, kept_for_backward, linear_function
 from . import operators
 
 
@@ -70,38 +69,28 @@ def keep_quantized(layers: Mapping[str, Layer], everything: bool) -> None:
             cache.weight_version = weight._version
 
 
-class BlockScaledGemms(torch.autograd.Function):
-    """Y = X W^T + b. X is saved for the backward pass as it is: how many bytes it would take there is up to the plan.
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, how: None, tensors: Sequence[Tensor]
+) -> tuple[Tensor, Sequence[Tensor]]:
+    state, codes, kept = tensors
+    y = operators.forward_gemm(x, weight, bias, kept, state, codes)
+    return y, (x, kept_for_backward(state), kept_for_backward(codes), kept)
 
-    Args of forward:
-        x: (..., I), BF16.
-        weight: (O, I), FP32 or BF16.
-        bias: (O), BF16, or None.
-        state, codes, kept: as in `operators`.
-    """
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, codes: Tensor, kept: Tensor
-    ) -> Tensor:
-        # Copies: the next forward pass may write both before this one's backward pass reads them. A compiled graph
-        # would make them in the backward pass, where they are of no use; torch notices there if they were written.
-        is_eager = not torch.compiler.is_compiling()
-        ctx.save_for_backward(
-            x, weight, state.clone() if is_eager else state, codes.clone() if is_eager else codes, kept
-        )
-        y: Tensor = operators.forward_gemm(x, weight, bias, kept, state, codes)
-        return y
+def _backward(
+    grad: Tensor, weight: Tensor, how: None, saved: Sequence[Tensor], needs: tuple[bool, bool, bool]
+) -> Gradients:
+    x, state, codes, kept = saved
+    needs_x, needs_weight, needs_bias = needs
+    return (
+        operators.grad_input_gemm(grad, weight, kept, state, codes) if needs_x else None,
+        operators.grad_weight_gemm(grad, x.reshape(-1, x.shape[-1]), state, codes) if needs_weight else None,
+        grad.sum(0) if needs_bias else None,
+    )
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_double_backward()
-        x, weight, state, codes, kept = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        g = grad_output.reshape(-1, grad_output.shape[-1])
-        grad_x = grad_weight = None
-        if needs_x:
-            grad_x = operators.grad_input_gemm(g, weight, kept, state, codes).view(x.shape)
-        if needs_weight:
-            grad_weight = operators.grad_weight_gemm(g, x.reshape(-1, x.shape[-1]), state, codes).to(weight.dtype)
-        return grad_x, grad_weight, g.sum(0) if needs_bias else None, None, None, None
+
+block_scaled_linear = linear_function(_forward, _backward)
+"""x (..., I) BF16, weight (O, I) FP32 or BF16, bias (O) BF16 or None, None; state, codes, kept as in `operators`.
+
+x is saved for the backward pass as it is: the plan would determine how many bytes its encoding takes.
+"""

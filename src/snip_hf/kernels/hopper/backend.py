@@ -13,8 +13,8 @@ from ...numerics.gemms import GEMMS, ROW_TILE, SQUARE_TILE
 from .. import hopper
 from ..backend import Layer, register_backend
 from ..emulated import EMULATED
-from ..tensor_core import Quantized, TensorCoreBackend
-from .linear import TensorCoreGemms, quantize_input
+from ..tensor_core import How, Quantized, TensorCoreBackend
+from .linear import hopper_linear, quantize_input
 
 
 class Hopper(TensorCoreBackend):
@@ -59,8 +59,8 @@ class Hopper(TensorCoreBackend):
     def three_gemms(
         self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, inputs: Quantized, weights: Sequence[Tensor]
     ) -> Tensor:
-        high = layer.snip_cache.high
-        y: Tensor = TensorCoreGemms.apply(x, layer.matrix, bias, layer.snip_state, high, keeps_x, *inputs, *weights)
+        how = How(layer.snip_cache.high, keeps_x)
+        y: Tensor = hopper_linear(x, layer.matrix, bias, how, layer.snip_state, *inputs, *weights)
         return y
 
     def gemm_call(

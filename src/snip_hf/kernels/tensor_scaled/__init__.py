@@ -1,3 +1,3 @@
-"""FP8 products with one scale per tensor: the backend "tensor-scaled", for formats that fold into E4M3 (`folding`)."""
+"""The backend "tensor-scaled": FP8 products with one scale per tensor, for formats that E4M3 encodes."""
 
 from . import backend as backend

@@ -1,4 +1,4 @@
-"""The backend "tensor-scaled": formats that fold into E4M3, on FP8 tensor cores with one scale per operand."""
+"""The backend "tensor-scaled": formats that E4M3 can encode, on FP8 tensor cores with one scale per operand."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from ...numerics.formats import NumberFormat, format_of_code
 from ...numerics.gemms import GEMMS
 from ..backend import GroupedLayer, Layer, register_backend
 from ..emulated import EMULATED
-from ..tensor_core import Cache, Quantized, TensorCoreBackend, weights_of
-from . import gated_linear, grouped_trial, records
-from .folding import BLOCK, fold_of, has_one_scale
-from .gemm_calls import gemm_call
-from .grouped_linear import GroupedTensorScaledGemms, How, quantize_matrices, weight_gemms
-from .grouped_operators import fold_grouped_into
-from .linear import TensorScaledGemms, quantize_input, quantize_weight
-from .operators import fold_into
-from .places import places_of
-from .records import Records
-from .trial import fault
+from ..tensor_core import Cache, How, Quantized, TensorCoreBackend, weights_of
+from . import exponents, gated, trial
+from .encoding import BLOCK, encoding_of, has_one_scale
+from .exponents import Records
+from .linear import (
+    encode_tokens,
+    grouped_linear,
+    quantize_input,
+    quantize_matrices,
+    quantize_weight,
+    tensor_scaled_linear,
+    weight_gemms,
+)
+from .operators import ACTIVATION, WEIGHT, encode_into, gemm_call
+from .reference import Layer as LayerTensors
+from .slots import slots_of
 
 _OLDEST = (8, 9)
 _EXPECTED = "expected a CUDA device of compute capability 8.9 or later (Ada, Hopper, Blackwell)"
@@ -58,15 +63,14 @@ class TensorScaled(TensorCoreBackend):
         return None
 
     def runs(self, format: NumberFormat) -> bool:
-        return fold_of(format) is not None or has_one_scale(format)
+        return encoding_of(format) is not None or has_one_scale(format)
 
     def fails(self, format: NumberFormat, device: torch.device) -> str | None:
-        return fault(format.name, device)
+        return trial.fault(format.name, device)
 
     def quantize_input(self, layer: Layer, x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
-        own = _records(layer, x.device)
-        noted = torch.is_grad_enabled()  # a pass that may be trained on counts for the next exponents
-        return quantize_input(x, layer.snip_state, own.record, own.table, (row_gemm, column_gemm), noted)
+        counts = torch.is_grad_enabled()  # a pass that may be trained on determines the next exponents
+        return quantize_input(x, _tensors(layer, x.device), (row_gemm, column_gemm), counts)
 
     def gated_forward(self, layers: Sequence[Layer], input: Tensor) -> Tensor | None:
         device_type = input.device.type
@@ -84,12 +88,12 @@ class TensorScaled(TensorCoreBackend):
         inputs = inputs[:1] if tied[0] is not None and tied[0] is tied[1] and not tied[0].parted else inputs
         weights = [weights_of(layer) for layer in layers]
         given = len(inputs), tuple(map(len, weights))
-        how = gated_linear.How(trains, trains, trains and input.requires_grad, *given)
-        own = [_records(layer, input.device) for layer in layers]
-        tensors = *(layer.snip_state for layer in layers), *(one.record for one in own)
+        how = gated.How(trains, trains, trains and input.requires_grad, *given)
+        records = [_records(layer, input.device) for layer in layers]
+        tensors = *(layer.snip_state for layer in layers), *(one.record for one in records)
         quantized = [tensor for one in (*inputs, *weights) for tensor in one]
         matrices = [layer.matrix for layer in layers]
-        y: Tensor = gated_linear.GatedGemms.apply(x, up_x, *matrices, own[0].table, how, *tensors, *quantized)
+        y: Tensor = gated.GatedGemms.apply(x, up_x, *matrices, records[0].table, how, *tensors, *quantized)
         return y
 
     def refuses_groups(self, layer: GroupedLayer) -> str | None:
@@ -98,51 +102,42 @@ class TensorScaled(TensorCoreBackend):
         if layer.num_matrices > _MOST_MATRICES:
             return f"grouped FP8 products take {_MOST_MATRICES} matrices at most"
         device = layer.weight.device
-        return grouped_trial.fault(device) if device.type == "cuda" else None
+        return trial.grouped_fault(device) if device.type == "cuda" else None
 
     def grouped_forward(self, layer: GroupedLayer, x: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
         cache: Cache = layer.snip_cache
         if x.dtype != torch.bfloat16 or x.device.type != cache.device:
             return EMULATED.grouped_forward(layer, x, bias, ends)
         keeps_x = torch.is_grad_enabled() and layer.weight.requires_grad
-        how = How(cache.high, keeps_x, torch.is_grad_enabled(), layer.is_transposed)
-        # As `TensorCoreBackend.forward`.
-        is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
-        weights = cache.weights if layer.training and torch.is_grad_enabled() and is_kept else ()
-        own, places = _records(layer, x.device), places_of(ends, x.shape[0])
-        tensors = layer.snip_state, own.record, own.table
-        y: Tensor = GroupedTensorScaledGemms.apply(x, _stored(layer), bias, *tensors, how, *places, *weights)
+        how = How(cache.high, keeps_x, torch.is_grad_enabled(), is_transposed=layer.is_transposed)
+        tensors = *_tensors(layer, x.device), *slots_of(ends, x.shape[0])
+        gemms = -1 if how.high[0] else 0, 2 if keeps_x and not how.high[2] else -1
+        inputs = encode_tokens(x, tensors, ACTIVATION, gemms, how.counts, layer.num_matrices)
+        y: Tensor = grouped_linear(x, _stored(layer), bias, how, *tensors, *inputs, *weights_of(layer))
         return y
 
     def quantize_weight(self, layer: Layer, forward: bool, grad_input: bool) -> Quantized:
+        tensors = _tensors(layer, layer.weight.device)
         if _is_grouped(layer):
-            own = _records(layer, layer.weight.device)
-            uses, transposed = (forward, grad_input), layer.is_transposed
-            return quantize_matrices(_stored(layer), [layer.snip_state, own.record, own.table], uses, transposed)
-        own, gemms = _records(layer, layer.weight.device), (0 if forward else -1, 1 if grad_input else -1)
-        return quantize_weight(layer.matrix, layer.snip_state, own.record, own.table, gemms, True)
+            return quantize_matrices(_stored(layer), tensors, (forward, grad_input), layer.is_transposed)
+        return quantize_weight(layer.matrix, tensors, weight_gemms((forward, grad_input), False), True)
 
     def quantize_weight_into(self, layer: Layer, outputs: Sequence[Tensor]) -> None:
-        own = _records(layer, layer.weight.device)
-        uses = outputs[0].shape[0] > 0, outputs[2].shape[0] > 0
-        if _is_grouped(layer):
-            outputs = [*outputs[2:], *outputs[:2]] if layer.is_transposed else outputs
-            first, second = weight_gemms(uses, layer.is_transposed)
-            stored = _stored(layer).detach().flatten(0, 1)
-            tensors = layer.snip_state, own.record, own.table
-            fold_grouped_into(stored, None, tensors, 2, (first, second), True, outputs)
-            return
-        gemms = 0 if uses[0] else -1, 1 if uses[1] else -1
+        tensors = _tensors(layer, layer.weight.device)
+        uses, is_grouped = (outputs[0].shape[0] > 0, outputs[2].shape[0] > 0), _is_grouped(layer)
+        transposed = _is_grouped(layer) and layer.is_transposed
+        weight = _stored(layer).flatten(0, 1) if _is_grouped(layer) else layer.matrix
+        outputs = [*outputs[2:], *outputs[:2]] if transposed else outputs
         with torch.no_grad():
-            fold_into(layer.matrix.detach(), layer.snip_state, (own.record, own.table), 2, gemms, True, outputs)
+            encode_into(weight.detach(), tensors, WEIGHT, weight_gemms(uses, transposed), True, outputs, is_grouped)
 
     def three_gemms(
         self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, inputs: Quantized, weights: Sequence[Tensor]
     ) -> Tensor:
-        own, has_grad_input = _records(layer, x.device), torch.is_grad_enabled() and x.requires_grad
-        how = layer.snip_cache.high, keeps_x, torch.is_grad_enabled(), has_grad_input
-        tensors = layer.snip_state, own.record, own.table
-        y: Tensor = TensorScaledGemms.apply(x, layer.matrix, bias, *tensors, how, *inputs, *weights)
+        has_grad_input = torch.is_grad_enabled() and x.requires_grad
+        how = How(layer.snip_cache.high, keeps_x, torch.is_grad_enabled(), has_grad_input)
+        tensors = _tensors(layer, x.device)
+        y: Tensor = tensor_scaled_linear(x, layer.matrix, bias, how, *tensors, *inputs, *weights)
         return y
 
     def gemm_call(
@@ -152,35 +147,35 @@ class TensorScaled(TensorCoreBackend):
 
     def attach(self, layer: Layer) -> None:
         super().attach(layer)
-        layer.snip_cache.own = own = Records.new(layer.weight.device)
-        own.note.take([format_of_code(code) for code in layer.snip_state[: len(GEMMS)].tolist()])
+        layer.snip_cache.records = records = Records.new(layer.weight.device)
+        records.view.set_formats([format_of_code(code) for code in layer.snip_state[: len(GEMMS)].tolist()])
 
     def note_formats(self, layer: Layer, formats: Sequence[NumberFormat]) -> None:
         super().note_formats(layer, formats)
-        if layer.snip_cache.own is not None:
-            layer.snip_cache.own.note.take(formats)
+        if layer.snip_cache.records is not None:
+            layer.snip_cache.records.view.set_formats(formats)
 
     def cache_of_copy(self, layer: Layer) -> Cache:
         copied = super().cache_of_copy(layer)
-        copied.own = layer.snip_cache.own.copy()
+        copied.records = layer.snip_cache.records.copy()
         return copied
 
     def share_inputs(self, layers: Mapping[str, Layer], groups: Sequence[Sequence[str]]) -> None:
         super().share_inputs(layers, groups)
-        records.pack(list(_of_all(layers).values()))
+        exponents.pack(list(_of_all(layers).values()))
 
     def after_step(self, layers: Mapping[str, Layer]) -> None:
         super().after_step(layers)
-        records.follow(list(_of_all(layers).values()))
+        exponents.follow(list(_of_all(layers).values()))
 
     def state_dict(self, layers: Mapping[str, Layer]) -> dict[str, Any]:
-        return records.saved(_of_all(layers))
+        return exponents.saved(_of_all(layers))
 
     def load_state_dict(self, layers: Mapping[str, Layer], state: Mapping[str, Any]) -> None:
-        records.load(_of_all(layers), state)
+        exponents.load(_of_all(layers), state)
 
     def figures(self, layers: Mapping[str, Layer]) -> dict[str, float]:
-        found = records.losses(_of_all(layers), resets=False)
+        found = exponents.losses(_of_all(layers), resets=False)
         return {
             "saturated_share": max((one.saturated for one in found), default=0.0),
             "small_share": max((one.small for one in found), default=0.0),
@@ -188,7 +183,7 @@ class TensorScaled(TensorCoreBackend):
         }
 
     def findings(self, layers: Mapping[str, Layer]) -> tuple[bool, str] | None:
-        found = records.losses(_of_all(layers))
+        found = exponents.losses(_of_all(layers))
         saturated = [one for one in found if one.saturated > _MUCH_SATURATED]
         small = [one for one in found if one.small > _MUCH_SMALL]
         if not saturated and not small:
@@ -214,8 +209,13 @@ class TensorScaled(TensorCoreBackend):
 
 
 def _records(layer: Layer | GroupedLayer, device: torch.device) -> Records:
-    own: Records = layer.snip_cache.own
-    return own.on(device)
+    records: Records = layer.snip_cache.records
+    return records.on(device)
+
+
+def _tensors(layer: Layer | GroupedLayer, device: torch.device) -> LayerTensors:
+    records = _records(layer, device)
+    return layer.snip_state, records.record, records.table
 
 
 def _is_gated_here(layer: Layer, device_type: str) -> bool:
@@ -238,7 +238,7 @@ def _stored(layer: GroupedLayer) -> Tensor:
 def _of_all(layers: Mapping[str, Layer]) -> dict[str, Records]:
     """Returns the records of the layers that run here; another run may have put some on another backend."""
     here = {name: layer for name, layer in layers.items() if layer.snip_backend is TENSOR_SCALED}
-    return {name: layer.snip_cache.own for name, layer in here.items()}
+    return {name: layer.snip_cache.records for name, layer in here.items()}
 
 
 TENSOR_SCALED = register_backend(TensorScaled())

@@ -1,4 +1,4 @@
-"""The Triton kernels of gated MLPs: silu(gate) * up and its gradients, folded where they are computed.
+"""The Triton kernels of gated MLPs: silu(gate) * up and its gradients, encoded where they are computed.
 
 Legend: as in `tiles`. All of it is computed in FP32 and rounded to BF16 once, as Inductor does.
 """
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..triton_numerics import INTERPRETED, RUN
-from .tiles import fold_tile, load_runs
+from .tiles import encode_tile, load_runs
 
 # Bits of `plain`, in the order of the operands.
 _GATE, _UP, _ACTIVATION = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
@@ -18,7 +18,7 @@ _FORWARD, _GRAD_INPUT, _GRAD_WEIGHT = tl.constexpr(0), tl.constexpr(1), tl.const
 
 @triton.jit
 def _rounded(x):
-    """To BF16, which the fold reads."""
+    """To BF16, which encoding reads."""
     return x.to(tl.bfloat16)
 
 
@@ -77,7 +77,7 @@ def _store_values(values, a, b, c, d, run, channel, tokens, channels, RAGGED: tl
 
 
 @triton.jit
-def _fold(
+def _encode(
     a,
     b,
     c,
@@ -111,7 +111,7 @@ def _fold(
     if is_plain:
         _store_values(values, a, b, c, d, run, channel, tokens, channels, RAGGED)
     else:
-        fold_tile(
+        encode_tile(
             a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32), state, record, table,
             row_parameters, column_parameters, rows, columns, run, channel, tl.program_id(0) + tl.program_id(1) == 0,
             tokens, channels, padded_tokens, padded_channels, HAS_ROWS, HAS_COLUMNS, ROW_GEMM, COLUMN_GEMM, True,
@@ -126,9 +126,9 @@ def _place(RUNS: tl.constexpr, CHANNELS: tl.constexpr):
     return run, tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
 
 
-# As `fold_kernel`: a single token must not be a constant.
+# As `encode_kernel`: a single token must not be a constant.
 @triton.jit(do_not_specialize=["plain", "tokens"])
-def fold_gated_kernel(
+def encode_gated_kernel(
     gate,
     up,
     state,
@@ -152,14 +152,14 @@ def fold_gated_kernel(
     ga, gb, gc, gd = load_runs(gate, run, channel, tokens, channels, channels, RAGGED)
     ua, ub, uc, ud = load_runs(up, run, channel, tokens, channels, channels, RAGGED)
     a, b, c, d = _activation(ga, ua), _activation(gb, ub), _activation(gc, uc), _activation(gd, ud)
-    _fold(
+    _encode(
         a, b, c, d, values, state, record, table, parameters, parameters, rows, rows, run, channel, tokens, channels,
         padded_tokens, padded_channels, plain != 0, True, False, _FORWARD, -1, False, COUNTS, RAGGED, RUNS, CHANNELS,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["plain", "tokens"])
-def fold_gated_gradients_kernel(
+def encode_gated_gradients_kernel(
     grad,
     gate,
     up,
@@ -207,18 +207,18 @@ def fold_gated_gradients_kernel(
     b, gb, ub = _with_gradients(db, gb, ub)
     c, gc, uc = _with_gradients(dc, gc, uc)
     d, gd, ud = _with_gradients(dd, gd, ud)
-    _fold(
+    _encode(
         a, b, c, d, values, state, record, table, parameters, parameters, columns, columns, run, channel, tokens,
         channels, padded_tokens, padded_channels, (plain & _ACTIVATION) != 0, False, True, -1, _GRAD_WEIGHT, False,
         False, RAGGED, RUNS, CHANNELS,
     )  # fmt: skip
     ROW_GEMM: tl.constexpr = _GRAD_INPUT if HAS_ROWS else -1
-    _fold(
+    _encode(
         ga, gb, gc, gd, gate_values, gate_state, gate_record, table, gate_row_parameters, gate_column_parameters,
         gate_rows, gate_columns, run, channel, tokens, channels, padded_tokens, padded_channels, (plain & _GATE) != 0,
         HAS_ROWS, True, ROW_GEMM, _GRAD_WEIGHT, True, COUNTS, RAGGED, RUNS, CHANNELS,
     )  # fmt: skip
-    _fold(
+    _encode(
         ua, ub, uc, ud, up_values, up_state, up_record, table, up_row_parameters, up_column_parameters, up_rows,
         up_columns, run, channel, tokens, channels, padded_tokens, padded_channels, (plain & _UP) != 0, HAS_ROWS, True,
         ROW_GEMM, _GRAD_WEIGHT, True, COUNTS, RAGGED, RUNS, CHANNELS,

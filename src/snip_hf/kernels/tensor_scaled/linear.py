@@ -1,177 +1,226 @@
-"""A linear layer of folded operands: what is quantized when, and what is kept for backward.
+"""A linear layer of E4M3 operands: what is encoded when, and what is kept for backward.
 
-Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I). Numerics are those of `kernels.emulated`
-inside the range of `folding`, but that gradients of FP32 weights are not rounded to BF16.
+Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I). Layers of several matrices have S tokens,
+sorted by matrix, E matrices, and P slots (`slots`); their weight is (E, O, I), or (E, I, O) if it is stored transposed.
+Numerics are those of `kernels.emulated` inside the range of `encoding`, with two exceptions: gradients of FP32 weights
+are not rounded to BF16; and several matrices add a bias to the product rounded to BF16, as torch's grouped product
+returns nothing else. A layer's tensors are its state, record and table; of several matrices, its `Slots` follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from ..products import refuse_double_backward
-from ..tensor_core import Quantized
-from .operators import fold_operand, multiply, multiply_weight
+from ..tensor_core import How, Kernels, Layout, Quantized, tensor_core_linear, with_bias
+from .operators import (
+    ACTIVATION,
+    BY_COLUMNS,
+    BY_ROWS,
+    GRADIENT,
+    OVER_TOKENS,
+    WEIGHT,
+    encode_operand,
+    multiply,
+    multiply_grouped,
+    multiply_weight,
+)
+from .slots import Slots
 
-_ACTIVATION, _GRADIENT, _WEIGHT = range(3)  # as in `gemms.OPERANDS`
-# Elements of the largest weight that is folded for forward and grad_input at once, in one launch and from one read. Its
-# layout for grad_input takes a byte per element until then, which would be too much for larger ones.
+# Elements of the largest weight that one launch encodes for forward and grad_input from one read. Until grad_input, its
+# second layout takes a byte per element, too much for larger ones.
 SMALL = 2**22
 
 
-def quantize_input(
-    x: Tensor, state: Tensor, record: Tensor, table: Tensor, gemms: tuple[int, int], counts: bool
-) -> Quantized:
-    """Returns `operators.fold_operand` of x (..., I) for the forward and the grad_weight GEMM."""
+def quantize_input(x: Tensor, layer: Layout, gemms: tuple[int, int], counts: bool) -> Quantized:
+    """Returns `operators.encode_operand` of x (..., I) for the forward and the grad_weight GEMM."""
     with torch.no_grad():
-        quantized: Quantized = fold_operand(
-            x.reshape(-1, x.shape[-1]), state, record, table, _ACTIVATION, gemms, counts
-        )
+        quantized: Quantized = encode_operand(x.reshape(-1, x.shape[-1]), *layer, ACTIVATION, gemms, counts)
     return quantized
 
 
-def quantize_weight(
-    weight: Tensor, state: Tensor, record: Tensor, table: Tensor, gemms: tuple[int, int], counts: bool
-) -> Quantized:
-    """Returns `operators.fold_operand` of a weight (O, I) for the forward and the grad_input GEMM."""
-    quantized: Quantized = fold_operand(weight.detach(), state, record, table, _WEIGHT, gemms, counts)
+def quantize_weight(weight: Tensor, layer: Layout, gemms: tuple[int, int], counts: bool) -> Quantized:
+    """Returns `operators.encode_operand` of a weight (O, I) for the forward and the grad_input GEMM."""
+    quantized: Quantized = encode_operand(weight.detach(), *layer, WEIGHT, gemms, counts)
     return quantized
-
-
-Weight = tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]
-"""A weight (O, I); its layer's state, record and table; and its layouts, as far as they are kept."""
 
 
 def forward_product(
-    rows: Sequence[Tensor], own: Weight, how: tuple[bool, bool], tokens: int, dtype: torch.dtype
-) -> tuple[Tensor, Sequence[Tensor]]:
-    """Returns X W^T, (T, O), and the weight for grad_input, empty if it is folded again then.
+    rows: Layout, weight: Tensor, layer: Layout, kept: Layout, how: tuple[bool, bool], dtype: torch.dtype, tokens: int
+) -> tuple[Tensor, Layout]:
+    """Returns X W^T, (T, O), and the weight for grad_input, empty if it is encoded again then.
 
     Args:
         rows: of X, and their parameters.
-        own: the weight; of its layouts both or none are kept.
-        how: whether there will be a grad_input GEMM that is quantized; whether the record takes note of the pass.
-        tokens: T.
+        weight: (O, I).
+        layer: its tensors.
+        kept: both layouts of the weight, or nothing.
+        how: whether there will be a grad_input GEMM that is quantized; whether the record is updated.
         dtype: of the product.
+        tokens: T.
     """
-    weight, tensors, kept = own
     has_grad_input, counts = how
     if kept:
-        shape = tokens, weight.shape[0]
-        return multiply("forward", rows, kept[:2], shape, dtype, tensors[1]), kept[2:]
+        return multiply("forward", rows, kept[:2], (tokens, weight.shape[0]), dtype, layer[1]), kept[2:]
     keeps = has_grad_input and weight.numel() <= SMALL
-    y, *layout = multiply_weight("forward", rows, weight, tensors, (keeps, counts), tokens, dtype)
+    y, *layout = multiply_weight("forward", rows, weight, layer, (keeps, counts), tokens, dtype)
     return y, layout
 
 
-def grad_input_product(rows: Sequence[Tensor], own: Weight, counts: bool, tokens: int, dtype: torch.dtype) -> Tensor:
+def grad_input_product(
+    rows: Layout, weight: Tensor, layer: Layout, kept: Layout, counts: bool, tokens: int, dtype: torch.dtype
+) -> Tensor:
     """Returns G W, (T, I).
 
     Args:
         rows: of G, and their parameters.
-        own: the weight; of its layouts, that for grad_input is kept or none.
-        counts: whether the record takes note of the pass.
+        weight: (O, I).
+        layer: its tensors.
+        kept: the weight's layout for grad_input, or nothing.
+        counts: whether the record is updated.
         tokens: T.
         dtype: of the product.
     """
-    weight, tensors, kept = own
     if kept:
-        return multiply("grad_input", rows, kept, (tokens, weight.shape[1]), dtype, tensors[1])
-    return multiply_weight("grad_input", rows, weight, tensors, (False, counts), tokens, dtype)[0]
+        return multiply("grad_input", rows, kept, (tokens, weight.shape[1]), dtype, layer[1])
+    return multiply_weight("grad_input", rows, weight, layer, (False, counts), tokens, dtype)[0]
 
 
-class TensorScaledGemms(torch.autograd.Function):
-    """Y = X W^T + b of E4M3 operands. Of X, what is saved for backward is quantized, one byte per element.
+class _Dense(Kernels):
+    layer_tensors = 3
 
-    Or nothing, where a compiled graph can compute X again from what other operations save anyway: norms, activation
-    functions and attention save what they need of their own. X without columns says so.
-
-    Args of forward:
-        x: (..., I), BF16.
-        weight: (O, I), the parameter itself, FP32 or BF16.
-        bias: (O), BF16, or None.
-        state, record, table: the layer's.
-        how: for each GEMM, whether it runs in BF16; whether the backward pass will compute the weight's gradient;
-            whether the record takes note of the pass; whether there will be a grad_input GEMM. A Python constant:
-            changing it triggers recompilation.
-        quantized: x as `quantize_input` gives it, for the GEMMs that are not high; then the weight, both layouts with
-            their parameters, if they are kept, or nothing, if each pass quantizes what it needs.
-    """
-
-    @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: Tensor,
-        record: Tensor,
-        table: Tensor,
-        how: tuple[tuple[bool, bool, bool], bool, bool, bool],
-        *quantized: Tensor,
-    ) -> Tensor:
-        high, keeps_x, counts, has_grad_input = how
-        out_features, in_features = weight.shape
-        rows, columns, weights = quantized[:2], quantized[2:4], quantized[4:]
-        by_input: Sequence[Tensor] = weights[2:]
-        if high[0]:
-            y = torch.nn.functional.linear(x.reshape(-1, in_features), weight.to(x.dtype), bias)
-        else:
-            # The bias is added to the FP32 sums, as emulated.
-            dtype = x.dtype if bias is None else torch.float32
-            own, how_weight = (weight, (state, record, table), weights), (has_grad_input and not high[1], counts)
-            y, by_input = forward_product(rows, own, how_weight, x.numel() // in_features, dtype)
-            y = y if bias is None else (y + bias).to(x.dtype)
-        # A copy: the next forward pass may write the state before this one's backward pass reads it. A compiled graph
-        # would make it in the backward pass, where it is of no use; torch notices there if the state was written.
-        kept_state = state if torch.compiler.is_compiling() else state.clone()
-        kept_x = x if keeps_x and (high[2] or columns[0].numel() == 0) else None
-        ctx.save_for_backward(kept_x, weight, kept_state, record, table, *columns, *by_input)
-        ctx.high, ctx.x_shape = high, x.shape
-        # Of gradients and weights, and of X if it is folded in the backward pass alone.
-        ctx.counts, ctx.counts_x = counts, counts and high[0]
-        # A view would be refused by autograd where a model adds to it in place (Falcon: `attention_output += ...`).
-        result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], out_features])
-        return result
+        self, x: Layout, weight: Tensor, bias: Tensor | None, layer: Layout, kept: Layout, how: How, tokens: int
+    ) -> tuple[Tensor, Layout]:
+        dtype = torch.bfloat16 if bias is None else torch.float32
+        inner = how.has_grad_input and not how.high[1], how.counts
+        y, by_input = forward_product(x, weight, layer, kept, inner, dtype, tokens)
+        return with_bias(y, bias), by_input
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_double_backward()
-        x, weight, state, record, table, *kept = ctx.saved_tensors
-        x_columns, by_input = kept[:2], kept[2:]
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        _, high_input, high_weight = ctx.high
+    def gradient(self, grad_output: Tensor, layer: Layout, gemms: tuple[int, int], how: How) -> Quantized:
+        quantized: Quantized = encode_operand(grad_output, *layer, GRADIENT, gemms, how.counts)
+        return quantized
+
+    def grad_input(
+        self, grad: Layout, weight: Tensor, layer: Layout, by_input: Layout, how: How, tokens: int
+    ) -> Tensor:
+        return grad_input_product(grad, weight, layer, by_input, how.counts, tokens, torch.bfloat16)
+
+    def grad_weight(
+        self, grad: Layout, x: Layout, weight: Tensor, layer: Layout, how: How, dtype: torch.dtype
+    ) -> Tensor:
         out_features, in_features = weight.shape
-        g = grad_output.reshape(-1, out_features)
-        gemms = 1 if needs_x and not high_input else -1, 2 if needs_weight and not high_weight else -1
-        quantized = fold_operand(g, state, record, table, _GRADIENT, gemms, ctx.counts)
-        grad_x = grad_weight = None
-        if needs_x and high_input:
-            grad_x = g @ weight.to(g.dtype)
-        elif needs_x:
-            own = weight, (state, record, table), by_input
-            grad_x = grad_input_product(quantized[:2], own, ctx.counts, g.shape[0], g.dtype)
-        if needs_weight and high_weight:
-            grad_weight = g.t() @ x.reshape(-1, in_features)
-        elif needs_weight:
-            if x_columns[0].numel() == 0 and g.numel() > 0:
-                # What depends on a gradient stays in the backward pass. Without it, torch.compile would fold X in the
-                # forward pass and save the result, or save X. So it computes X again from what is saved anyway. The
-                # input of a square linear is attention's output as a rule, which is saved as it is: no copy then.
-                is_saved = in_features == out_features
-                late = (x if is_saved else torch.where(g[0, 0] == 0, x, x)).reshape(-1, in_features)
-                # Not g itself: where it is cast from FP32, each operator that reads it would get a copy of its own.
-                after = quantized[3]
-                x_columns = fold_operand(late, state, record, table, _ACTIVATION, (-1, 2), ctx.counts_x, after)[2:]
-            # In the parameter's own precision: rounding FP32 sums to BF16 first would gain nothing.
-            dtype = g.dtype if weight.dtype == g.dtype else torch.float32
-            grad_weight = multiply("grad_weight", quantized[2:], x_columns, (out_features, in_features), dtype, record)
-        return (
-            None if grad_x is None else grad_x.view(ctx.x_shape),
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            g.sum(0) if needs_bias else None,
-            *[None] * (len(ctx.needs_input_grad) - 3),
-        )
+        return multiply("grad_weight", grad, x, (out_features, in_features), dtype, layer[1])
+
+    def late_columns(self, x: Tensor, grad: Tensor, weight: Tensor, layer: Layout, how: How, after: Tensor) -> Layout:
+        # What depends on a gradient stays in the backward pass. Otherwise torch.compile would encode X in the forward
+        # pass and save the result, or save X; so it computes X again from what is saved anyway. The input of a square
+        # linear is usually attention's output, which is saved as it is: no copy then.
+        is_saved = weight.shape[0] == weight.shape[1]
+        late = x if is_saved else torch.where(grad[0, 0] == 0, x, x)
+        # `after` and not the gradient: if that is cast from FP32, each operator that reads it would get its own copy.
+        counts = how.counts and how.high[0]  # else the forward pass has updated the record
+        columns: Layout = encode_operand(late.reshape(-1, x.shape[-1]), *layer, ACTIVATION, (-1, 2), counts, after)[2:]
+        return columns
+
+
+tensor_scaled_linear = tensor_core_linear(_Dense())
+"""x (..., I) BF16, weight (O, I) FP32 or BF16, bias (O) BF16 or None, and the tensors of `tensor_core_linear`."""
+
+
+def encode_tokens(
+    x: Tensor, layer: Layout, operand: int, gemms: tuple[int, int], counts: bool, count: int
+) -> Quantized:
+    """Returns tokens (S, C) that are sorted by `count` matrices, encoded."""
+    state, record, table, *slots = layer
+    blocks = Slots(*slots).blocks
+    with torch.no_grad():
+        quantized: Quantized = encode_operand(x, state, record, table, operand, gemms, counts, None, count, blocks)
+    return quantized
+
+
+def quantize_matrices(weight: Tensor, layer: Layout, uses: tuple[bool, bool], transposed: bool) -> Quantized:
+    """Returns a weight encoded for the forward and for the grad_input GEMM, if they use it.
+
+    Args:
+        weight: (E, O, I), or (E, I, O) if `transposed`.
+        layer: begins with its state, record and table.
+        uses: whether the forward and the grad_input GEMM read it.
+        transposed: its rows are then those of grad_input, which contracts O, and its columns those of forward.
+    """
+    stored = weight.detach().reshape(-1, weight.shape[2])
+    rows, scales, columns, column_scales = encode_operand(
+        stored, *layer[:3], WEIGHT, weight_gemms(uses, transposed), True, None, weight.shape[0]
+    )
+    return (columns, column_scales, rows, scales) if transposed else (rows, scales, columns, column_scales)
+
+
+def weight_gemms(uses: tuple[bool, bool], transposed: bool) -> tuple[int, int]:
+    """Returns the GEMMs that read the rows and the columns of a stored weight, -1 for one that does not use it."""
+    forward, grad_input = (gemm if used else -1 for gemm, used in enumerate(uses))
+    return (grad_input, forward) if transposed else (forward, grad_input)
+
+
+class _Grouped(Kernels):
+    layer_tensors = 3 + len(Slots._fields)
+
+    def forward(
+        self, x: Layout, weight: Tensor, bias: Tensor | None, layer: Layout, kept: Layout, how: How, tokens: int
+    ) -> tuple[Tensor, Layout]:
+        slots, transposed = Slots(*layer[3:]), how.is_transposed
+        right = kept[:2] or quantize_matrices(weight, layer, (True, False), transposed)[:2]
+        kind = BY_COLUMNS if transposed else BY_ROWS
+        y = multiply_grouped("forward", x, right, slots.padded_ends, kind, layer[1])[slots.slot]
+        return _finished(y, bias, slots, weight.shape[0]), kept[2:]
+
+    def gradient(self, grad_output: Tensor, layer: Layout, gemms: tuple[int, int], how: How) -> Quantized:
+        matrices = layer[3].shape[0]
+        return encode_tokens(grad_output, layer, GRADIENT, gemms, how.counts, matrices)
+
+    def grad_input(
+        self, grad: Layout, weight: Tensor, layer: Layout, by_input: Layout, how: How, tokens: int
+    ) -> Tensor:
+        slots, transposed = Slots(*layer[3:]), how.is_transposed
+        right = by_input or quantize_matrices(weight, layer, (False, True), transposed)[2:]
+        kind = BY_ROWS if transposed else BY_COLUMNS
+        grad_x = multiply_grouped("grad_input", grad, right, slots.padded_ends, kind, layer[1])[slots.slot]
+        return _finished(grad_x, None, slots, weight.shape[0])
+
+    def grad_weight(
+        self, grad: Layout, x: Layout, weight: Tensor, layer: Layout, how: How, dtype: torch.dtype
+    ) -> Tensor:
+        left, right = (x, grad) if how.is_transposed else (grad, x)
+        return multiply_grouped("grad_weight", left, right, Slots(*layer[3:]).padded_ends, OVER_TOKENS, layer[1])
+
+    def high_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layout, how: How) -> Tensor:
+        slots, right = Slots(*layer[3:]), weight if how.is_transposed else weight.transpose(1, 2)
+        y = functional.grouped_mm(x, right.to(x.dtype), offs=slots.ends)
+        return _finished(y, bias, slots, weight.shape[0])
+
+    def high_grad_input(self, grad: Tensor, weight: Tensor, layer: Layout, how: How) -> Tensor:
+        slots, right = Slots(*layer[3:]), weight.transpose(1, 2) if how.is_transposed else weight
+        grad_x = functional.grouped_mm(grad, right.to(grad.dtype), offs=slots.ends)
+        return _finished(grad_x, None, slots, weight.shape[0])
+
+    def high_grad_weight(self, grad: Tensor, x: Tensor, layer: Layout, how: How) -> Tensor:
+        first, second = (x, grad) if how.is_transposed else (grad, x)
+        return functional.grouped_mm(first.t(), second, offs=Slots(*layer[3:]).ends)
+
+    def bias_gradient(self, grad: Tensor, weight: Tensor, layer: Layout) -> Tensor:
+        """Returns the sums over the tokens of each matrix, (E, O): a product always adds them in the same order."""
+        matrix = Slots(*layer[3:]).matrix
+        own = torch.arange(weight.shape[0], device=matrix.device)[:, None] == matrix
+        return own.to(grad.dtype) @ grad
+
+
+def _finished(y: Tensor, bias: Tensor | None, slots: Slots, matrices: int) -> Tensor:
+    """Returns y (S, *) plus the bias of each token's matrix, zeros for tokens that belong to none."""
+    if bias is not None:
+        y = y + bias[slots.matrix.clamp(max=matrices - 1)]
+    return torch.where((slots.matrix < matrices)[:, None], y, 0)
+
+
+grouped_linear = tensor_core_linear(_Grouped())
+"""x (S, I) BF16, sorted by matrix, weight as stored, FP32 or BF16, bias (E, O) BF16 or None, and the tensors of
+`tensor_core_linear`."""

@@ -1,75 +1,147 @@
-"""The operators of the backend: an operand folded into E4M3, and the product with one scale per operand.
+"""The operators of the backend: encoding an operand as E4M3, and FP8 products with one scale per matrix.
 
-torch.compile does not look into them: it would take what the kernels note in a layer's record for a change of an input.
-The notes have no part in what an operator returns, in any order and however often a pass is computed again.
+torch.compile does not look into them: it would take what kernels write to a layer's record for a change of an input.
+The record has no part in what an operator returns, in any order and however often a pass is computed again.
 
 Legend: T tokens, C channels, I in_features, O out_features; R', C' are R, C rounded up to a multiple of 64, filled with
-zeros. On a GPU the kernels of `tiles` run, elsewhere `reference`, and a product in FP32.
+zeros. Layers of several matrices have S tokens, E matrices, and P slots (`slots`) without further padding. On a GPU the
+kernels of `tiles` and torch's FP8 products run, elsewhere `reference`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ...numerics.formats import format_of_code
 from ...numerics.gemms import GEMMS
+from ..emulated import EMULATED
 from ..launching import is_elsewhere, launch, relaunch
 from ..tensor_core import Quantized
 from . import reference
-from .layouts import MULTIPLE, empty_layouts, one_layout, padded, parts_of
-from .notes import Note, note_of
-from .records import Records
+from .encoding import BLOCK, PARAMETERS
+from .exponents import HostView, Records, follow, view_of
+from .reference import Layer
 
 if TYPE_CHECKING or find_spec("triton") is not None:
-    from .scale_tiles import scales_kernel
-    from .tiles import fold_kernel
+    from .tiles import encode_kernel, encode_matrices_kernel, matrix_scales_kernel, scales_kernel
 
+ACTIVATION, GRADIENT, WEIGHT = range(3)  # in `gemms.OPERANDS`
 # Whether partial sums stay in the tensor cores' 14 bits over the whole contraction instead of 128 elements of it: in
-# every format, and where the format is folded (docs/log.md has the errors).
+# every format, and in block formats (docs/log.md has the errors).
 FAST_SUMS = {"forward": False, "grad_input": False, "grad_weight": False}
-FAST_SUMS_FOLDED = {"forward": True, "grad_input": True, "grad_weight": True}
-Tile = tuple[int, int, int, int | None]
-"""Runs of tokens, channels and warps of a program of `fold_kernel`, and the most registers of a thread; None: any."""
-# For activations, gradients and weights: the fastest of those tried on an H200 (docs/log.md), but for weights.
-TILES: tuple[Tile, Tile, Tile] = ((8, 64, 1, None), (8, 32, 1, None), (8, 64, 1, None))
-# Rows, columns and warps of a program of `scales_kernel`, and the most programs, of all and of those that count.
-_PART = (8, 512, 4, 1056, 64)
-# Whether the launch that finds the scales of an operand is left out where they are known.
+FAST_SUMS_OF_BLOCKS = {"forward": True, "grad_input": True, "grad_weight": True}
+# Whether operands whose scales are known skip the launch that finds them.
 SPARES_LAUNCHES = True
-_GRADIENT, _WEIGHT = 1, 2  # in `gemms.OPERANDS`
+MULTIPLE = 64
+
+Tile = tuple[int, int, int, int | None]
+"""(runs of 4 tokens, channels, num_warps, maxnreg) of a program of `encode_kernel`."""
+# For activations, gradients and weights: the fastest of those tried on an H200 (docs/log.md), except for weights.
+TILES: tuple[Tile, Tile, Tile] = ((8, 64, 1, None), (8, 32, 1, None), (8, 64, 1, None))
+# Rows, columns and warps of a program of `scales_kernel`, the most programs, and the most that count blocks.
+_PART = (8, 512, 4, 1056, 64)
+# Of several matrices: channels of a program of `encode_matrices_kernel` at most, by operand; channels and warps of a
+# program of `matrix_scales_kernel`, the most programs, and the most that count blocks.
+_WIDTHS = (64, 32, 64)
+_MATRIX_PART = (128, 4, 1056, 64)
+
+BY_ROWS, BY_COLUMNS, OVER_TOKENS = range(3)
+"""How `grouped_product` reads its right operand."""
 
 # Through `Library` and not `custom_op`, which costs 35 microseconds more per call on the host.
 _library = torch.library.Library("snip_hf", "FRAGMENT")
 _library.define(
-    "fold_operand(Tensor x, Tensor state, Tensor record, Tensor table, int operand, int[] gemms, bool counts, "
-    "Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)"
+    "encode_operand(Tensor x, Tensor state, Tensor record, Tensor table, int operand, int[] gemms, bool counts, "
+    "Tensor? after=None, int matrices=0, Tensor? blocks=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
     "tensor_scaled_product(Tensor[] operands, SymInt rows, SymInt columns, bool fast, ScalarType dtype, "
     "Tensor? record=None, int gemm=-1) -> Tensor"
 )
 _library.define(
-    "tensor_scaled_weight_product(Tensor[] left, Tensor weight, Tensor[] tensors, int gemm, bool[] how, SymInt rows, "
+    "tensor_scaled_weight_product(Tensor[] left, Tensor weight, Tensor[] layer, int gemm, bool[] how, SymInt rows, "
     "ScalarType dtype) -> Tensor[]"
+)
+_library.define(
+    "grouped_product(Tensor[] operands, Tensor ends, int kind, bool fast, Tensor? record=None, int gemm=-1) -> Tensor"
 )
 
 
+# ------------------------------------------------------------------------------------- memory
+
+
+def padded(size: int) -> int:
+    return (size + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+
+
+def parts_of(size: int, width: int) -> int:
+    """Returns how many parts of a width a size has. `triton.cdiv` takes over a microsecond."""
+    return (size + width - 1) // width
+
+
+def empty_layouts(x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
+    """Returns memory for the rows and columns of an operand (R, C), with their parameters."""
+    tokens, channels = padded(x.shape[0]), padded(x.shape[1])
+    return _layouts(x, (tokens, channels), PARAMETERS, row_gemm, column_gemm)
+
+
+def _matrix_layouts(x: Tensor, blocks: Tensor | None, matrices: int, gemms: Sequence[int]) -> Quantized:
+    """As `empty_layouts` for several matrices, with one scale each."""
+    slots = x.shape[0] if blocks is None else blocks.shape[0] * BLOCK
+    return _layouts(x, (slots, x.shape[1]), matrices, *gemms)
+
+
+def _layouts(x: Tensor, shape: tuple[int, int], numbers: int, row_gemm: int, column_gemm: int) -> Quantized:
+    rows, columns = shape
+    has_rows, has_columns = int(row_gemm >= 0), int(column_gemm >= 0)
+    fp8, fp32 = torch.float8_e4m3fn, torch.float32
+    return (
+        x.new_empty(rows * has_rows, columns, dtype=fp8),
+        x.new_empty(numbers * has_rows, dtype=fp32),
+        x.new_empty(columns * has_columns, rows, dtype=fp8),
+        x.new_empty(numbers * has_columns, dtype=fp32),
+    )
+
+
+def one_layout(x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
+    """As `empty_layouts` for one GEMM, if the caller drops the other layout: all share one empty one."""
+    tokens, channels = padded(x.shape[0]), padded(x.shape[1])
+    parameters = x.new_empty(PARAMETERS, dtype=torch.float32)
+    if row_gemm >= 0:
+        return x.new_empty(tokens, channels, dtype=torch.float8_e4m3fn), parameters, *_nothing(x.device)
+    return *_nothing(x.device), x.new_empty(channels, tokens, dtype=torch.float8_e4m3fn), parameters
+
+
+@cache
+def _nothing(device: torch.device) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        return (
+            torch.empty(0, 0, dtype=torch.float8_e4m3fn, device=device),
+            torch.empty(0, dtype=torch.float32, device=device),
+        )
+
+
+# ------------------------------------------------------------------------------------- encoding
+
+
 def runs_kernels(x: Tensor) -> bool:
-    """Returns True if the kernels of `tiles` and torch's FP8 products run where a tensor is."""
+    """Returns True if the kernels of `tiles` and torch's FP8 products run on a tensor's device."""
     return x.is_cuda
 
 
 def is_captured(x: Tensor) -> bool:
-    """Returns True if what is launched now becomes part of a CUDA graph."""
+    """Returns True if launches are being captured in a CUDA graph."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-@torch.library.impl(_library, "fold_operand", "CompositeExplicitAutograd")
-def _fold(
+@torch.library.impl(_library, "encode_operand", "CompositeExplicitAutograd")
+def _encode(
     x: Tensor,
     state: Tensor,
     record: Tensor,
@@ -78,14 +150,16 @@ def _fold(
     gemms: Sequence[int],
     counts: bool,
     after: Tensor | None = None,
+    matrices: int = 0,
+    blocks: Tensor | None = None,
 ) -> Quantized:
     row_gemm, column_gemm = gemms
-    outputs = empty_layouts(x, row_gemm, column_gemm)
-    fold_into(x, state, (record, table), operand, (row_gemm, column_gemm), counts, outputs)
+    outputs = _matrix_layouts(x, blocks, matrices, gemms) if matrices else empty_layouts(x, row_gemm, column_gemm)
+    encode_into(x, (state, record, table), operand, (row_gemm, column_gemm), counts, outputs, matrices > 0, blocks)
     return outputs
 
 
-@torch.library.register_fake("snip_hf::fold_operand", lib=_library)
+@torch.library.register_fake("snip_hf::encode_operand", lib=_library)
 def _(
     x: Tensor,
     state: Tensor,
@@ -95,90 +169,109 @@ def _(
     gemms: Sequence[int],
     counts: bool,
     after: Tensor | None = None,
+    matrices: int = 0,
+    blocks: Tensor | None = None,
 ) -> Quantized:
-    return empty_layouts(x, *gemms)
+    return _matrix_layouts(x, blocks, matrices, gemms) if matrices else empty_layouts(x, *gemms)
 
 
-fold_operand = torch.ops.snip_hf.fold_operand
-"""Folds an operand for two GEMMs.
+encode_operand = torch.ops.snip_hf.encode_operand
+"""Encodes an operand as E4M3 for two GEMMs.
 
 Args:
     x: (R, C), BF16 or FP32, which is rounded to BF16 first.
     state: the layer's, on x's device.
-    record, table: the layer's (`records.Records`).
-    operand: which of `gemms.OPERANDS` x is. A gradient is rounded stochastically in folded formats.
+    record, table: the layer's (`exponents.Records`).
+    operand: which of `gemms.OPERANDS` x is. A gradient is rounded stochastically in block formats.
     gemms: the GEMM that contracts C, numbered as in `gemms.GEMMS`, or -1: rows are left out, and come back empty; and
         the one that contracts R, likewise.
-    counts: whether the pass is trained on, so that the record takes note of it.
-    after: not read; a compiled graph runs the operator where this is known.
+    counts: whether the pass is trained on, so that the record is updated.
+    after: not read; a compiled graph runs the operator after this is computed.
+    matrices: 0: x belongs to one matrix. Otherwise the number of matrices, each with a scale and random numbers of its
+        own (`random_streams.matrix_keys`); C and the rows of each matrix are multiples of 32.
+    blocks: of `Slots`, for tokens sorted by matrix; None: x holds the matrices, one after the other.
 
-Returns: rows (R', C') E4M3 and their parameters (`folding`), columns (C', R') and theirs.
+Returns: rows (R', C') E4M3 and their parameters (`encoding`), columns (C', R') and theirs; of several matrices rows
+    (P, C) and the scale of each matrix (E,), columns (C, P) and theirs, zeros in slots without a token.
 """
 
 
-def fold_into(
+def encode_into(
     x: Tensor,
-    state: Tensor,
-    tensors: tuple[Tensor, Tensor],
+    layer: Layer,
     operand: int,
     gemms: tuple[int, int],
     counts: bool,
     outputs: Sequence[Tensor],
+    is_grouped: bool = False,
+    blocks: Tensor | None = None,
     by_kernel: bool | None = None,
 ) -> None:
-    """As `fold_operand`, into the tensors that it gave.
+    """As `encode_operand`, into the tensors that it returned.
 
     Args:
-        x, state, operand, counts, outputs: as there.
-        tensors: record and table.
-        gemms: the row and the column GEMM.
+        x, operand, gemms, counts, outputs, blocks: as there.
+        layer: state, record and table.
+        is_grouped: whether there are several matrices.
         by_kernel: None leaves the choice to the device.
     """
-    record, table = tensors
-    if x.numel() == 0 or max(gemms) < 0:
+    if max(gemms) < 0 or (x.numel() == 0 and not is_grouped):
         for output in outputs:
             output.view(torch.uint8).zero_()
     elif runs_kernels(x) if by_kernel is None else by_kernel:
         if is_elsewhere(x):  # Triton launches on the current device
             with torch.cuda.device_of(x):
-                return fold_into(x, state, tensors, operand, gemms, counts, outputs, by_kernel)
+                return encode_into(x, layer, operand, gemms, counts, outputs, is_grouped, blocks, by_kernel)
         x = x if x.stride(1) == 1 else x.contiguous()
-        note = note_of(record)
-        row = record[operand] if note is None else note.rows[operand]
-        if _needs_scales(note, record, operand, gemms, counts):
+        state, record, table = layer
+        view = view_of(record)
+        row = record[operand] if view is None else view.rows[operand]
+        needs = _needs_scales(view, record, operand, gemms, counts)
+        if is_grouped:
+            _launch_matrices(x, blocks, (state, row, table), operand, gemms, counts, needs, outputs)
+        elif needs:
             find_scales(x, state, (row, table), gemms, counts, outputs)
-            launch_fold(x, state, row, operand, counts, outputs)
+            launch_encode(x, state, row, operand, counts, outputs)
         else:
-            launch_fold(x, state, row, operand, counts, outputs, known=(table, gemms))
+            launch_encode(x, state, row, operand, counts, outputs, known=(table, gemms))
+    elif is_grouped:
+        reference.encode_matrices(x, layer, operand, gemms, counts, outputs, blocks)
     else:
-        found = reference.fold(x, state, record, table, operand, gemms, counts)
-        for index, layout in enumerate(found):
+        for index, layout in enumerate(reference.encode(x, layer, operand, gemms, counts)):
             if layout is not None:
                 outputs[2 * index].copy_(reference.padded(layout[0], MULTIPLE))
                 outputs[2 * index + 1].copy_(layout[1])
 
 
-def needs_scales(record: Tensor, operand: int, gemms: tuple[int, int], counts: bool) -> bool:
-    """Returns True if the scales of an operand need a launch of their own, or its blocks are to be counted in it.
-
-    In a graph that is captured they always have one: it is replayed under other plans too.
-    """
-    return _needs_scales(note_of(record), record, operand, gemms, counts)
-
-
-def _needs_scales(note: Note | None, record: Tensor, operand: int, gemms: tuple[int, int], counts: bool) -> bool:
-    if not SPARES_LAUNCHES or note is None or not note.is_settled(operand, gemms):
-        return True
-    return (counts and note.looks) or is_captured(record)
-
-
-def folded(
-    x: Tensor, state: Tensor, records: Records, operand: int, gemms: tuple[int, int], by_kernel: bool | None = None
+def encoded(
+    x: Tensor,
+    state: Tensor,
+    records: Records,
+    operand: int,
+    gemms: tuple[int, int],
+    by_kernel: bool | None = None,
+    matrices: int = 0,
+    blocks: Tensor | None = None,
 ) -> Quantized:
-    """Returns `fold_operand` by the kernels or by the reference; the records take note."""
-    outputs = empty_layouts(x, *gemms)
-    fold_into(x, state, (records.record, records.table), operand, gemms, True, outputs, by_kernel)
+    """Returns `encode_operand` by the kernels or by the reference; the records are updated."""
+    outputs = _matrix_layouts(x, blocks, matrices, gemms) if matrices else empty_layouts(x, *gemms)
+    layer = state, records.record, records.table
+    encode_into(x, layer, operand, gemms, True, outputs, matrices > 0, blocks, by_kernel)
     return outputs
+
+
+def needs_scales(record: Tensor, operand: int, gemms: tuple[int, int], counts: bool) -> bool:
+    """Returns True if an operand's scales need a launch of their own, or its blocks are counted in this step.
+
+    While a graph is captured they always have one: it is replayed under other plans too.
+    """
+    return _needs_scales(view_of(record), record, operand, gemms, counts)
+
+
+def _needs_scales(view: HostView | None, record: Tensor, operand: int, gemms: tuple[int, int], counts: bool) -> bool:
+    if not SPARES_LAUNCHES or view is None or not view.is_settled(operand, gemms):
+        return True
+    return (counts and view.counts_now) or is_captured(record)
 
 
 def find_scales(
@@ -203,7 +296,7 @@ def find_scales(
     )
 
 
-def launch_fold(
+def launch_encode(
     x: Tensor,
     state: Tensor,
     record: Tensor,
@@ -213,37 +306,93 @@ def launch_fold(
     tile: Tile | None = None,
     known: tuple[Tensor, tuple[int, int]] | None = None,
 ) -> None:
-    """Launches `fold_kernel`, with the parameters of the layouts in `outputs`.
+    """Launches `encode_kernel`, with the parameters of the layouts in `outputs`.
 
     Args:
-        x, state, operand, counts, outputs: as in `fold_into`.
+        x, state, operand, counts, outputs: as in `encode_into`.
         record: of the operand.
         tile: None: the fastest known.
-        known: the table, and the row and the column GEMM, where the kernel takes the parameters from the exponent in
-            force and writes them; None: `scales_kernel` has written them.
+        known: the table, and the row and the column GEMM, if the kernel finds and writes the parameters from the
+            exponent in force; None: `scales_kernel` has written them.
     """
     rows, row_parameters, columns, column_parameters = outputs
     table, gemms = known or (row_parameters, (-1, -1))
     tensors = x, state, record, table, row_parameters, column_parameters, rows, columns
     layouts, pitch, tile = (rows.shape[0] > 0, columns.shape[0] > 0), x.stride(0), tile or TILES[operand]
-    key = fold_kernel.fn, x.get_device(), x.dtype, x.shape, pitch, operand, counts, layouts, known is None, gemms, tile
+    shape, is_known = x.shape, known is not None
+    key = encode_kernel.fn, x.get_device(), x.dtype, shape, pitch, operand, counts, layouts, is_known, gemms, tile
     if relaunch(key, tensors):
         return
-    tokens, channels = x.shape
+    tokens, channels = shape
     padded_tokens, padded_channels = padded(tokens), padded(channels)
     runs, width, warps, registers = tile
     is_ragged = padded_tokens != tokens or padded_channels != channels
     launch(
-        fold_kernel,
+        encode_kernel,
         (parts_of(padded_channels, width), parts_of(padded_tokens, 4 * runs)),
         tensors,
         (tokens, channels, padded_tokens, padded_channels, pitch),
-        (*layouts, *gemms, known is not None, operand == _GRADIENT, counts, is_ragged, runs, width),
+        (*layouts, *gemms, is_known, operand == GRADIENT, counts, is_ragged, runs, width),
         key=key,
         num_warps=warps,
         maxnreg=registers,
         enable_fp_fusion=True,  # products with powers of two are exact
     )
+
+
+def _launch_matrices(
+    x: Tensor,
+    blocks: Tensor | None,
+    layer: Layer,
+    operand: int,
+    gemms: tuple[int, int],
+    counts: bool,
+    needs: bool,
+    outputs: Sequence[Tensor],
+) -> None:
+    """Launches the kernels for several matrices; the layer's record is the operand's."""
+    rows, row_scales, columns, column_scales = outputs
+    (state, record, table), channels = layer, x.shape[1]
+    matrices = max(row_scales.shape[0], column_scales.shape[0])
+    count = x.shape[0] // BLOCK if blocks is None else blocks.shape[0]
+    is_even, height = blocks is None, x.shape[0] // matrices if blocks is None else 0
+    tokens_of = state if blocks is None else blocks
+    amaxes = torch.zeros(matrices if needs else 0, dtype=torch.int32, device=x.device)
+    if needs:
+        width, warps, programs, counting = _MATRIX_PART
+        parts = count * parts_of(channels, width)
+        launch(
+            matrix_scales_kernel,
+            (min(parts, programs),),
+            (x, tokens_of, state, record, table, amaxes),
+            (height, channels, x.stride(0), parts),
+            (*gemms, counts, counting, is_even, width),
+            num_warps=warps,
+        )
+    width = min(_WIDTHS[operand], channels & -channels)
+    launch(
+        encode_matrices_kernel,
+        (channels // width * count,),
+        (x, tokens_of, state, record, table, amaxes, row_scales, column_scales, rows, columns),
+        (height, channels, count * BLOCK, x.stride(0)),
+        (gemms[0] >= 0, gemms[1] >= 0, *gemms, needs, operand == GRADIENT, counts, is_even, width),
+        num_warps=1,
+        enable_fp_fusion=True,  # products with powers of two are exact
+    )
+
+
+# ------------------------------------------------------------------------------------- products
+
+
+def sums_fast(record: Tensor | None, gemm: int) -> bool:
+    """Returns True if a layer's GEMM is known to have a block format, whose sums are fast.
+
+    Not while a graph is captured: it is replayed under other plans too.
+    """
+    view = None if record is None else view_of(record)
+    if record is None or view is None or not (view.encoded[gemm] and FAST_SUMS_OF_BLOCKS[GEMMS[gemm]]):
+        return False
+    return not is_captured(record)
 
 
 @torch.library.impl(_library, "tensor_scaled_product", "CompositeExplicitAutograd")
@@ -260,29 +409,12 @@ def _product(
     if left.numel() == 0 or right.numel() == 0:
         return left.new_zeros(rows, columns, dtype=dtype)
     if not runs_kernels(left):
-        with torch.autocast("cpu", enabled=False):
-            a, b = left.to(torch.float32) * left_parameters[0], right.to(torch.float32) * right_parameters[0]
-            return (a @ b.t())[:rows, :columns].to(dtype).contiguous()
+        found = reference.product(left, left_parameters[0], right, right_parameters[0])
+        return found[:rows, :columns].to(dtype).contiguous()
     product: Tensor = torch._scaled_mm(
         left, right.t(), left_parameters[:1], right_parameters[:1], None, None, dtype, fast or sums_fast(record, gemm)
     )
     return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
-
-
-def sums_fast(record: Tensor | None, gemm: int) -> bool:
-    """Returns True if a layer's GEMM may have fast sums because its format is folded."""
-    return FAST_SUMS_FOLDED[GEMMS[gemm]] and is_folded(record, gemm)
-
-
-def is_folded(record: Tensor | None, gemm: int) -> bool:
-    """Returns True if a layer's GEMM is known to have a format that is folded.
-
-    Not in a graph that is captured: it is replayed under other plans too.
-    """
-    note = None if record is None else note_of(record)
-    if record is None or note is None or not note.folded[gemm]:
-        return False
-    return not is_captured(record)
 
 
 @torch.library.register_fake("snip_hf::tensor_scaled_product", lib=_library)
@@ -314,7 +446,7 @@ def multiply(
         right: (N', K') and its.
         shape: M and N without the padding.
         dtype: of the result, BF16 or FP32.
-        record: the layer's; None: sums are fast only where they are in every format.
+        record: the layer's; None: sums are fast only if they are in every format.
     """
     product: Tensor = torch.ops.snip_hf.tensor_scaled_product(
         [*left, *right], *shape, FAST_SUMS[gemm], dtype, record, GEMMS.index(gemm)
@@ -326,16 +458,16 @@ def multiply(
 def _weight_product(
     left: Sequence[Tensor],
     weight: Tensor,
-    tensors: Sequence[Tensor],
+    layer: Sequence[Tensor],
     gemm: int,
     how: Sequence[bool],
     rows: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    (state, record, table), (keeps, counts, fast), is_forward = tensors, how, gemm == 0
+    (state, record, table), (keeps, counts, fast), is_forward = layer, how, gemm == 0
     gemms = 0 if is_forward else -1, 1 if keeps or not is_forward else -1
     outputs = empty_layouts(weight, *gemms) if keeps else one_layout(weight, *gemms)
-    fold_into(weight, state, (record, table), _WEIGHT, gemms, counts, outputs)
+    encode_into(weight, (state, record, table), WEIGHT, gemms, counts, outputs)
     right = outputs[:2] if is_forward else outputs[2:]
     product = _product([*left, *right], rows, weight.shape[gemm], fast, dtype, record, gemm)
     return [product, *outputs[2:]] if keeps else [product]
@@ -345,7 +477,7 @@ def _weight_product(
 def _(
     left: Sequence[Tensor],
     weight: Tensor,
-    tensors: Sequence[Tensor],
+    layer: Sequence[Tensor],
     gemm: int,
     how: Sequence[bool],
     rows: int,
@@ -359,27 +491,120 @@ def multiply_weight(
     gemm: str,
     left: Sequence[Tensor],
     weight: Tensor,
-    tensors: Sequence[Tensor],
+    layer: Sequence[Tensor],
     how: tuple[bool, bool],
     rows: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Returns the product of an operand with a layer's weight, which is folded for it; and the weight for grad_input.
+    """Returns the product of an operand with a layer's weight, which is encoded for it; and the weight for grad_input.
 
-    One operator instead of two: the host takes some microseconds for each, over a hundred times per step.
+    One operator instead of two: each takes the host some microseconds, over a hundred times per step.
 
     Args:
         gemm: "forward" or "grad_input".
         left: (M', K') E4M3 and its parameters.
         weight: (O, I).
-        tensors: the layer's state, record and table.
-        how: whether the weight is folded for grad_input too, in the forward GEMM; whether the record takes note of it.
+        layer: its state, record and table.
+        how: whether the forward GEMM encodes the weight for grad_input, too; whether the record is updated.
         rows: M without the padding.
         dtype: of the product, BF16 or FP32.
 
     Returns: the product, and, if it is asked for, (I', O') E4M3 with its parameters.
     """
     found: list[Tensor] = torch.ops.snip_hf.tensor_scaled_weight_product(
-        list(left), weight.detach(), list(tensors), GEMMS.index(gemm), [*how, FAST_SUMS[gemm]], rows, dtype
+        list(left), weight.detach(), list(layer), GEMMS.index(gemm), [*how, FAST_SUMS[gemm]], rows, dtype
     )
     return found
+
+
+@torch.library.impl(_library, "grouped_product", "CompositeExplicitAutograd")
+def _grouped_product(
+    operands: Sequence[Tensor], ends: Tensor, kind: int, fast: bool, record: Tensor | None = None, gemm: int = -1
+) -> Tensor:
+    left, left_scales, right, right_scales = operands
+    right = _by_matrix(right, ends.shape[0], kind)
+    if not left.is_cuda:
+        return reference.grouped_product(left, left_scales, right, right_scales, ends)
+    # All factors on one side: the FP32 sum is multiplied once by the product of both scales, and once by 1.
+    factors, ones = (left_scales * right_scales)[:, None], torch.ones
+    if kind == OVER_TOKENS:
+        scales = factors.expand(-1, left.shape[0]).reshape(-1), ones(ends.shape[0] * right.shape[1], device=left.device)
+    else:
+        scales = ones(left.shape[0], device=left.device), factors.expand(-1, right.shape[2]).contiguous()
+    result: Tensor = torch.ops.aten._scaled_grouped_mm.default(
+        left, right, *scales, ends, None, None, torch.bfloat16, fast or sums_fast(record, gemm)
+    )
+    return result
+
+
+def _by_matrix(right: Tensor, matrices: int, kind: int) -> Tensor:
+    """Returns a right operand as torch's product reads it: (E, K, N), or (P, N) if tokens are contracted."""
+    if kind == BY_ROWS:
+        return right.view(matrices, -1, right.shape[1]).transpose(1, 2)
+    if kind == BY_COLUMNS:
+        return right.view(right.shape[0], matrices, -1).permute(1, 2, 0)
+    return right.t()
+
+
+@torch.library.register_fake("snip_hf::grouped_product", lib=_library)
+def _(
+    operands: Sequence[Tensor], ends: Tensor, kind: int, fast: bool, record: Tensor | None = None, gemm: int = -1
+) -> Tensor:
+    left, _, right, _ = operands
+    if kind == OVER_TOKENS:
+        return left.new_empty(ends.shape[0], left.shape[0], right.shape[0], dtype=torch.bfloat16)
+    columns = right.shape[0] // (ends.shape[0] if kind == BY_ROWS else 1)
+    return left.new_empty(left.shape[0], columns, dtype=torch.bfloat16)
+
+
+def multiply_grouped(
+    gemm: str, left: Sequence[Tensor], right: Sequence[Tensor], ends: Tensor, kind: int, record: Tensor | None
+) -> Tensor:
+    """Returns the products of a GEMM, one of each matrix, BF16 of FP32 sums.
+
+    Args:
+        gemm: one of `gemms.GEMMS`.
+        left: E4M3 and the scale of each matrix: (P, K), or (M, P) if tokens are contracted.
+        right: likewise: by rows (E * N, K), by columns (N, E * K), over tokens (N, P).
+        ends: matrix -> end of its slots, int32.
+        kind: which of these three.
+        record: the layer's; None: sums are fast only if they are in every format.
+
+    Returns: (P, N), in slots after the last end anything; or (E, M, N).
+    """
+    product: Tensor = torch.ops.snip_hf.grouped_product(
+        [*left, *right], ends, kind, FAST_SUMS[gemm], record, GEMMS.index(gemm)
+    )
+    return product
+
+
+def gemm_call(gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor) -> Callable[[], Tensor]:
+    """As `Backend.gemm_call`; the weight is encoded before, as it is once per optimizer step."""
+    formats = [format_of_code(code) for code in state[: len(GEMMS)].tolist()]
+    if not formats[GEMMS.index(gemm)].is_quantized:
+        return EMULATED.gemm_call(gemm, x, weight, grad_output, state)
+    records = Records.new(x.device)
+    record, table = records.record, records.table
+    records.view.set_formats(formats)
+
+    def encode(values: Tensor, operand: int, row_gemm: int, column_gemm: int) -> tuple[Tensor, ...]:
+        layouts: Quantized = encode_operand(values, state, record, table, operand, (row_gemm, column_gemm), True)
+        return layouts[:2] if row_gemm >= 0 else layouts[2:]
+
+    by_output, by_input = encode(weight, WEIGHT, 0, -1), encode(weight, WEIGHT, -1, 1)
+
+    def forward() -> Tensor:
+        return multiply(gemm, encode(x, ACTIVATION, 0, -1), by_output, (x.shape[0], weight.shape[0]), x.dtype, record)
+
+    def grad_input() -> Tensor:
+        left = encode(grad_output, GRADIENT, 1, -1)
+        return multiply(gemm, left, by_input, (x.shape[0], weight.shape[1]), x.dtype, record)
+
+    def grad_weight() -> Tensor:
+        left, right = encode(grad_output, GRADIENT, -1, 2), encode(x, ACTIVATION, -1, 2)
+        return multiply(gemm, left, right, (weight.shape[0], weight.shape[1]), x.dtype, record)
+
+    call = {"forward": forward, "grad_input": grad_input, "grad_weight": grad_weight}[gemm]
+    call()
+    follow([records])  # in training, too, exponents are known before the pass
+    return call

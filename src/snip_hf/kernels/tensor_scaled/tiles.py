@@ -1,8 +1,9 @@
 # ruff: noqa: SIM102  # a constant and a number of the device cannot be combined
-"""The Triton kernels that fold operands into E4M3.
+"""The Triton kernels that encode operands as E4M3: of one matrix, and of layers of several with a scale of each.
 
-Legend: T tokens, C channels; weights have O for T and I for C. What a format is comes from the parameters of a layout
-(`folding`), numbers that are read while the kernel runs and are the same for all of its programs.
+Legend: T tokens, C channels; weights have O for T and I for C. Formats are numbers that kernels read at run time, the
+same for all programs: the parameters of a layout (`encoding`). A program of the kernels for several matrices has 32
+slots (`slots`), which belong to one matrix. Weights have no `blocks`: all their matrices have equally many rows.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import triton.language as tl
 
 from ...numerics.formats import E4M3
 from ..triton_numerics import (
+    KEY,
     RUN,
     amax_of,
+    bits_of_key,
     bits_of_runs,
+    key_of_matrix,
     larger,
     pack_fp8,
     power_of_two,
@@ -22,17 +26,23 @@ from ..triton_numerics import (
     to_fp8,
     to_grid,
 )
-from . import folding, records
+from . import encoding, exponents, slots
 
 _MAX_FP8, _SMALLEST_NORMAL = tl.constexpr(E4M3.max), tl.constexpr(2.0**-126)
-_BLOCK, _BLOCK_RUNS = tl.constexpr(folding.BLOCK), tl.constexpr(folding.BLOCK // RUN.value)
-_CARRY, _TOP_FIELD = tl.constexpr(0x3FFFFF), tl.constexpr(127 + 8)  # `folding.exponents_of`
-_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: added and taken away, it rounds to whole numbers
-_PARAMETERS = tl.constexpr(folding.PARAMETERS)
-_SCALE, _INVERSE, _CEILING = tl.constexpr(folding.SCALE), tl.constexpr(folding.INVERSE), tl.constexpr(folding.CEILING)
-_LEAST, _SPACING = tl.constexpr(folding.LEAST), tl.constexpr(folding.SPACING)
-_EXPONENT, _LARGEST = tl.constexpr(records.EXPONENT), tl.constexpr(records.LARGEST)
-_UNSET, _LIMIT = tl.constexpr(records.UNSET), tl.constexpr(records.LIMIT)
+_BLOCK, _BLOCK_RUNS = tl.constexpr(encoding.BLOCK), tl.constexpr(encoding.BLOCK // RUN.value)
+_CARRY, _TOP_FIELD = tl.constexpr(0x3FFFFF), tl.constexpr(127 + 8)  # `encoding.exponents_of`
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: added and subtracted, it rounds to whole numbers
+# Fields of parameters, records and blocks.
+_PARAMETERS = tl.constexpr(encoding.PARAMETERS)
+_SCALE, _INVERSE = tl.constexpr(encoding.SCALE), tl.constexpr(encoding.INVERSE)
+_CEILING, _LEAST = tl.constexpr(encoding.CEILING), tl.constexpr(encoding.LEAST)
+_SPACING, _MOST, _LOST = tl.constexpr(encoding.SPACING), tl.constexpr(encoding.MOST), tl.constexpr(encoding.LOST)
+_EXPONENT, _LARGEST = tl.constexpr(exponents.EXPONENT), tl.constexpr(exponents.LARGEST)
+_BLOCKS, _SATURATED = tl.constexpr(exponents.BLOCKS), tl.constexpr(exponents.SATURATED)
+_SMALL, _AMAX, _ARRIVED = tl.constexpr(exponents.SMALL), tl.constexpr(exponents.AMAX), tl.constexpr(exponents.ARRIVED)
+_UNSET, _LIMIT = tl.constexpr(exponents.UNSET), tl.constexpr(exponents.LIMIT)
+_MATRIX, _FIRST, _ROWS = tl.constexpr(slots.MATRIX), tl.constexpr(slots.FIRST), tl.constexpr(slots.ROWS)
+_OFFSET, _TOKENS, _FIELDS = tl.constexpr(slots.OFFSET), tl.constexpr(slots.TOKENS), tl.constexpr(slots.BLOCK_FIELDS)
 
 
 @triton.jit
@@ -43,7 +53,7 @@ def _as_bf16(value):
 
 @triton.jit
 def _scale_of(spacing, exponent, bits):
-    """The scale of a tensor in a format and its inverse.
+    """The scale of a tensor and its inverse.
 
     spacing: of the format. exponent: in force, or _UNSET. bits: of the tensor's amax, if it was needed.
     """
@@ -62,10 +72,7 @@ def _scale_of(spacing, exponent, bits):
 
 @triton.jit
 def _write_parameters(parameters, known, exponent, bits):
-    """The scale of the tensor and its inverse, and what the table knows of the format.
-
-    known: the format's row in the table. exponent: in force, or _UNSET. bits: of the tensor's amax, if it was needed.
-    """
+    """Writes the format's row in the table (known) with the tensor's scale and inverse; others as in `_scale_of`."""
     scale, inverse = _scale_of(tl.load(known + _SPACING), exponent, bits)
     place = tl.arange(0, _PARAMETERS)
     value = tl.load(known + place)
@@ -75,7 +82,7 @@ def _write_parameters(parameters, known, exponent, bits):
 
 @triton.jit
 def _row_amax(x, RUNS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Of the 1x32 blocks, (RUNS, CHANNELS / 32)."""
+    """The amax of each 1x32 block, (RUNS, CHANNELS / 32)."""
     return amax_of(tl.reshape(x, [RUNS, CHANNELS // _BLOCK, _BLOCK]), 2)
 
 
@@ -100,8 +107,8 @@ def load_runs(x, run, channel, tokens, channels, stride, RAGGED: tl.constexpr):
 
 @triton.jit
 def _least_powers(amax, parameters):
-    """The powers of two below which a block's grid has one spacing, from its amax. Infinity, which makes NaN of the
-    whole block, where it holds an infinity or NaN."""
+    """The powers of two below which a block's grid has one spacing, from its amax. Infinity for a block that holds an
+    infinity or NaN: the whole block becomes NaN."""
     power = power_of_two(amax * tl.load(parameters + _CEILING))
     return tl.maximum(power, tl.load(parameters + _LEAST))
 
@@ -113,10 +120,10 @@ def _power_of(exponent):
 
 
 @triton.jit
-def _folded_scale(known, record, scale, inverse, FINDS: tl.constexpr):
-    """The tensor's scale and its inverse, powers of two, if a layout is folded, else those given; and its spacing.
+def _scale_in_force(known, record, scale, inverse, FINDS: tl.constexpr):
+    """The tensor's scale and its inverse, powers of two, for a block format, else those given; and the grid's spacing.
 
-    known: the parameters of the layout. FINDS: or the format's row in the table, with the exponent in the record.
+    known: the layout's parameters, or if FINDS the format's row in the table; the exponent is then the record's.
     """
     spacing = tl.load(known + _SPACING)
     if FINDS:
@@ -139,7 +146,7 @@ def _find_parameters(
     ROW_GEMM: tl.constexpr,
     COLUMN_GEMM: tl.constexpr,
 ):
-    """Where the table has the formats of the rows and the columns; one program writes the parameters of both."""
+    """The table's rows for the formats of rows and columns; one program writes the parameters of both."""
     row_known, column_known = table, table
     exponent = tl.load(record + _EXPONENT)
     if ROW_GEMM >= 0:
@@ -155,42 +162,42 @@ def _find_parameters(
 
 @triton.jit
 def _over_rows(of_blocks, RUNS: tl.constexpr, CHANNELS: tl.constexpr):
-    """What 1x32 blocks have, at each of their elements."""
+    """Spreads one number per 1x32 block to the block's elements."""
     spread = tl.broadcast_to(of_blocks[:, :, None], [RUNS, CHANNELS // _BLOCK, _BLOCK])
     return tl.reshape(spread, [RUNS, CHANNELS])
 
 
 @triton.jit
 def _column_amax(a, b, c, d, RUNS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Of the 32x1 blocks, (RUNS / 8, CHANNELS)."""
+    """The amax of each 32x1 block, (RUNS / 8, CHANNELS)."""
     largest = larger(larger(tl.abs(a), tl.abs(b)), larger(tl.abs(c), tl.abs(d)))
     return amax_of(tl.reshape(largest, [RUNS // _BLOCK_RUNS, _BLOCK_RUNS, CHANNELS]), 1)
 
 
 @triton.jit
 def _over_columns(of_blocks, RUNS: tl.constexpr, CHANNELS: tl.constexpr):
-    """What 32x1 blocks have, at each of their elements."""
+    """Spreads one number per 32x1 block to the block's elements."""
     spread = tl.broadcast_to(of_blocks[:, None, :], [RUNS // _BLOCK_RUNS, _BLOCK_RUNS, CHANNELS])
     return tl.reshape(spread, [RUNS, CHANNELS])
 
 
 @triton.jit
 def _rounded(x, least_power, spacing):
-    """To the nearest number of a grid whose spacing is `spacing` between 1 and 2, and below least_power as there."""
+    """Rounds to the nearest number of a grid whose spacing is `spacing` between 1 and 2, and below least_power."""
     power = tl.maximum(power_of_two(x), least_power)
     return (x + power * (spacing * _ROUND)) - power * (spacing * _ROUND)
 
 
 @triton.jit
 def _rounded_randomly(x, fraction, least_power, spacing):
-    """To one of the two neighbours; fraction: of `random_of_runs`."""
+    """Rounds to one of the two neighbours at random; fraction: of `random_of_runs`."""
     dither = fraction * (128.0 * spacing) - (128.5 - 2.0**-9) * spacing  # (random - 1/2) spacings
     return to_grid(x, dither, tl.maximum(power_of_two(x), least_power), spacing)
 
 
 @triton.jit
 def _all_rounded(a, b, c, d, la, lb, lc, ld, bits, spacing, IS_GRADIENT: tl.constexpr):
-    """The four tokens of each run, with their least powers."""
+    """Rounds the four tokens of each run, with their least powers."""
     if IS_GRADIENT:
         fa, fb, fc, fd = random_of_runs(bits)
         a, b = _rounded_randomly(a, fa, la, spacing), _rounded_randomly(b, fb, lb, spacing)
@@ -203,14 +210,14 @@ def _all_rounded(a, b, c, d, la, lb, lc, ld, bits, spacing, IS_GRADIENT: tl.cons
 
 @triton.jit
 def _largest(amax, scale):
-    """The bits of the largest magnitude of a program's blocks, from their amax divided by the scale, (*, *)."""
+    """The bits of the largest magnitude in a program, from its blocks' amax divided by the scale, (*, *)."""
     finite = tl.where(amax < float("inf"), amax, 0.0)
     return (tl.max(tl.max(finite, 1), 0) * scale).to(tl.int32, bitcast=True).to(tl.int64)
 
 
 @triton.jit
 def _store_rows(at, a, b, c, d, padded_channels):
-    """The four tokens of each run."""
+    """Stores the four tokens of each run."""
     tl.store(at, to_fp8(a))
     tl.store(at + padded_channels, to_fp8(b))
     tl.store(at + 2 * padded_channels, to_fp8(c))
@@ -218,7 +225,7 @@ def _store_rows(at, a, b, c, d, padded_channels):
 
 
 @triton.jit
-def _fold_rows(
+def _encode_rows(
     at,
     a,
     b,
@@ -233,7 +240,7 @@ def _fold_rows(
     RUNS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Stores the rows of a folded format; returns the bits of their largest magnitude."""
+    """Stores the rows of a block format; returns the bits of their largest magnitude."""
     la, lb = _row_amax(a, RUNS, CHANNELS), _row_amax(b, RUNS, CHANNELS)
     lc, ld = _row_amax(c, RUNS, CHANNELS), _row_amax(d, RUNS, CHANNELS)
     largest = _largest(tl.maximum(tl.maximum(la, lb), tl.maximum(lc, ld)), scale)
@@ -247,7 +254,7 @@ def _fold_rows(
 
 
 @triton.jit
-def _fold_columns(
+def _encode_columns(
     at,
     a,
     b,
@@ -261,7 +268,7 @@ def _fold_columns(
     RUNS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Stores the columns of a folded format; returns the bits of their largest magnitude."""
+    """Stores the columns of a block format; returns the bits of their largest magnitude."""
     amax = _column_amax(a, b, c, d, RUNS, CHANNELS)
     largest = _largest(amax, scale)
     least = _over_columns(_least_powers(amax, known), RUNS, CHANNELS)
@@ -271,7 +278,7 @@ def _fold_columns(
 
 
 @triton.jit
-def fold_tile(
+def encode_tile(
     a,
     b,
     c,
@@ -300,34 +307,34 @@ def fold_tile(
     RUNS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Both layouts of the runs of tokens a, b, c, d: `fold_kernel`."""
+    """Encodes both layouts of the runs of tokens a, b, c, d, as `encode_kernel`."""
     row_known, column_known = row_parameters, column_parameters
-    if FINDS:  # where all formats are folded and an exponent is in force
+    if FINDS:  # all formats are block formats, and an exponent is in force
         row_known, column_known = _find_parameters(
             state, record, table, row_parameters, column_parameters, is_first, ROW_GEMM, COLUMN_GEMM
         )
-    seen = tl.load(record + _LARGEST)  # by some programs; no need to wait for others
+    seen = tl.load(record + _LARGEST)  # by other programs so far; no need to wait for all
     largest = seen
     # Both layouts round with the same random numbers.
     bits = bits_of_runs(state, run, channel, tokens, channels) if IS_GRADIENT else run
     row_spacing, column_spacing, scale, inverse = 0.0, 0.0, 1.0, 1.0
     if HAS_COLUMNS:
-        scale, inverse, column_spacing = _folded_scale(column_known, record, scale, inverse, FINDS)
+        scale, inverse, column_spacing = _scale_in_force(column_known, record, scale, inverse, FINDS)
     if HAS_ROWS:
-        scale, inverse, row_spacing = _folded_scale(row_known, record, scale, inverse, FINDS)
+        scale, inverse, row_spacing = _scale_in_force(row_known, record, scale, inverse, FINDS)
     a, b, c, d = a * inverse, b * inverse, c * inverse, d * inverse  # exact
     if HAS_ROWS:
         # Each branch stores what it computed, which takes fewer registers than to join.
         at = rows + (run * RUN)[:, None] * padded_channels + channel[None, :]
         if FINDS:
-            found = _fold_rows(
+            found = _encode_rows(
                 at, a, b, c, d, row_known, row_spacing, bits, scale, padded_channels, IS_GRADIENT, RUNS, CHANNELS
             )
             if COUNTS:
                 largest = found
         else:
             if row_spacing > 0.0:
-                found = _fold_rows(
+                found = _encode_rows(
                     at, a, b, c, d, row_known, row_spacing, bits, scale, padded_channels, IS_GRADIENT, RUNS, CHANNELS
                 )
                 if COUNTS:
@@ -339,14 +346,14 @@ def fold_tile(
         at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
         at += channel.to(tl.int64)[None, :] * (padded_tokens // RUN) + run[:, None]
         if FINDS:
-            found = _fold_columns(
+            found = _encode_columns(
                 at, a, b, c, d, column_known, column_spacing, bits, scale, IS_GRADIENT, RUNS, CHANNELS
             )
             if COUNTS and not HAS_ROWS:
                 largest = found
         else:
             if column_spacing > 0.0:
-                found = _fold_columns(
+                found = _encode_columns(
                     at, a, b, c, d, column_known, column_spacing, bits, scale, IS_GRADIENT, RUNS, CHANNELS
                 )
                 if COUNTS and not HAS_ROWS:
@@ -361,7 +368,7 @@ def fold_tile(
 
 # With a single token as a constant, the columns of nothing but that token were wrong on an H200 (docs/log.md).
 @triton.jit(do_not_specialize=["tokens"])
-def fold_kernel(
+def encode_kernel(
     x,
     state,
     record,
@@ -379,7 +386,7 @@ def fold_kernel(
     HAS_COLUMNS: tl.constexpr,
     ROW_GEMM: tl.constexpr,
     COLUMN_GEMM: tl.constexpr,
-    FINDS: tl.constexpr,  # the parameters, and writes them; else `scales_kernel` has
+    FINDS: tl.constexpr,  # finds and writes the parameters; else `scales_kernel` has written them
     IS_GRADIENT: tl.constexpr,
     COUNTS: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -392,8 +399,276 @@ def fold_kernel(
     run = (place * RUNS + tl.arange(0, RUNS)).to(tl.int64)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     a, b, c, d = load_runs(x, run, channel, tokens, channels, stride, RAGGED)
-    fold_tile(
+    encode_tile(
         a, b, c, d, state, record, table, row_parameters, column_parameters, rows, columns, run, channel,
         tl.program_id(0) + tl.program_id(1) == 0, tokens, channels, padded_tokens, padded_channels, HAS_ROWS,
         HAS_COLUMNS, ROW_GEMM, COLUMN_GEMM, FINDS, IS_GRADIENT, COUNTS, RUNS, CHANNELS,
     )  # fmt: skip
+
+
+@triton.jit
+def _magnitudes(x, part, tokens, channels, stride, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """The magnitudes of a part of x, (HEIGHT, WIDTH), zeros after its ends."""
+    across = tl.cdiv(channels, WIDTH)
+    row = (part // across * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)[:, None]
+    column = (part % across * WIDTH + tl.arange(0, WIDTH))[None, :]
+    return tl.abs(_as_bf16(tl.load(x + row * stride + column, (row < tokens) & (column < channels), other=0.0)))
+
+
+@triton.jit
+def _count(record, known, magnitude, exponent, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Counts the 1x32 blocks of a part that are not zero, those that saturate and those that lose bits."""
+    amax = _row_amax(magnitude * _power_of(-exponent), HEIGHT, WIDTH)
+    saturated = (amax > tl.load(known + _MOST)) & (amax < float("inf"))
+    small = (amax > 0.0) & (amax <= tl.load(known + _LOST))
+    tl.atomic_add(record + _BLOCKS, tl.sum(tl.sum((amax > 0.0).to(tl.int32), 1), 0).to(tl.int64))
+    tl.atomic_add(record + _SATURATED, tl.sum(tl.sum(saturated.to(tl.int32), 1), 0).to(tl.int64))
+    tl.atomic_add(record + _SMALL, tl.sum(tl.sum(small.to(tl.int32), 1), 0).to(tl.int64))
+
+
+@triton.jit
+def _formats(state, table, exponent, ROW_GEMM: tl.constexpr, COLUMN_GEMM: tl.constexpr):
+    """The table's rows for the formats of rows and columns; the row of a block format, and whether one of them is such;
+    whether the amax is needed: without an exponent in force, or in a format with one FP32 scale."""
+    needed, is_encoded = exponent == _UNSET, False
+    row_known, column_known, known = table, table, table
+    if COLUMN_GEMM >= 0:
+        column_known = table + tl.load(state + COLUMN_GEMM) * _PARAMETERS
+        is_encoded = tl.load(column_known + _SPACING) > 0.0
+        needed, known = needed | (not is_encoded), column_known
+    if ROW_GEMM >= 0:
+        row_known = table + tl.load(state + ROW_GEMM) * _PARAMETERS
+        row_is_encoded = tl.load(row_known + _SPACING) > 0.0
+        needed, known = needed | (not row_is_encoded), tl.where(row_is_encoded, row_known, known)
+        is_encoded = is_encoded | row_is_encoded
+    return row_known, column_known, known, is_encoded, needed
+
+
+@triton.jit
+def scales_kernel(
+    x,
+    state,
+    record,
+    table,
+    row_parameters,
+    column_parameters,
+    tokens,
+    channels,
+    stride,
+    parts,
+    ROW_GEMM: tl.constexpr,
+    COLUMN_GEMM: tl.constexpr,
+    COUNTS: tl.constexpr,
+    COUNTING: tl.constexpr,  # programs that count at most
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The parameters of both layouts. All of x is read only if they need its amax. With a block format and an exponent
+    in force, some programs count the blocks of one part that do not fit."""
+    exponent = tl.load(record + _EXPONENT)
+    row_known, column_known, known, is_encoded, needed = _formats(state, table, exponent, ROW_GEMM, COLUMN_GEMM)
+    is_last = tl.program_id(0) == 0
+    bits = exponent * 0
+    if needed:
+        largest = tl.zeros([HEIGHT, WIDTH], tl.float32)
+        # From the end, which was written last and may be in the cache, to where `encode_kernel` begins.
+        for part in range(tl.program_id(0), parts, tl.num_programs(0)):
+            largest = larger(largest, _magnitudes(x, parts - 1 - part, tokens, channels, stride, HEIGHT, WIDTH))
+        found = amax_of(amax_of(largest, 1), 0).to(tl.int32, bitcast=True).to(tl.int64)
+        tl.atomic_max(record + _AMAX, found)
+        # The last program to arrive sees the result of all, and resets both fields.
+        is_last = tl.atomic_add(record + _ARRIVED, 1) == tl.num_programs(0) - 1
+        if is_last:
+            bits = tl.atomic_xchg(record + _AMAX, 0)
+            tl.atomic_xchg(record + _ARRIVED, 0)
+            if COUNTS:
+                tl.atomic_max(record + _LARGEST, tl.where(bits < 0x7F800000, bits, 0))
+    if is_last:
+        if ROW_GEMM >= 0:
+            _write_parameters(row_parameters, row_known, exponent, bits)
+        if COLUMN_GEMM >= 0:
+            _write_parameters(column_parameters, column_known, exponent, bits)
+    if COUNTS:
+        counting = tl.minimum(tl.num_programs(0), COUNTING)
+        if is_encoded and exponent != _UNSET and tl.program_id(0) < counting:
+            part = tl.program_id(0) * (parts // counting)
+            _count(
+                record, known, _magnitudes(x, part, tokens, channels, stride, HEIGHT, WIDTH), exponent, HEIGHT, WIDTH
+            )
+
+
+@triton.jit
+def _block_of(blocks, block, height, EVEN: tl.constexpr):
+    """A block's matrix, first token, number of tokens, index of the first among the matrix's, and the matrix's tokens.
+
+    height: rows of each matrix if EVEN.
+    """
+    if EVEN:
+        row = block.to(tl.int64) * _BLOCK
+        matrix = row // height
+        first, rows, offset, tokens = row, row * 0 + _BLOCK, row - matrix * height, row * 0 + height
+    else:
+        at = blocks + block * _FIELDS
+        matrix, first, rows = tl.load(at + _MATRIX), tl.load(at + _FIRST), tl.load(at + _ROWS)
+        offset, tokens = tl.load(at + _OFFSET), tl.load(at + _TOKENS)
+    return matrix, first, rows, offset, tokens
+
+
+@triton.jit
+def _matrix_magnitudes(x, blocks, part, height, channels, stride, EVEN: tl.constexpr, WIDTH: tl.constexpr):
+    """The matrix of a part of x and the part's magnitudes, (32, WIDTH), zeros after its ends."""
+    across = tl.cdiv(channels, WIDTH)
+    matrix, first, rows, _, _ = _block_of(blocks, part // across, height, EVEN)
+    row, column = tl.arange(0, _BLOCK), part % across * WIDTH + tl.arange(0, WIDTH)
+    at = x + (first + row)[:, None] * stride + column[None, :]
+    return matrix, tl.abs(_as_bf16(tl.load(at, (row < rows)[:, None] & (column < channels)[None, :], other=0.0)))
+
+
+@triton.jit
+def matrix_scales_kernel(
+    x,
+    blocks,
+    state,
+    record,
+    table,
+    amaxes,
+    height,
+    channels,
+    stride,
+    parts,
+    ROW_GEMM: tl.constexpr,
+    COLUMN_GEMM: tl.constexpr,
+    COUNTS: tl.constexpr,
+    COUNTING: tl.constexpr,  # programs that count at most
+    EVEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The amax of each matrix, FP32 bits. All of x is read only if they are needed. With a block format and an exponent
+    in force, some programs count the blocks of one part that do not fit."""
+    exponent = tl.load(record + _EXPONENT)
+    _, _, known, is_encoded, needed = _formats(state, table, exponent, ROW_GEMM, COLUMN_GEMM)
+    if needed:
+        for part in range(tl.program_id(0), parts, tl.num_programs(0)):
+            matrix, magnitude = _matrix_magnitudes(x, blocks, part, height, channels, stride, EVEN, WIDTH)
+            found = amax_of(amax_of(magnitude, 1), 0).to(tl.int32, bitcast=True)
+            tl.atomic_max(amaxes + matrix, found)
+            if COUNTS:
+                tl.atomic_max(record + _LARGEST, tl.where(found < 0x7F800000, found, 0).to(tl.int64))
+    if COUNTS:
+        counting = tl.minimum(tl.num_programs(0), COUNTING)
+        if is_encoded and exponent != _UNSET and tl.program_id(0) < counting:
+            part = tl.program_id(0) * (parts // counting)
+            _, magnitude = _matrix_magnitudes(x, blocks, part, height, channels, stride, EVEN, WIDTH)
+            _count(record, known, magnitude, exponent, _BLOCK, WIDTH)
+
+
+@triton.jit
+def _load_slots(x, first, rows, channel, stride):
+    """The first, second, third and fourth tokens of a block's runs, FP32, zeros after its tokens."""
+    token = tl.arange(0, _BLOCK_RUNS) * RUN
+    at = x + (first + token)[:, None] * stride + channel[None, :]
+    a = tl.load(at, (token < rows)[:, None], other=0.0)
+    b = tl.load(at + stride, (token + 1 < rows)[:, None], other=0.0)
+    c = tl.load(at + 2 * stride, (token + 2 < rows)[:, None], other=0.0)
+    d = tl.load(at + 3 * stride, (token + 3 < rows)[:, None], other=0.0)
+    return _as_bf16(a), _as_bf16(b), _as_bf16(c), _as_bf16(d)
+
+
+@triton.jit
+def _factor(inverse, scale, bits):
+    """The factor that replaces the scale by which a matrix's values were divided; 1 if all are zero, whose inverse
+    scale would make it infinite. bits: of the amax."""
+    return tl.where(bits == 0, 1.0, inverse * scale)
+
+
+@triton.jit
+def encode_matrices_kernel(
+    x,
+    blocks,  # not read if EVEN
+    state,
+    record,
+    table,
+    amaxes,  # read if NEEDS
+    row_scales,
+    column_scales,
+    rows,
+    columns,
+    height,
+    channels,
+    slots,
+    stride,
+    HAS_ROWS: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
+    ROW_GEMM: tl.constexpr,
+    COLUMN_GEMM: tl.constexpr,
+    NEEDS: tl.constexpr,  # the amaxes
+    IS_GRADIENT: tl.constexpr,
+    COUNTS: tl.constexpr,
+    EVEN: tl.constexpr,
+    CHANNELS: tl.constexpr,  # a multiple of 32 that divides the channels
+):
+    """Both layouts of 32 slots by CHANNELS channels, from one read of x, and each matrix's scales.
+
+    Programs have one axis: CUDA limits the others to 65,535.
+    """
+    across = channels // CHANNELS
+    block, part = tl.program_id(0) // across, tl.program_id(0) % across
+    channel = part * CHANNELS + tl.arange(0, CHANNELS)
+    matrix, first, count, offset, tokens = _block_of(blocks, block, height, EVEN)
+    a, b, c, d = _load_slots(x, first, count, channel, stride)
+    exponent, seen = tl.load(record + _EXPONENT), tl.load(record + _LARGEST)
+    largest, amax_bits = seen, exponent * 0
+    if NEEDS:
+        amax_bits = tl.load(amaxes + matrix).to(tl.int64)
+    writes_scales = (offset == 0) & (part == 0)
+    row_known, column_known = table, table
+    row_spacing, column_spacing, scale, inverse = 0.0, 0.0, 1.0, 1.0
+    row_inverse, column_inverse = 1.0, 1.0
+    if HAS_COLUMNS:
+        column_known = table + tl.load(state + COLUMN_GEMM) * _PARAMETERS
+        column_spacing = tl.load(column_known + _SPACING)
+        column_scale, column_inverse = _scale_of(column_spacing, exponent, amax_bits)
+        scale = tl.where(column_spacing > 0.0, column_scale, scale)
+        inverse = tl.where(column_spacing > 0.0, column_inverse, inverse)
+        tl.store(column_scales + matrix, column_scale, writes_scales)
+    if HAS_ROWS:
+        row_known = table + tl.load(state + ROW_GEMM) * _PARAMETERS
+        row_spacing = tl.load(row_known + _SPACING)
+        row_scale, row_inverse = _scale_of(row_spacing, exponent, amax_bits)
+        scale = tl.where(row_spacing > 0.0, row_scale, scale)
+        inverse = tl.where(row_spacing > 0.0, row_inverse, inverse)
+        tl.store(row_scales + matrix, row_scale, writes_scales)
+    # Both layouts round with the same random numbers, those of the matrix alone.
+    run = offset // RUN + tl.arange(0, _BLOCK_RUNS)
+    bits = run
+    if IS_GRADIENT:
+        own = key_of_matrix(tl.load(state + KEY), matrix)
+        bits = bits_of_key(own, state, run, channel, tokens.to(tl.int32), channels)
+    a, b, c, d = a * inverse, b * inverse, c * inverse, d * inverse  # exact
+    slot = block.to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK_RUNS) * RUN
+    if HAS_ROWS:
+        at = rows + slot[:, None] * channels + channel[None, :]
+        if row_spacing > 0.0:
+            found = _encode_rows(
+                at, a, b, c, d, row_known, row_spacing, bits, scale, channels, IS_GRADIENT, _BLOCK_RUNS, CHANNELS
+            )
+            if COUNTS:
+                largest = found
+        else:
+            factor = _factor(row_inverse, scale, amax_bits)
+            _store_rows(at, a * factor, b * factor, c * factor, d * factor, channels)
+    if HAS_COLUMNS:
+        at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
+        at += channel.to(tl.int64)[None, :] * (slots // RUN) + (slot // RUN)[:, None]
+        if column_spacing > 0.0:
+            found = _encode_columns(
+                at, a, b, c, d, column_known, column_spacing, bits, scale, IS_GRADIENT, _BLOCK_RUNS, CHANNELS
+            )
+            if COUNTS and not HAS_ROWS:
+                largest = found
+        else:
+            factor = _factor(column_inverse, scale, amax_bits)
+            tl.store(at, pack_fp8(a * factor, b * factor, c * factor, d * factor))
+    if COUNTS:
+        if largest > seen:
+            tl.atomic_max(record + _LARGEST, largest)

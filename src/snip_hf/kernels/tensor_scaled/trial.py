@@ -1,51 +1,103 @@
-"""The trial that a device must pass before a run: operands against the reference, and a small product per GEMM."""
+"""The trials of the backend's kernels on a device: layers of one matrix, and layers of several."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 
 import torch
+from torch import Tensor
 
 from ...numerics.formats import FORMATS, NumberFormat
 from ...numerics.gemms import CONTRACTIONS, GEMMS, OPERANDS
-from ..emulated import EMULATED
-from ..trials import Operands, deviation, fault_of, operands
-from . import gemm_calls, operators
-from .records import Records
+from ..trials import fault_of, operands, products_of
+from . import operators
+from .encoding import BLOCK, encoding_of, has_one_scale
+from .exponents import Records
+from .operators import BY_COLUMNS, BY_ROWS, OVER_TOKENS, multiply_grouped
+from .slots import Slots, slots_of
 
-
-def errors(format: NumberFormat, device: torch.device) -> Iterator[tuple[str, float]]:
-    """Yields each GEMM with its deviation from the emulated one, on a CPU: no kernel need be compiled for that."""
-    given = operands(format, device)
-    arguments = given.x, given.weight, given.grad_output, given.state
-    on_cpu = [tensor.cpu() for tensor in arguments]
-    for gemm in GEMMS:
-        expected = EMULATED.gemm_call(gemm, *on_cpu)()
-        yield gemm, deviation(gemm_calls.gemm_call(gemm, *arguments)(), expected.to(device))
-
-
-def other_bytes(format: NumberFormat, device: torch.device) -> list[str]:
-    """Returns the operands that the device's kernels fold to other bytes than torch's operations do."""
-    given = operands(format, device)
-    return [
-        f"{operand} of {gemm}"
-        for gemm, pair in CONTRACTIONS.items()
-        for operand, contracts in pair
-        if not _agree(given, gemm, operand, contracts, device)
-    ]
-
-
-def _agree(given: Operands, gemm: str, operand: str, contracts: int, device: torch.device) -> bool:
-    gemms = (GEMMS.index(gemm), -1) if contracts == 1 else (-1, GEMMS.index(gemm))
-    arguments = given.by_name[operand], given.state, Records.new(device), OPERANDS.index(operand), gemms
-    layout = slice(0, 2) if contracts == 1 else slice(2, 4)
-    got, expected = operators.folded(*arguments)[layout], operators.folded(*arguments, by_kernel=False)[layout]
-    return all(torch.equal(a.float(), b.float()) for a, b in zip(got, expected, strict=True))
+_GROUPED_CAPABILITY = (9, 0)
+# Tokens of each matrix, and of none; I and O of each matrix.
+_TOKENS, _OF_NONE = (70, 0, 200), 26
+_SIZE = (2 * BLOCK, 3 * BLOCK)
+_GEMMS = {"activation": (0, 2), "gradient": (1, 2), "weight": (0, 1)}
 
 
 @cache
 def fault(name: str, device: torch.device) -> str | None:
     """Returns what is wrong with a format's GEMMs on a device, None if nothing is. Takes some seconds, once."""
-    format = FORMATS[name]
-    return fault_of(__name__, format, device, lambda: other_bytes(format, device), lambda: errors(format, device))
+    from .backend import TENSOR_SCALED  # which imports this module
+
+    given = FORMATS[name], device
+    products = partial(products_of, TENSOR_SCALED, operands(*given))
+    return fault_of(__name__, *given, partial(_encoded, *given), products)
+
+
+def _encoded(format: NumberFormat, device: torch.device, by_kernel: bool | None) -> dict[str, tuple[Tensor, ...]]:
+    given = operands(format, device)
+    found: dict[str, tuple[Tensor, ...]] = {}
+    for gemm, pair in CONTRACTIONS.items():
+        for operand, contracts in pair:
+            gemms = (GEMMS.index(gemm), -1) if contracts == 1 else (-1, GEMMS.index(gemm))
+            arguments = given.by_name[operand], given.state, Records.new(device), OPERANDS.index(operand), gemms
+            layouts = operators.encoded(*arguments, by_kernel=by_kernel)
+            found[f"{operand} of {gemm}"] = layouts[:2] if contracts == 1 else layouts[2:]
+    return found
+
+
+@cache
+def grouped_fault(device: torch.device) -> str | None:
+    """Returns why a CUDA device runs no grouped FP8 products, None if it does. Takes some seconds, once."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability != _GROUPED_CAPABILITY:
+        needed, own = (".".join(map(str, one)) for one in (_GROUPED_CAPABILITY, capability))
+        return f"torch's grouped FP8 products need compute capability {needed}, the GPU has {own}"
+    # One format of each kind: blocks, and one FP32 scale.
+    for is_kind in (encoding_of, has_one_scale):
+        format = next(filter(is_kind, FORMATS.values()))
+        given = format, device
+        encode, products = partial(encoded_matrices, *given), partial(_grouped_products, *given)
+        found = fault_of(f"{__name__}.grouped", *given, encode, products)
+        if found is not None:
+            return found
+    return None
+
+
+def encoded_matrices(
+    format: NumberFormat, device: torch.device, by_kernel: bool | None
+) -> dict[str, tuple[Tensor, ...]]:
+    """Returns operand -> its rows, columns and scales."""
+    tokens, matrices = sum(_TOKENS) + _OF_NONE, len(_TOKENS)
+    in_features, out_features = _SIZE
+    given = operands(format, device, (tokens, in_features, out_features * matrices))
+    gradient = operands(format, device, (tokens, in_features, out_features)).grad_output
+    blocks, records = _slots(device).blocks, Records.new(device)
+    values = {"activation": (given.x, blocks), "gradient": (gradient, blocks), "weight": (given.weight, None)}
+    found: dict[str, tuple[Tensor, ...]] = {}
+    for operand, gemms in _GEMMS.items():
+        x, own_blocks = values[operand]
+        number = OPERANDS.index(operand)
+        found[operand] = operators.encoded(x, given.state, records, number, gemms, by_kernel, matrices, own_blocks)
+    return found
+
+
+def _grouped_products(format: NumberFormat, device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yields each GEMM with its products and those of the same operands on the CPU."""
+    own = encoded_matrices(format, device, None)
+    ends = _slots(device).padded_ends
+    x, grad_output, weight = own["activation"], own["gradient"], own["weight"]
+    for gemm, left, right, kind in (
+        ("forward", x[:2], weight[:2], BY_ROWS),
+        ("grad_input", grad_output[:2], weight[2:], BY_COLUMNS),
+        ("grad_weight", grad_output[2:], x[2:], OVER_TOKENS),
+    ):
+        got = multiply_grouped(gemm, left, right, ends, kind, None).cpu()
+        on_host = [part.cpu() for part in left], [part.cpu() for part in right]
+        expected = multiply_grouped(gemm, *on_host, ends.cpu(), kind, None)
+        used = slice(None) if kind == OVER_TOKENS else slice(int(ends[-1]))
+        yield gemm, got[used], expected[used]
+
+
+def _slots(device: torch.device) -> Slots:
+    return slots_of(torch.tensor(_TOKENS, device=device).cumsum(0), sum(_TOKENS) + _OF_NONE)

@@ -1,15 +1,15 @@
-"""The formats whose rounded operands are E4M3 numbers times one factor of the tensor, and what kernels know of them.
+"""Formats whose rounded operands are E4M3 numbers times one factor of the tensor, and what kernels know of them.
 
-There are two kinds. With one FP32 scale per tensor and the grid E4M3, an operand is that by definition. With blocks
-whose scales are powers of two ("folded"), a rounded element is value * 2**e for a value of the grid and its block's
-exponent e. It is stored as value * 2**(e - s), with one exponent s for all of the tensor, and the product is multiplied
+There are two kinds. With one FP32 scale per tensor and the grid E4M3, this holds by definition. With blocks whose
+scales are powers of two ("block formats"), a rounded element is value * 2**e for a value of the grid and its block's
+exponent e. It is encoded as value * 2**(e - s), with one exponent s for the whole tensor, and the product is multiplied
 by 2**s.
 
-E4M3 holds value * 2**(e - s) exactly for all e - s from `Fold.lowest` to `Fold.highest`. For E2M1 these are -8 to 6, 15
-binades: 6 * 2**6 = 384 is at most 448, and 0.5 * 2**-8 is E4M3's smallest number. For the integers -7..7 they are -9 to
-6. Inside this range s changes no bit of a result. A block with a larger exponent saturates: its elements are cut off at
-448 * 2**s. A block with a smaller one is rounded as if its exponent were s + lowest. Its small elements lose bits,
-without a bias where the format rounds stochastically.
+E4M3 holds value * 2**(e - s) exactly for all e - s from `Encoding.lowest` to `Encoding.highest`. For E2M1 these are -8
+to 6, 15 binades: 6 * 2**6 = 384 is at most 448, and 0.5 * 2**-8 is E4M3's smallest number. For the integers -7..7 they
+are -9 to 6. Inside this range s changes no bit of a result. A block with a larger exponent saturates: its elements are
+cut off at 448 * 2**s. A block with a smaller one is rounded as if its exponent were s + lowest. Its small elements lose
+bits, without a bias if the format rounds stochastically.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ...numerics.formats import E4M3, FORMATS, ElementGrid, NumberFormat
 from ...numerics.gemms import OPERANDS
 
 BLOCK = 32
-# What the largest magnitude of a tensor becomes at most: 1.5 * 2**8, E2M1's largest number in its highest block. The
+# The largest magnitude of a tensor becomes at most this: 1.5 * 2**8, E2M1's largest number in its highest block. The
 # integers' 7 * 2**6 is above it.
 TOP = 384.0
 _TOP_EXPONENT, _TOP_MANTISSA = 8, 0x400000
-# A grid with fewer binades would lose bits where MXFP4 does not.
+# A grid with fewer binades would lose bits that MXFP4 keeps.
 _LEAST_BINADES = 15
 
-# Places in the parameters of a quantized layout, which the product and the kernels read: the scale of the tensor and
-# its inverse; what a block's largest magnitude is multiplied by to find its exponent; the power of two below which the
-# grid of the lowest block has one spacing; the spacing between 1 and 2, 0 where E4M3 itself is the grid; the largest
-# magnitude of a block that fits, and that of one that does not because it is too small.
+# Fields of an encoded layout's parameters, which products and kernels read: the scale of the tensor and its inverse;
+# the factor that makes a block's exponent of its largest magnitude; the power of two below which the grid of the lowest
+# block has one spacing; the spacing between 1 and 2, 0 if E4M3 itself is the grid; the largest magnitude of a block
+# that fits, and of one that is too small to fit.
 SCALE, INVERSE, CEILING, LEAST, SPACING, MOST, LOST = range(7)
 PARAMETERS = 8
 
 
 @dataclass(frozen=True)
-class Fold:
-    """How a format's blocks fold into E4M3."""
+class Encoding:
+    """How a format's blocks are encoded as E4M3."""
 
     grid: ElementGrid
     lowest: int
@@ -50,8 +50,8 @@ class Fold:
     highest: int
 
 
-def fold_of(format: NumberFormat) -> Fold | None:
-    """Returns how a format folds; None if it does not: its blocks, scales, grid or rounding are others."""
+def encoding_of(format: NumberFormat) -> Encoding | None:
+    """Returns the encoding of a block format; None if its blocks, scales, grid or rounding do not allow one."""
     grid, rules = format.grid, [format.operand(name) for name in OPERANDS]
     if grid is None or format.scale != "e8m0" or format.rotation or not format.gradient.stochastic:
         return None
@@ -66,7 +66,7 @@ def fold_of(format: NumberFormat) -> Fold | None:
     lowest = round(math.log2(E4M3.smallest / grid.smallest))
     if highest - lowest + 1 < _LEAST_BINADES or grid.max * 2.0**highest < TOP:
         return None
-    return Fold(grid, lowest, highest)
+    return Encoding(grid, lowest, highest)
 
 
 def has_one_scale(format: NumberFormat) -> bool:
@@ -94,11 +94,11 @@ def _table(device: torch.device, formats: int) -> Tensor:
 
 
 def _row(format: NumberFormat) -> list[float]:
-    """Returns a format's parameters in the order of their places; the scales, which come first, are the tensor's."""
-    fold = fold_of(format)
-    if fold is None:
+    """Returns a format's parameters in the order of their fields; the first two are the tensor's."""
+    encoding = encoding_of(format)
+    if encoding is None:
         return [0.0] * PARAMETERS
-    grid = fold.grid
+    grid = encoding.grid
     # The largest power of two in amax * ceiling is the block's exponent by the rule "rceil", raised by the grid's least
     # one: amax is BF16, so that amax / max is either a power of two or at least 1 + 2**-8 times one.
     ceiling = (2.0 - 2.0**-10) / grid.max * 2.0**grid.min_exponent
@@ -106,9 +106,9 @@ def _row(format: NumberFormat) -> list[float]:
         0.0,
         0.0,
         ceiling,
-        2.0 ** (fold.lowest + grid.min_exponent),
+        2.0 ** (encoding.lowest + grid.min_exponent),
         2.0**-grid.mantissa_bits,
-        grid.max * 2.0**fold.highest,
-        grid.max * 2.0 ** (fold.lowest - 1),
+        grid.max * 2.0**encoding.highest,
+        grid.max * 2.0 ** (encoding.lowest - 1),
         0.0,
     ]

@@ -1,10 +1,13 @@
-"""The exponents of a layer's operands: which are in force, how they follow what passes have seen, and what was lost.
+"""Delayed exponents: those in force for a layer's operands, how they follow what passes saw, and what was lost.
 
 A layer's record is a row of int64 per operand (`OPERANDS`: activation, gradient, weight), on its device. Kernels read
-the exponent s in force and note the largest magnitude of the passes that are trained on. `follow` derives the next s
-from it between optimizer steps. So all micro-batches of a step use the same s, and so does the recomputation of
-activation checkpointing. As long as there is no s, each pass takes that of its own tensor. `notes` has what the host
-knows of it.
+the exponent s in force and record the largest magnitude of passes that are trained on. `follow` derives the next s from
+it between optimizer steps. So all micro-batches of a step use the same s, and so does the recomputation of activation
+checkpointing. Without an s, each pass uses that of its own tensor.
+
+`HostView` holds what the host knows of a layer, so that operators launch only the kernels that are needed. An operator
+gets tensors alone, in compiled graphs too: the address of the record identifies the layer. The view never changes a bit
+of an operand: without one, an operator lets the device find out.
 """
 
 from __future__ import annotations
@@ -13,32 +16,85 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from ...numerics.gemms import OPERANDS
-from ..host_copy import kept_on_device
-from . import notes
-from .folding import TOP, exponents_of, table_on
-from .notes import Note
+from ...numerics.formats import NumberFormat
+from ...numerics.gemms import GEMMS, OPERANDS
+from ..launching import kept_on_device
+from .encoding import TOP, encoding_of, exponents_of, table_on
 
-# Places in a record: the exponent in force; the largest magnitude since it was set (FP32 bits); blocks that were looked
-# at, those of them that saturated and that lost bits; the amax of a pass and its programs that are done; steps, and
-# those in which something saturated.
+# Fields of a record: the exponent in force; the largest magnitude since it was set (FP32 bits); blocks that were
+# counted, those that saturated and those that lost bits; a pass's amax so far and its programs that are done; steps in
+# which anything saturated.
 EXPONENT, LARGEST, BLOCKS, SATURATED, SMALL, AMAX, ARRIVED, CLIPPED = range(8)
 FIELDS = 8
 UNSET = 1000
 # Exponents stay within +-60, so that 2**s and the product of two are normal FP32 numbers.
 LIMIT = 60
-# Binades left above the largest magnitude seen, in which the next step's may grow without saturating: of activations
-# and weights, and of gradients. Gradients grew by more than 2 binades in 1 to 2% of the steps of a small model, by 6 at
-# most, and what two more binades cost at the lower end has next to no energy (docs/log.md).
+# Binades above the largest magnitude seen, by which the next step's may grow without saturating: of activations and
+# weights, and of gradients. Gradients grew by more than 2 binades in 1 to 2% of the steps of a small model, by 6 at
+# most, and the two more binades that this takes at the lower end hold next to no energy (docs/log.md).
 HEADROOM, GRADIENT_HEADROOM = 2, 4
-# Binades that s falls by at most in a step. Not more than the headroom: after one step of unusually small numbers,
+# Binades by which s falls at most in a step. Not more than the headroom: after one step of unusually small numbers,
 # those of usual size still fit.
 FALL = 2
+# Blocks outside the range are counted in one of so many optimizer steps; each count takes a launch per operand.
+COUNT_EVERY = 16
 _INFINITY = 0x7F800000
+
+
+@dataclass(eq=False)
+class HostView:
+    """What the host knows of one layer."""
+
+    encoded: list[bool] = field(default_factory=lambda: [False] * len(GEMMS))
+    """GEMM -> whether its format is a block format."""
+    known: list[bool] = field(default_factory=lambda: [False] * len(OPERANDS))
+    """Operand -> whether an exponent is in force. Once there is one, it stays until `load`."""
+    steps: int = 0
+    """Optimizer steps of this process."""
+    address: int = 0
+    """Address of the record that `view_of` finds it by; 0: none."""
+    rows: tuple[Tensor, ...] = ()
+    """The record by operand: making these views anew takes the host a microsecond each."""
+
+    def set_formats(self, formats: Sequence[NumberFormat]) -> None:
+        """Updates the formats of the three GEMMs."""
+        self.encoded = [encoding_of(format) is not None for format in formats]
+
+    def is_settled(self, operand: int, gemms: tuple[int, int]) -> bool:
+        """Returns True if the exponent in force and the formats determine an operand's scales for these GEMMs."""
+        (row_gemm, column_gemm), encoded = gemms, self.encoded
+        return self.known[operand] and (row_gemm < 0 or encoded[row_gemm]) and (column_gemm < 0 or encoded[column_gemm])
+
+    @property
+    def counts_now(self) -> bool:
+        """Whether blocks outside the range are counted in this step."""
+        return self.steps % COUNT_EVERY == 1
+
+    def copy(self) -> HostView:
+        """Returns the same view for another record."""
+        return HostView(list(self.encoded), list(self.known), self.steps)
+
+
+# A view lives as long as its records. `_register` overwrites the entry when an address is reused.
+_VIEWS: WeakValueDictionary[int, HostView] = WeakValueDictionary()
+
+
+def _register(view: HostView, record: Tensor) -> None:
+    """Lets `view_of` find the view of a record."""
+    if view.address and _VIEWS.get(view.address) is view:
+        del _VIEWS[view.address]
+    view.address, view.rows = record.data_ptr(), record.unbind()
+    _VIEWS[view.address] = view
+
+
+def view_of(record: Tensor) -> HostView | None:
+    """Returns the host's view of a layer's record, None if there is none."""
+    return _VIEWS.get(record.data_ptr())
 
 
 @dataclass
@@ -48,18 +104,18 @@ class Records:
     record: Tensor
     """(operands, FIELDS) int64. Written by kernels without torch's knowledge."""
     table: Tensor
-    """`folding.table_on` its device."""
+    """`encoding.table_on` its device."""
     everything: Tensor | None = None
-    """The tensor whose row `record` is, with the records of all layers; None: it stands alone."""
-    note: Note = field(default_factory=Note)
+    """The tensor of all layers' records, of which `record` is a row; None: it stands alone."""
+    view: HostView = field(default_factory=HostView)
 
     def __post_init__(self) -> None:
-        notes.put(self.note, self.record)
+        _register(self.view, self.record)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a deep copy."""
+        """Restores a deep copy."""
         self.__dict__.update(state)
-        notes.put(self.note, self.record)
+        _register(self.view, self.record)
 
     @classmethod
     def new(cls, device: torch.device) -> Records:
@@ -68,17 +124,17 @@ class Records:
         return cls(record.to(device), table_on(device))
 
     def copy(self) -> Records:
-        """Returns these records apart from those of other layers."""
-        return Records(self.record.clone(), self.table, note=self.note.copy())
+        """Returns a copy that shares no tensor with other layers."""
+        return Records(self.record.clone(), self.table, view=self.view.copy())
 
     def on(self, device: torch.device) -> Records:
-        """Moves the records to a device, where they are not there, and returns them."""
+        """Moves the records to a device if they are elsewhere, and returns them."""
         if self.record.device != device:
             self.record, self.table, self.everything = self.record.to(device), table_on(device), None
             if torch.compiler.is_compiling():
-                self.note.address = 0  # `follow` puts the note there: code that is traced may not
+                self.view.address = 0  # `follow` registers it: traced code may not
             else:
-                notes.put(self.note, self.record)
+                _register(self.view, self.record)
         return self
 
 
@@ -90,33 +146,33 @@ def pack(records: Sequence[Records]) -> None:
     for members in devices.values():
         everything = torch.stack([one.record for one in members])
         for one, row in zip(members, everything.unbind(), strict=True):
-            torch._dynamo.mark_static_address(row)  # so that CUDA graphs write where it is
+            torch._dynamo.mark_static_address(row)  # so that CUDA graphs write to the same place
             one.record, one.everything = row, everything
-            notes.put(one.note, row)
+            _register(one.view, row)
 
 
 def follow(records: Sequence[Records]) -> None:
-    """Sets the next step's exponents: from the largest magnitudes seen since the last call, where there were any."""
+    """Sets the next step's exponents from the largest magnitudes seen since the last call, if there were any."""
     tensors = [one.record if one.everything is None else one.everything for one in records]
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        _follow(tensor.data)  # compiled graphs and autograd must not take notice
-    _learn(records)
+        _follow(tensor.data)  # unseen by compiled graphs and autograd
+    _update_views(records)
 
 
-def _learn(records: Sequence[Records]) -> None:
-    """Notes which operands have an exponent, after steps 1, 2, 4, 8, ... as long as some have none: it waits for the
+def _update_views(records: Sequence[Records]) -> None:
+    """Notes which operands have an exponent, after steps 1, 2, 4, 8, ... until all have one: this waits for the
     device."""
     waiting: dict[torch.device, list[Records]] = {}
     for one in records:
-        one.note.steps += 1
-        if not one.note.address:
-            notes.put(one.note, one.record)
-        if not all(one.note.known) and one.note.steps & (one.note.steps - 1) == 0:
+        one.view.steps += 1
+        if not one.view.address:
+            _register(one.view, one.record)
+        if not all(one.view.known) and one.view.steps & (one.view.steps - 1) == 0:
             waiting.setdefault(one.record.device, []).append(one)
     for members in waiting.values():
         exponents = torch.stack([one.record.data[:, EXPONENT] for one in members]).tolist()
         for one, values in zip(members, exponents, strict=True):
-            one.note.known = [value != UNSET for value in values]
+            one.view.known = [value != UNSET for value in values]
 
 
 def _follow(records: Tensor) -> None:
@@ -128,7 +184,7 @@ def _follow(records: Tensor) -> None:
 
 
 def saturates(exponent: Tensor, largest: Tensor) -> Tensor:
-    """Returns where the largest magnitude (FP32 bits, int64) of a step did not fit under the exponent in force."""
+    """Returns True for each largest magnitude (FP32 bits, int64) of a step that exceeded the exponent in force."""
     return (exponent != UNSET) & (largest < _INFINITY) & (exponents_of(largest) > exponent)
 
 
@@ -136,12 +192,12 @@ def next_exponents(exponent: Tensor, largest: Tensor, headroom: Tensor | int) ->
     """Returns the exponents after a step, from those in force in it and the largest magnitudes (FP32 bits, int64)."""
     wanted = exponents_of(largest) + headroom
     wanted = torch.where(exponent == UNSET, wanted, torch.maximum(wanted, exponent - FALL)).clamp_(-LIMIT, LIMIT)
-    # A step that is not finite says nothing of the next one, nor does one without numbers.
+    # A step without numbers, or with numbers that are not finite, says nothing about the next one.
     return torch.where((largest > 0) & (largest < _INFINITY), wanted, exponent)
 
 
 def saved(records: Mapping[str, Records]) -> dict[str, Any]:
-    """Returns the exponents in force as JSON data: layer -> those of its operands, None where there is none yet."""
+    """Returns the exponents in force as JSON data: layer -> those of its operands, None if there is none yet."""
     found = {name: one.record[:, EXPONENT].tolist() for name, one in records.items()}
     return {name: [None if value == UNSET else value for value in values] for name, values in found.items()}
 
@@ -162,8 +218,8 @@ def load(records: Mapping[str, Records], given: Mapping[str, Any]) -> None:
         row = one.record.data
         row.zero_()
         row[:, EXPONENT] = torch.tensor([UNSET if value is None else value for value in values], device=row.device)
-        one.note.known = [value is not None for value in values]
-        one.note.steps = 0
+        one.view.known = [value is not None for value in values]
+        one.view.steps = 0
 
 
 def _is_exponent(value: object) -> bool:
@@ -172,12 +228,12 @@ def _is_exponent(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Losses:
-    """What of a layer's operand did not fit since the last look."""
+    """What did not fit of a layer's operand since the last reset."""
 
     layer: str
     operand: str
     saturated: float
-    """Share of the blocks that are not zero, of those that were looked at; 0..1."""
+    """Share of the counted blocks that are not zero; 0..1."""
     small: float
     clipped_steps: int
     """Optimizer steps in which any block saturated."""
@@ -190,7 +246,7 @@ class Losses:
 
 
 def losses(records: Mapping[str, Records], resets: bool = True) -> list[Losses]:
-    """Returns the operands of which blocks did not fit since the last call that resets, the worst first.
+    """Returns the operands with blocks that did not fit since the last call that resets, the worst first.
 
     Waits for the device.
     """
@@ -207,12 +263,12 @@ def losses(records: Mapping[str, Records], resets: bool = True) -> list[Losses]:
 
 
 def _read(records: Mapping[str, Records]) -> dict[str, list[list[int]]]:
-    """Returns the rows of all records; each device is waited for once."""
-    places: dict[torch.device, list[str]] = {}
+    """Returns the rows of all records, waiting once for each device."""
+    names_on: dict[torch.device, list[str]] = {}
     for name, one in records.items():
-        places.setdefault(one.record.device, []).append(name)
+        names_on.setdefault(one.record.device, []).append(name)
     rows: dict[str, list[list[int]]] = {}
-    for names in places.values():
+    for names in names_on.values():
         rows |= zip(names, torch.stack([records[name].record.data for name in names]).tolist(), strict=True)
     return {name: rows[name] for name in records}
 

@@ -1,0 +1,394 @@
+"""Three linears of E4M3 operands around a gate, Y = (silu(X G^T) * (X U^T)) D^T, as one function.
+
+The launch that computes silu(gate) * up, or its gradients, also encodes them: they exist only as E4M3. There are two
+exceptions: operands whose scales are not known before they are read, and operands whose blocks are counted in this
+step, are written in BF16 by that launch and encoded by others.
+
+Legend: T tokens, I channels of X and Y, C channels of gate and up; x (..., I), weights of gate and up (C, I), of down
+(I, C); T', C' are rounded up as in `operators`. Numerics are those of three linears (`linear`), with silu(gate) * up
+and its gradients computed in FP32. torch.compile does not look into the operators, as in `operators`. On a GPU the
+kernels of `gated_tiles` run, elsewhere torch's operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..launching import is_elsewhere, launch, relaunch
+from ..linear import is_differentiated_again, refusal
+from ..tensor_core import Layout, Quantized
+from . import operators
+from .exponents import view_of
+from .linear import forward_product, grad_input_product
+from .operators import (
+    ACTIVATION,
+    GRADIENT,
+    Tile,
+    empty_layouts,
+    encode_operand,
+    multiply,
+    needs_scales,
+    one_layout,
+    padded,
+    parts_of,
+)
+from .reference import Layer
+
+if TYPE_CHECKING or find_spec("triton") is not None:
+    from .gated_tiles import encode_gated_gradients_kernel, encode_gated_kernel
+
+_FORWARD, _GRAD_INPUT, _GRAD_WEIGHT = range(3)  # in `gemms.GEMMS`
+# Of forward and of backward, as `operators.TILES`: the fastest of those tried on an H200 (docs/log.md). No thread
+# spills its registers on compute capability 9.0.
+TILES: tuple[Tile, Tile] = ((8, 64, 2, None), (8, 32, 1, 168))
+LAYERS = 3
+"""Gate, up and down."""
+
+_library = torch.library.Library("snip_hf", "FRAGMENT")
+_library.define("encode_gated(Tensor gate, Tensor up, Tensor[] layer, bool counts) -> (Tensor, Tensor)")
+_library.define(
+    "encode_gated_gradients(Tensor grad, Tensor gate, Tensor up, Tensor[] layers, bool has_rows, bool counts) -> "
+    "Tensor[]"
+)
+
+
+# ------------------------------------------------------------------------------------- operators
+
+
+class Operand(NamedTuple):
+    """An operand of one layer, to be encoded: the arguments of `operators.encode_into` except its values."""
+
+    layer: Layer
+    operand: int
+    gemms: tuple[int, int]
+    counts: bool
+    outputs: Quantized
+
+    @property
+    def row(self) -> Tensor:
+        """The operand's row of the record."""
+        record = self.layer[1]
+        view = view_of(record)
+        return record[self.operand] if view is None else view.rows[self.operand]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is written in BF16 first."""
+        return needs_scales(self.layer[1], self.operand, self.gemms, self.counts)
+
+    def encode(self, values: Tensor, by_kernel: bool) -> None:
+        operators.encode_into(values, *self, by_kernel=by_kernel)
+
+
+def activation_of(gate: Tensor, up: Tensor) -> Tensor:
+    """Returns silu(gate) * up in BF16, computed in FP32."""
+    gate_fp32 = gate.float()
+    return (gate_fp32 * torch.sigmoid(gate_fp32) * up.float()).to(torch.bfloat16)
+
+
+def gradients_of(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of gate and up from that of silu(gate) * up, in BF16, computed in FP32."""
+    grad_fp32, gate_fp32 = grad.float(), gate.float()
+    sigmoid = torch.sigmoid(gate_fp32)
+    silu = gate_fp32 * sigmoid
+    slope = silu * (1.0 - sigmoid) + sigmoid
+    return (grad_fp32 * up.float() * slope).to(torch.bfloat16), (grad_fp32 * silu).to(torch.bfloat16)
+
+
+def encoded_gated(
+    gate: Tensor, up: Tensor, layer: Layer, counts: bool, by_kernel: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns `encode_gated` by the kernels or by torch; None leaves the choice to the device."""
+    one = Operand(layer, ACTIVATION, (_FORWARD, -1), counts, one_layout(gate, _FORWARD, -1))
+    if _by_kernel(gate, by_kernel):
+        if is_elsewhere(gate):  # Triton launches on the current device
+            with torch.cuda.device_of(gate):
+                return encoded_gated(gate, up, layer, counts, by_kernel)
+        values = launch_forward(gate, up, one)
+        if values is not None:
+            one.encode(values, by_kernel=True)
+    else:
+        one.encode(activation_of(gate, up), by_kernel=False)
+    return one.outputs[:2]
+
+
+def encoded_gated_gradients(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    layers: Sequence[Layer],
+    how: tuple[bool, bool],
+    by_kernel: bool | None = None,
+) -> list[Tensor]:
+    """Returns `encode_gated_gradients`; `how`: its `has_rows` and `counts`."""
+    has_rows, counts = how
+    gemms = _GRAD_INPUT if has_rows else -1, _GRAD_WEIGHT
+    operands = [Operand(layer, GRADIENT, gemms, counts, empty_layouts(gate, *gemms)) for layer in layers[:-1]]
+    # The forward pass has recorded the activation.
+    last = Operand(layers[-1], ACTIVATION, (-1, _GRAD_WEIGHT), False, one_layout(gate, -1, _GRAD_WEIGHT))
+    operands.append(last)
+    if _by_kernel(gate, by_kernel):
+        if is_elsewhere(gate):
+            with torch.cuda.device_of(gate):
+                return encoded_gated_gradients(grad, gate, up, layers, how, by_kernel)
+        values = launch_backward((grad, gate, up), operands, has_rows, counts)
+        for one, plain in zip(operands, values, strict=True):
+            if plain is not None:
+                one.encode(plain, by_kernel=True)
+    else:
+        for one, plain in zip(operands, (*gradients_of(grad, gate, up), activation_of(gate, up)), strict=True):
+            one.encode(plain, by_kernel=False)
+    return [*operands[0].outputs, *operands[1].outputs, *last.outputs[2:]]
+
+
+def _by_kernel(x: Tensor, by_kernel: bool | None) -> bool:
+    return x.numel() > 0 and (operators.runs_kernels(x) if by_kernel is None else by_kernel)
+
+
+def _sizes(x: Tensor, tile: Tile) -> tuple[tuple[int, int], tuple[int, ...], bool]:
+    """Returns the grid of programs, the kernels' numbers, and whether tiles reach beyond the operand."""
+    tokens, channels = x.shape
+    padded_tokens, padded_channels = padded(tokens), padded(channels)
+    grid = parts_of(padded_channels, tile[1]), parts_of(padded_tokens, 4 * tile[0])
+    numbers = tokens, channels, padded_tokens, padded_channels
+    return grid, numbers, (padded_tokens, padded_channels) != (tokens, channels)
+
+
+def launch_forward(gate: Tensor, up: Tensor, one: Operand, tile: Tile | None = None) -> Tensor | None:
+    """Launches `encode_gated_kernel`; returns silu(gate) * up in BF16 if that is still to be encoded, else None."""
+    runs, width, warps, registers = tile = tile or TILES[0]
+    values = torch.empty_like(gate) if one.is_plain else None
+    rows, parameters, *_ = one.outputs
+    state, _, table = one.layer
+    # Without values to write, any tensor takes their place.
+    tensors = gate, up, state, one.row, table, parameters, rows, gate if values is None else values
+    free = (int(values is not None),)
+    key = encode_gated_kernel.fn, gate.get_device(), gate.dtype, gate.shape, one.counts, tile
+    if relaunch(key, tensors, free):
+        return values
+    grid, numbers, is_ragged = _sizes(gate, tile)
+    launch(
+        encode_gated_kernel,
+        grid,
+        tensors,
+        numbers,
+        (one.counts, is_ragged, runs, width),
+        free,
+        key,
+        num_warps=warps,
+        maxnreg=registers,
+        enable_fp_fusion=True,  # if it could change a bit, the kernels fuse explicitly
+    )
+    return values
+
+
+def launch_backward(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    operands: Sequence[Operand],
+    has_rows: bool,
+    counts: bool,
+    tile: Tile | None = None,
+) -> list[Tensor | None]:
+    """Launches `encode_gated_gradients_kernel`; returns the BF16 values of operands that are still to be encoded.
+
+    Args:
+        inputs: the gradient of silu(gate) * up, gate and up.
+        operands: the gradients of gate and up, and silu(gate) * up.
+        has_rows: of the gradients.
+        counts: whether the pass is trained on.
+        tile: None: the fastest known.
+    """
+    runs, width, warps, registers = tile = tile or TILES[1]
+    grad, gate, _ = inputs
+    values = [torch.empty_like(gate) if one.is_plain else None for one in operands]
+    tensors = list(inputs)
+    for one, plain in zip(operands, values, strict=True):
+        layouts = one.outputs if one.operand == GRADIENT else one.outputs[2:]
+        ordered = [*layouts[1::2], *layouts[::2]]  # parameters first
+        tensors += [one.layer[0], one.row, *ordered, gate if plain is None else plain]
+    tensors.append(operands[0].layer[2])
+    free = (sum(1 << index for index, plain in enumerate(values) if plain is not None),)
+    key = encode_gated_gradients_kernel.fn, gate.get_device(), grad.dtype, gate.shape, has_rows, counts, tile
+    if relaunch(key, tensors, free):
+        return values
+    grid, numbers, is_ragged = _sizes(gate, tile)
+    launch(
+        encode_gated_gradients_kernel,
+        grid,
+        tensors,
+        numbers,
+        (has_rows, counts, is_ragged, runs, width),
+        free,
+        key,
+        num_warps=warps,
+        maxnreg=registers,
+        enable_fp_fusion=True,  # if it could change a bit, the kernels fuse explicitly
+    )
+    return values
+
+
+@torch.library.impl(_library, "encode_gated", "CompositeExplicitAutograd")
+def _encode_gated(gate: Tensor, up: Tensor, layer: Sequence[Tensor], counts: bool) -> tuple[Tensor, Tensor]:
+    state, record, table = layer
+    return encoded_gated(gate.contiguous(), up.contiguous(), (state, record, table), counts)
+
+
+@torch.library.register_fake("snip_hf::encode_gated", lib=_library)
+def _(gate: Tensor, up: Tensor, layer: Sequence[Tensor], counts: bool) -> tuple[Tensor, Tensor]:
+    return empty_layouts(gate, _FORWARD, -1)[:2]
+
+
+@torch.library.impl(_library, "encode_gated_gradients", "CompositeExplicitAutograd")
+def _encode_gated_gradients(
+    grad: Tensor, gate: Tensor, up: Tensor, layers: Sequence[Tensor], has_rows: bool, counts: bool
+) -> list[Tensor]:
+    inputs = grad.contiguous(), gate.contiguous(), up.contiguous()
+    *pairs, table = layers
+    own = [(state, record, table) for state, record in zip(pairs[::2], pairs[1::2], strict=True)]
+    return encoded_gated_gradients(*inputs, own, (has_rows, counts))
+
+
+@torch.library.register_fake("snip_hf::encode_gated_gradients", lib=_library)
+def _(grad: Tensor, gate: Tensor, up: Tensor, layers: Sequence[Tensor], has_rows: bool, counts: bool) -> list[Tensor]:
+    layouts = [empty_layouts(gate, _GRAD_INPUT if has_rows else -1, _GRAD_WEIGHT) for _ in range(LAYERS - 1)]
+    return [*layouts[0], *layouts[1], *empty_layouts(gate, -1, _GRAD_WEIGHT)[2:]]
+
+
+encode_gated = torch.ops.snip_hf.encode_gated
+"""Returns silu(gate) * up encoded for the forward GEMM, rows (T', C') E4M3 and their parameters.
+
+Args:
+    gate, up: (T, C), BF16.
+    layer: state, record and table of the layer that multiplies with it.
+    counts: whether the pass is trained on.
+"""
+encode_gated_gradients = torch.ops.snip_hf.encode_gated_gradients
+"""Returns the operands of the backward GEMMs: the gradients of gate and of up, and silu(gate) * up.
+
+Args:
+    grad: of silu(gate) * up, (T, C), BF16.
+    gate, up: (T, C), BF16.
+    layers: state and record of gate, of up and of down, then their common table.
+    has_rows: whether there are grad_input GEMMs of gate and up.
+    counts: whether the pass is trained on.
+
+Returns: rows, their parameters, columns (C', T') and their parameters of the gradient of gate; likewise of up; columns
+    of silu(gate) * up and theirs.
+"""
+
+
+# ------------------------------------------------------------------------------------- autograd
+
+
+class How(NamedTuple):
+    """What Python knows of a pass: changing it recompiles."""
+
+    counts: bool
+    """Whether the pass is trained on."""
+    has_backward: bool
+    has_grad_input: bool
+    """Whether the backward pass computes the gradient of x."""
+    inputs: int
+    """1: x is quantized once for gate and up. 2: for each."""
+    kept: tuple[int, ...]
+    """Number of given layout tensors of each weight: four or none."""
+
+
+class GatedGemms(torch.autograd.Function):
+    """All nine GEMMs of gate, up and down, none of them in BF16.
+
+    Saved for backward are x's columns, a byte per element, and gate and up in BF16.
+
+    Args of forward:
+        x: (..., I), BF16.
+        up_x: the same for up, if x is cast from FP32: the gradients of both are then added in FP32, as those of two
+            layers are. None: x is the input itself.
+        gate_weight, up_weight, down_weight: the parameters themselves, FP32 or BF16; all are trained.
+        table: of the records.
+        how: what is known before.
+        tensors: the states of the three layers, and their records; x as `quantize_input` gives it, once or for gate and
+            for up; the layouts of the weights that are kept, in the order of the layers.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up_x: Tensor | None,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        table: Tensor,
+        how: How,
+        *tensors: Tensor,
+    ) -> Tensor:
+        states, records, quantized = tensors[:LAYERS], tensors[LAYERS : 2 * LAYERS], tensors[2 * LAYERS :]
+        weights, tokens = (gate_weight, up_weight, down_weight), x.numel() // x.shape[-1]
+        of_gate, of_up = quantized[:4], quantized[4 * how.inputs - 4 : 4 * how.inputs]
+        layers = [(state, record, table) for state, record in zip(states, records, strict=True)]
+        kept = _split(quantized[4 * how.inputs :], how.kept)
+        inner = how.has_grad_input, how.counts
+        gate, gate_kept = forward_product(of_gate[:2], weights[0], layers[0], kept[0], inner, x.dtype, tokens)
+        up, up_kept = forward_product(of_up[:2], weights[1], layers[1], kept[1], inner, x.dtype, tokens)
+        rows = encode_gated(gate, up, list(layers[2]), how.counts)
+        down = how.has_backward, how.counts
+        y, down_kept = forward_product(rows, weights[2], layers[2], kept[2], down, x.dtype, tokens)
+        # The states themselves: a compiled graph would copy them in the backward pass (`kept_for_backward`).
+        columns = of_gate[2:] if how.inputs == 1 else (*of_gate[2:], *of_up[2:])
+        layouts = [*gate_kept, *up_kept, *down_kept]
+        ctx.save_for_backward(gate, up, table, *weights, *states, *records, *columns, *layouts)
+        ctx.inputs, ctx.kept = how.inputs, (len(gate_kept), len(up_kept), len(down_kept))
+        ctx.counts, ctx.x_shape = how.counts, x.shape
+        result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], down_weight.shape[0]])
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if is_differentiated_again():
+            raise refusal()
+        gate, up, table, *rest = ctx.saved_tensors
+        weights, states, records = rest[:LAYERS], rest[LAYERS : 2 * LAYERS], rest[2 * LAYERS : 3 * LAYERS]
+        columns, kept = rest[3 * LAYERS :][: 2 * ctx.inputs], _split(rest[3 * LAYERS + 2 * ctx.inputs :], ctx.kept)
+        layers = [(state, record, table) for state, record in zip(states, records, strict=True)]
+        counts, needs_x, tokens = ctx.counts, ctx.needs_input_grad[0], gate.shape[0]
+        g = grad_output.reshape(tokens, weights[2].shape[0])
+        output = encode_operand(g, *layers[2], GRADIENT, (1, 2), counts)
+        grad = grad_input_product(output[:2], weights[2], layers[2], kept[2], counts, tokens, g.dtype)
+        pairs = [tensor for state, record, _ in layers for tensor in (state, record)]
+        encoded = encode_gated_gradients(grad, gate, up, [*pairs, table], needs_x, counts)
+        of_gate, of_up, activation = encoded[:4], encoded[4:8], encoded[8:]
+        grads_x: list[Tensor | None] = [None, None]
+        if needs_x:
+            products = [
+                grad_input_product(one[:2], weight, layer, own, counts, tokens, g.dtype)
+                for one, weight, layer, own in zip((of_gate, of_up), weights, layers, kept, strict=False)
+            ]
+            products = products if ctx.needs_input_grad[1] else [products[0] + products[1]]
+            grads_x[: len(products)] = [product.view(ctx.x_shape) for product in products]
+        operands = (of_gate[2:], columns[:2]), (of_up[2:], columns[-2:]), (output[2:], activation)
+        grads = [
+            _weight_gradient(*pair, weight, g.dtype, record)
+            for pair, weight, record in zip(operands, weights, records, strict=True)
+        ]
+        return *grads_x, *grads, *[None] * (len(ctx.needs_input_grad) - 2 - LAYERS)
+
+
+def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Layout]:
+    """Returns consecutive parts of so many tensors."""
+    found = []
+    for count in counts:
+        found.append(tensors[:count])
+        tensors = tensors[count:]
+    return found
+
+
+def _weight_gradient(left: Layout, right: Layout, weight: Tensor, dtype: torch.dtype, record: Tensor) -> Tensor:
+    """Returns the gradient of a weight in its own precision, as `tensor_core_linear` does."""
+    rows, columns = weight.shape
+    summed = dtype if weight.dtype == dtype else torch.float32
+    return multiply("grad_weight", left, right, (rows, columns), summed, record).to(weight.dtype)

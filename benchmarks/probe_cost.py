@@ -43,7 +43,6 @@ from snip_hf import SnipConfig
 from snip_hf.config import LossEstimator
 from snip_hf.estimation import divergence
 from snip_hf.training import refresh as refresh_module
-from snip_hf.training import step_probe
 from snip_hf.training.controller import SnipController
 
 HEAD = 64
@@ -260,7 +259,7 @@ def timing(seconds: dict[str, float], device: torch.device) -> Iterator[None]:
     """Records the seconds of the parts of a refresh, by name."""
     places = {
         "passes": (divergence, "run_probe"),
-        "divergences": (step_probe, "divergences_at"),
+        "divergences": (refresh_module, "divergences_at"),
         "program": (refresh_module, "problem"),
     }
 

@@ -348,14 +348,14 @@ MUTANTS = (
     ),
     Mutant(
         "resumed-without-last-probe",
-        "self.schedule.last_probe, self.schedule.postponed = saved.last_probe, saved.postponed",
-        "self.schedule.postponed = saved.postponed",
+        "schedule.last_probe, schedule.postponed = saved.last_probe, saved.postponed",
+        "schedule.postponed = saved.postponed",
         "tests/invariants/test_resume.py -k after_any_step",
     ),
     Mutant(
         "resumed-without-pending-plan",
-        "pending = None if targets else saved.pending",
-        "pending = None",
+        "elif saved.pending is not None:",
+        "elif False:",
         "tests/invariants/test_resume.py -k after_any_step",
     ),
 )

@@ -32,7 +32,7 @@ from snip_hf.numerics.gemms import GEMMS
 from snip_hf.parallel.ranks import Ranks
 from snip_hf.planning.checked_tables import read_measured
 from snip_hf.planning.provenance import PlanProvenance
-from snip_hf.training import preparation as preparation_module
+from snip_hf.training import setup as run_setup
 
 measure_cost = partial(measured_cost.measure_cost, formats=SnipConfig().formats)
 MACHINE = Machine("a GPU", "2.11.0", "hopper", "bfloat16")
@@ -343,7 +343,7 @@ def test_one_rank_measures_for_all_that_hold_the_same_layers(monkeypatch: pytest
         asked.append(own.ranks.rank)
         return measure_cost(model, tokens, backend, path, timer=made_up, **options)
 
-    monkeypatch.setattr(preparation_module, "measure_cost", note)
+    monkeypatch.setattr(run_setup, "measure_cost", note)
     monkeypatch.setattr(Ranks, "of_all", lambda timeout: own.ranks)
 
     def work(ranks: Ranks) -> PrecisionPlan:

@@ -26,7 +26,7 @@ from snip_hf.layers.convert import restore_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Ranks
 from snip_hf.planning.plan import PlanProvenance
-from snip_hf.training.fingerprint import weights_fingerprint
+from snip_hf.training.checkpoint import weights_fingerprint
 from snip_hf.training.refresh import Solving
 
 BOUND = 3.0

@@ -19,11 +19,11 @@ from transformers import Trainer, TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig, restore_model
 from snip_hf.layers.state import snip_linears
-from snip_hf.training import spikes
+from snip_hf.training import guard
 
 EMULATED = {"backend": "emulated"}  # FP32, which no other backend computes in
 OPTIONS: dict[str, Any] = {**SCHEDULE, **EMULATED, "guard_patience": 3}
-spikes.WINDOW, spikes.SPIKE = 8, 20.0
+guard.WINDOW, guard.SPIKE = 8, 20.0
 RAISING = SnipConfig(guard="raise", **OPTIONS)
 
 

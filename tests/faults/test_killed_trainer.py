@@ -37,7 +37,7 @@ from pathlib import Path
 from fault_runs import CONFIG, SAVING, SHORT
 from tiny_runs import train
 from transformers import TrainerCallback
-import snip_hf.training.step_probe, snip_hf.json_io, snip_hf.planning.solver.process
+import snip_hf.training.refresh, snip_hf.json_io, snip_hf.planning.solver.process
 from snip_hf import SnipCallback
 folder, hanging, *places = Path(sys.argv[1]), *sys.argv[2:]
 
@@ -47,7 +47,7 @@ def die(*args, **kwargs):
 class Killer(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         if state.global_step == 3 and where == "solver":
-            process = callback.controller._refresher.pending.process._process
+            process = callback.controller._run.refresher.pending.process._process
             assert process.poll() is None
             (folder / "pid").write_text(str(process.pid))
             die()
@@ -62,7 +62,7 @@ for where in places:
     if where == "solver":
         snip_hf.planning.solver.process.ilp.__file__ = hanging
     if where == "probe":
-        snip_hf.training.step_probe.divergences_at = die
+        snip_hf.training.refresh.divergences_at = die
     callback = SnipCallback(CONFIG)
     train(folder / where, callback=callback, callbacks=[Killer()], **SHORT, **SAVING)
     os._exit(0)

@@ -215,7 +215,7 @@ def test_a_run_that_does_not_come_to_its_end_gives_the_plain_model_back(
     with pytest.raises(error):
         run.trainer.train()
     assert is_plain(run.model) and classes(run.model) == classes(model_with_dropout())
-    assert callback.controller is not None and callback.controller._refresher.pending is None
+    assert callback.controller is not None and callback.controller._run.refresher.pending is None
     model = model_with_dropout()
     model.load_state_dict(run.model.state_dict())
     assert torch.equal(logits(run.model), logits(model))

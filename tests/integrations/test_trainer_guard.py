@@ -20,7 +20,7 @@ from snip_hf.layers.state import snip_linears
 from snip_hf.records.history import read_history
 from snip_hf.records.interventions import Alarm
 from snip_hf.reporting.run_report import run_report
-from snip_hf.training import spikes
+from snip_hf.training import guard
 
 OPTIONS: dict[str, Any] = {**SCHEDULE, "guard": "raise", "guard_patience": 3}
 # At 1e-2, as elsewhere in these tests, a model this small has spikes of its own.
@@ -30,8 +30,8 @@ LOW: dict[str, Any] = {"learning_rate": 1e-3}
 @pytest.fixture(autouse=True, scope="module")
 def threads() -> Iterator[None]:
     with one_thread(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spikes, "WINDOW", 8)
-        patch.setattr(spikes, "SPIKE", 20.0)
+        patch.setattr(guard, "WINDOW", 8)
+        patch.setattr(guard, "SPIKE", 20.0)
         yield
 
 

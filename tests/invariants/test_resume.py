@@ -151,7 +151,7 @@ def test_a_run_that_was_really_stopped_goes_on_in_its_folder(
         callback = SnipCallback(CONFIG)
         with pytest.raises(KeyboardInterrupt):
             train(tmp_path, callback=callback, callbacks=[_Power(step, False)], **SAVING)
-        assert callback.controller._refresher.pending is None  # the run has ended, and with it its solver
+        assert callback.controller._run.refresher.pending is None  # the run has ended, and with it its solver
     resumed = train(tmp_path, CONFIG, resume=tmp_path / f"checkpoint-{step}", **SAVING)
     assert_same_end(resumed, full)
     assert without_seconds(resumed.history) == without_seconds(full.history)

@@ -34,7 +34,7 @@ from snip_hf.numerics.gemms import OPERANDS
 from snip_hf.numerics.random_streams import matrix_keys
 from snip_hf.numerics.rounding import round_operand
 from snip_hf.parallel.ranks import Ranks
-from snip_hf.training.preparation import use_backend
+from snip_hf.training.swapped_layers import use_backend
 
 Run = Callable[..., tuple[Tensor, ...]]
 MXFP4 = ("mxfp4", "mxfp4", "mxfp4")

@@ -27,7 +27,7 @@ from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.numerics.random_streams import matrix_keys
 from snip_hf.parallel.ranks import Ranks
-from snip_hf.training.preparation import use_backend
+from snip_hf.training.swapped_layers import use_backend
 
 HIGH = SnipConfig(start_format="bf16")
 FP4 = dict.fromkeys(GEMMS, "fp4")

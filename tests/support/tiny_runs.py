@@ -22,7 +22,7 @@ from snip_hf import SnipCallback, SnipConfig
 from snip_hf.estimation.divergence import divergences_at
 from snip_hf.planning.solver import ilp
 from snip_hf.planning.solver.process import SolverProcess
-from snip_hf.training import step_probe
+from snip_hf.training import refresh
 
 transformers.logging.disable_progress_bar()
 
@@ -213,5 +213,5 @@ def noted_divergences(monkeypatch: Any) -> list[dict[str, Any]]:
         calls.append(kwargs)
         return divergences_at(*args, **kwargs)
 
-    monkeypatch.setattr(step_probe, "divergences_at", note)
+    monkeypatch.setattr(refresh, "divergences_at", note)
     return calls

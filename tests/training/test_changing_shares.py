@@ -21,7 +21,7 @@ from snip_hf.integrations.model_card import trained_section
 from snip_hf.policies.registry import POLICIES
 from snip_hf.records.load import load_run
 from snip_hf.reporting.run_report import print_run
-from snip_hf.training import step_probe
+from snip_hf.training import refresh
 from snip_hf.training.schedule import Schedule
 
 SHARES = ((1, 0.25), (5, 0.75))
@@ -153,7 +153,7 @@ def test_a_rule_makes_its_plan_again_without_a_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="snip_hf")
-    monkeypatch.setattr(step_probe, "divergences_at", lambda *_, **__: pytest.fail("probed"))
+    monkeypatch.setattr(refresh, "divergences_at", lambda *_, **__: pytest.fail("probed"))
     shares = ((1, 0.25), (3, 0.75), (5, 0.5))
     config = SnipConfig(policy="last-15-percent", granularity="gemm", target_fp4_fraction=shares)
     loop = Loop(config, tmp_path, dropout=0.0)
@@ -220,7 +220,7 @@ def test_a_failed_refresh_at_a_new_share_is_tried_again_where_there_are_no_regul
             raise ValueError("no luck")
         return divergences_at(*args, **kwargs)
 
-    monkeypatch.setattr(step_probe, "divergences_at", fail_once)
+    monkeypatch.setattr(refresh, "divergences_at", fail_once)
     values = {**SCHEDULE, "refresh_every": None, "target_fp4_fraction": SHARES}
     loop = Loop(SnipConfig(**values), tmp_path).run(9)
     assert loop.controller is not None

@@ -241,7 +241,7 @@ def test_an_incomplete_or_damaged_state_is_refused_and_changes_nothing() -> None
         change(state)
         with pytest.raises(ValueError, match=r"^The SNIP state is not complete or damaged \(.*\); restore the file"):
             loop.controller.load_state_dict(state)
-        assert (loop.controller.step, loop.controller._refresher.pending) == (0, None)
+        assert (loop.controller.step, loop.controller._run.refresher.pending) == (0, None)
         assert {fmt for formats in loop.formats().values() for fmt in formats.values()} == {"fp8"}
 
 

@@ -349,7 +349,7 @@ def test_the_pass_runs_under_the_autocast_of_training(by_accelerate: bool) -> No
     controller, processes = loop.controller, Processes()
     accelerator = SimpleNamespace(native_amp=True, mixed_precision="fp16")
     log = logging.getLogger(LOG)
-    check = CoverageCheck(loop.model, controller._in_force, processes, controller._events, log, accelerator)
+    check = CoverageCheck(loop.model, controller._run.in_force, processes, controller._events, log, accelerator)
     check.take(TrainingPass(ids(4), None))
     check.count_first(1, is_new=True)
     assert check.found is not None
@@ -387,7 +387,7 @@ def test_a_pass_that_shows_no_product_leaves_coverage_unknown(
 def test_ranks_count_the_micro_batches_of_all_of_them() -> None:
     def work(ranks: Ranks) -> tuple[Any, Any]:
         loop = Loop(seeded(SparseLM), SnipConfig(policy="layer-type", target_fp4_fraction=0.6))
-        in_force, processes = loop.controller._in_force, Processes(data=ranks, everyone=ranks)
+        in_force, processes = loop.controller._run.in_force, Processes(data=ranks, everyone=ranks)
         check = CoverageCheck(loop.model, in_force, processes, loop.controller._events, logging.getLogger(LOG))
         check.take(TrainingPass(ids(4) if ranks.rank == 0 else ids(16), None))
         check.count_first(1, is_new=True)
@@ -428,7 +428,7 @@ def test_where_no_pass_can_be_run_apart_nothing_is_counted(
 def test_ranks_count_which_grad_inputs_run() -> None:
     def work(ranks: Ranks) -> Any:
         loop = Loop(upper_only(build("llama")), SnipConfig(policy="layer-position"))
-        in_force, processes = loop.controller._in_force, Processes(data=ranks, everyone=ranks)
+        in_force, processes = loop.controller._run.in_force, Processes(data=ranks, everyone=ranks)
         check = CoverageCheck(loop.model, in_force, processes, loop.controller._events, logging.getLogger(LOG))
         check.take(TrainingPass(text(), None))
         check.count_first(1, is_new=True)

@@ -22,7 +22,7 @@ from snip_hf.records.events import Refresh
 from snip_hf.records.history import read_history
 from snip_hf.records.interventions import Alarm
 from snip_hf.records.load import load_run
-from snip_hf.training import spikes
+from snip_hf.training import guard as guard_module
 
 # Refreshes from step 2 on, every 4 steps; plans come 2 steps later.
 OPTIONS: dict[str, Any] = {**SCHEDULE, "guard": "raise", "guard_patience": 3}
@@ -75,8 +75,8 @@ def used(loop: Loop) -> set[str]:
 @pytest.fixture(autouse=True, scope="module")
 def threads() -> Iterator[None]:
     with one_thread(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spikes, "WINDOW", 8)
-        patch.setattr(spikes, "SPIKE", 20.0)
+        patch.setattr(guard_module, "WINDOW", 8)
+        patch.setattr(guard_module, "SPIKE", 20.0)
         yield
 
 
@@ -94,8 +94,8 @@ def test_healthy_runs_are_the_same_to_the_bit_without_an_alarm(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, window, changes = HEALTHY[name]
-    monkeypatch.setattr(spikes, "WINDOW", window)
-    monkeypatch.setattr(spikes, "SPIKE", 6.0)
+    monkeypatch.setattr(guard_module, "WINDOW", window)
+    monkeypatch.setattr(guard_module, "SPIKE", 6.0)
     asked = config(**SCHEDULE | {"refresh_every": 8, "guard_patience": 50} | changes)
     found = {}
     for guard in ("off", "raise"):

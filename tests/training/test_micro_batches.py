@@ -414,7 +414,7 @@ def test_the_first_pass_that_counts_is_the_batch_of_the_probe() -> None:
     real = text(2, 16, 1)
     state = torch.get_rng_state()
     model(**real).loss.backward()
-    batch = controller._armed.batch
+    batch = controller._watch.batch
     assert torch.equal(batch.kwargs["input_ids"], real["input_ids"])
     assert torch.equal(batch.random_state.cpu, state)
 

@@ -1,21 +1,201 @@
-"""What does the log say of a run as a whole, at its begin and at its end?"""
+"""The log tells how a run begins and ends, the speed to expect, and the conditions that are missing for it."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import logging
 import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import TorchDynamoPlugin
 from own_loop import Loop
+from small import text, tiny_llama
 from thread_ranks import on_ranks
-from tiny_runs import SCHEDULE
+from tiny_runs import FAST, SCHEDULE, train
+from torch import nn
 
-from snip_hf import SnipConfig
-from snip_hf.kernels.emulated import Emulated
+from snip_hf import SnipConfig, SnipController, convert_model
+from snip_hf.integrations import compilation
+from snip_hf.kernels.emulated import EMULATED, Emulated
+from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Ranks
+from snip_hf.training import messages
+from snip_hf.training.messages import AS_A_WHOLE, SpeedForecast, how_compiled, interpolated, tokens_of
 
 
-def said(loop: Loop, caplog: pytest.LogCaptureFixture, until: int) -> list[str]:
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Makes the emulation a backend that was measured at the size of the tests' models and at twice of it, and which
+    pays there from 4,096 and 1,024 tokens on."""
+    caplog.set_level(logging.INFO, "snip_hf")
+    monkeypatch.setattr(Emulated, "measured_speeds", {32: 1.2, 64: 1.4}, raising=False)
+    monkeypatch.setattr(messages, "LEAST_WORK", 2**22)
+    return caplog
+
+
+def said(model: nn.Module, tokens: int | None) -> Any:
+    log = logging.getLogger("snip_hf.test")
+    convert_model(model, SnipConfig())
+    found = SpeedForecast("emulated", snip_linears(model), log, "auto")
+    for _ in range(2):
+        found.make(how_compiled(model), tokens)
+    return found
+
+
+def texts(records: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(one.levelname, one.getMessage()) for one in records.records if "docs/hopper.md" in one.getMessage()]
+
+
+def test_a_compiled_model_of_enough_tokens_is_told_its_speed(measured: pytest.LogCaptureFixture) -> None:
+    model = tiny_llama(hidden=64)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    assert said(model, 1024).text == (
+        "compiled by regions, hidden size 64: by runs on one H200 about 1.40 times the speed of compiled BF16 "
+        "(docs/hopper.md)"
+    )
+    assert texts(measured) == []
+
+
+def test_a_sharded_model_is_told_what_fsdp2_takes_off(
+    measured: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "is_sharded", lambda weight: True)
+    model = tiny_llama(hidden=64)
+    model.model.layers[0].compile(backend="eager")
+    assert said(model, 1024).text.endswith(
+        "; weights are sharded, and with FSDP2 on two GPUs it was 2 to 18% less (docs/distributed.md)"
+    )
+
+
+def test_what_is_missing_is_a_warning(measured: pytest.LogCaptureFixture) -> None:
+    said(tiny_llama(hidden=16), 512)
+    said(tiny_llama(hidden=64), 1023)
+    lacking = (
+        "snip-hf: backend emulated will not reach the speed that was measured (docs/hopper.md): the model is not "
+        "compiled, so that launches outweigh faster products: set torch_compile=True in TrainingArguments, or call "
+        "layer.compile() for each decoder layer; "
+    )
+    hidden = (
+        "below a hidden size of 32 quantization outweighs faster products, and this model has 16: BF16 is likely to be "
+        "faster."
+    )
+    tokens = (
+        "micro-batches of 1,023 tokens are short at this hidden size: take longer or more sequences, with at least "
+        "1,024 tokens."
+    )
+    assert texts(measured) == [("WARNING", lacking + hidden), ("WARNING", lacking + tokens)]
+
+
+def test_the_least_number_of_tokens_is_between_those_that_were_measured() -> None:
+    measured = Path(__file__).parents[2] / "benchmarks" / "results" / "speed_crossing.jsonl.gz"
+    speeds = {
+        (line["hidden"], line["tokens"]): line["speedup"]
+        for line in map(json.loads, gzip.decompress(measured.read_bytes()).splitlines())
+        if line["recipe"] != "BF16" and line["hidden"] >= 2048
+    }
+    for (hidden, tokens), speed in speeds.items():
+        assert (tokens * hidden**2 > messages.LEAST_WORK) is (speed > 1)
+    assert min(speeds.values()) < 1 < max(speeds.values())
+
+
+def test_a_backend_that_was_not_measured_promises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "snip_hf")
+    assert not EMULATED.measured_speeds
+    said(tiny_llama(hidden=16), 512)
+    assert texts(caplog) == []
+
+
+@pytest.mark.parametrize(("requested", "is_cuda"), [("auto", True), ("auto", False), ("emulated", True)])
+def test_emulation_on_a_gpu_that_nobody_asked_for_is_a_warning(
+    caplog: pytest.LogCaptureFixture, requested: str, is_cuda: bool
+) -> None:
+    layers: Any = {"one": SimpleNamespace(in_features=16, weight=SimpleNamespace(is_cuda=is_cuda))}
+    found = SpeedForecast("emulated", layers, logging.getLogger("snip_hf.test"), requested)
+    for _ in range(2):
+        found.make(None, 512)
+    assert [level for level, _ in texts(caplog)] == ["WARNING"] * (requested == "auto" and is_cuda)
+    assert all("emulated, slower than BF16" in message for _, message in texts(caplog))
+
+
+def test_a_run_says_it_when_its_first_micro_batch_has_run(measured: pytest.LogCaptureFixture) -> None:
+    model = tiny_llama(hidden=32)
+    controller = SnipController(model, torch.optim.AdamW(model.parameters()), SnipConfig(**FAST))
+    assert texts(measured) == []
+    controller.capture(text(2, 8))
+    ((level, message),) = texts(measured)
+    assert level == "WARNING" and "micro-batches of 16 tokens are short" in message
+    controller.close()
+
+
+def test_how_a_model_is_compiled_is_seen_of_its_modules() -> None:
+    plain, layers = tiny_llama(hidden=16), tiny_llama(hidden=16)
+    layers.model.layers[0].compile(backend="eager")
+    assert how_compiled(plain) is None and how_compiled(layers) == "compiled by regions"
+    assert how_compiled(torch.compile(plain, backend="eager")) == AS_A_WHOLE
+
+
+@pytest.mark.parametrize(
+    ("regions", "backend", "expected"),
+    [(True, "eager", "compiled by regions"), (False, "eager", AS_A_WHOLE), (True, "no", None), (False, "no", None)],
+)
+def test_a_loop_says_how_accelerate_compiles_what_it_prepares(
+    regions: bool, backend: str, expected: str | None
+) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=regions)
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+    model = tiny_llama(hidden=16)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    controller = SnipController(model, optimizer, SnipConfig(**FAST), accelerator)
+    assert controller.compiled == expected
+    controller.close()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_speeds_between_measured_sizes_are_interpolated_and_tokens_are_counted_where_they_can_be() -> None:
+    measured = {4096: 1.4, 1024: 1.0}
+    assert [round(interpolated(measured, size), 3) for size in (256, 1024, 2048, 4096, 8192)] == [1, 1, 1.2, 1.4, 1.4]
+    assert (tokens_of(text(2, 8)), tokens_of({"input_ids": torch.ones(3, 5)}), tokens_of({"labels": [1]})) == (
+        16,
+        15,
+        None,
+    )
+
+
+# --------------------------------------------------------------------------------------------------- the Trainer
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("asked", [None])
+def test_a_trainer_compiles_by_regions_unless_the_user_said_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: pytest.LogCaptureFixture, asked: str | None
+) -> None:
+    monkeypatch.delenv(compilation.REGIONS, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(compilation.REGIONS, asked)
+    monkeypatch.setattr(Emulated, "is_emulation", False)
+    torch._dynamo.reset()
+    config = SnipConfig(policy="uniform-fp4", backend="emulated")
+    run = train(tmp_path, config, max_steps=1, torch_compile=True, torch_compile_backend="eager")
+    torch._dynamo.reset()
+    by_regions = asked is None
+    message = "snip-hf: the decoder layers are compiled one by one; "
+    assert any(text.startswith(message) for text in measured.messages) is by_regions
+    assert run.callback is not None and run.callback.controller is not None
+    assert run.callback.controller.compiled == ("compiled by regions" if by_regions else AS_A_WHOLE)
+    compiled = [module for module in run.trainer.model_wrapped.modules() if type(module).__name__ == "OptimizedModule"]
+    assert (len(compiled) > 1) is by_regions
+
+
+def begin_and_end(loop: Loop, caplog: pytest.LogCaptureFixture, until: int) -> list[str]:
     """The messages of a run as a whole."""
     caplog.set_level(logging.INFO, "snip_hf")
     loop.run(until)
@@ -32,7 +212,7 @@ def lines(message: str) -> dict[str, str]:
 
 
 def test_a_run_says_what_it_begins_with_and_what_it_came_to_once(caplog: pytest.LogCaptureFixture) -> None:
-    begin, end = said(Loop(), caplog, until=8)
+    begin, end = begin_and_end(Loop(), caplog, until=8)
     assert list(lines(begin)) == ["plan", "target", "formats", "backend", "coverage", "refreshes", "speed"]
     assert lines(begin)["plan"].startswith("policy snip, 0.0% of the linear FLOPs in FP4")
     assert lines(begin)["refreshes"].endswith("every 4 steps; a plan is applied 2 steps later; until then FP8")
@@ -41,12 +221,12 @@ def test_a_run_says_what_it_begins_with_and_what_it_came_to_once(caplog: pytest.
 
 
 def test_a_refresh_that_came_to_nothing_is_counted_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    _, end = said(Loop(), caplog, until=3)  # before the plan of step 2 is due
+    _, end = begin_and_end(Loop(), caplog, until=3)  # before the plan of step 2 is due
     assert "New plans: 0; refreshes that kept the plan: 1. " in end
 
 
 def test_a_run_that_took_no_step_came_to_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    assert said(Loop(), caplog, until=0) == []
+    assert begin_and_end(Loop(), caplog, until=0) == []
 
 
 @pytest.mark.parametrize(
@@ -64,7 +244,7 @@ def test_the_begin_names_what_was_asked_for(
     options: dict[str, object], name: str, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = SCHEDULE | options if "policy" not in options else options
-    begin, _ = said(Loop(SnipConfig(**settings)), caplog, until=1)  # type: ignore[arg-type]
+    begin, _ = begin_and_end(Loop(SnipConfig(**settings)), caplog, until=1)  # type: ignore[arg-type]
     assert text in lines(begin)[name]
 
 
@@ -72,7 +252,7 @@ def test_the_begin_names_the_speed_that_was_measured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Emulated, "measured_speeds", {32: 1.2}, raising=False)
-    begin, _ = said(Loop(), caplog, until=1)
+    begin, _ = begin_and_end(Loop(), caplog, until=1)
     assert lines(begin)["speed"] == "less than was measured (docs/hopper.md), as the warning says"
 
 

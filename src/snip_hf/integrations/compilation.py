@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 from ..config import SnipConfig
 from ..kernels.backend import select_backend
-from ..training.plans import formats_in_use
+from ..training.plan_in_force import formats_in_use
 
 logger = logging.getLogger(__name__)
 

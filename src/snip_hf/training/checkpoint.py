@@ -1,71 +1,54 @@
-"""The state of a run in a checkpoint: how it is written and read, and which run it fits."""
+"""The state of a run in a checkpoint: how it is collected, written and read, and which run may continue from it."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
+from torch import nn
 
 from ..config import SnipConfig, as_names
 from ..costs.flops import Work
 from ..estimation.coverage import Coverage
 from ..estimation.shared_inputs import Ties
+from ..layers.state import unwrapped_name
 from ..parallel.ranks import Attempt, Ranks
+from ..parallel.sharding import has_first_rows, own_part
 from ..planning.plan import PrecisionPlan
-from ..planning.solver.process import SolverProcess
+from ..policies.registry import needs_probe
+from ..policies.ties import names_of
 from ..records.coverage import read_coverage
-from ..records.events import RefreshBegun
-from ..records.interventions import TARGETS
+from ..records.event_writer import EventWriter
+from ..records.interventions import TARGETS, Retarget
 from .checks import check_plans, differences
-from .plans import fitting
-from .spikes import read_guard
+from .guard import read_guard
+from .plan_in_force import fitting
+from .refresh import PendingRefresh
+from .schedule import Schedule
+from .setup import RunParts
 
 SCHEMA_VERSION = 2
-# Fields that decide which layers there are, and nothing else.
+# Fields that decide nothing but which layers are swapped.
 _CHOICE = {"skip_modules", "include_modules"}
-# Fields that say what happens when training goes wrong, as one may find out when it has.
+# Fields of the guard, which may change in mid-run.
 GUARD = ("guard", "guard_patience")
-
-
-@dataclass
-class PendingRefresh:
-    """A refresh between its probe and its application."""
-
-    step: int
-    due: int
-    problem: dict[str, Any]
-    begun: RefreshBegun
-    """What its event will say, so far."""
-    process: SolverProcess | None = None
-
-    @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> PendingRefresh:
-        """Reads what `to_dict` gave; raises KeyError, TypeError or ValueError if it is not that."""
-        begun = replace(RefreshBegun.from_record(saved["record"]), step=int(saved["step"]))
-        if not begun.seconds:
-            raise ValueError("record has no entry 'seconds'")
-        problem = dict(saved["problem"])
-        return cls(begun.step, int(saved["due"]), problem, begun)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "due": self.due, "problem": self.problem, "record": self.begun.to_record()}
-
-    def stop(self) -> None:
-        """Ends the solver, if it still runs."""
-        if self.process is not None:
-            self.process.kill()
 
 
 @dataclass(frozen=True)
 class CountedState:
-    """That a run has counted its first micro-batch, or tried to."""
+    """Marks that the run has counted its first micro-batch, or tried to."""
 
     coverage: Coverage | None
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """What a state holds."""
+    """The content of a state."""
 
     config: dict[str, Any]
     step: int
@@ -73,36 +56,39 @@ class SavedState:
     pending: PendingRefresh | None
     last_probe: int | None
     weights: str | None = None
-    """Fingerprint of the weights that it was saved with; None: not known."""
+    """Fingerprint of the weights that it was saved with; None: unknown."""
     kernels: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name of a backend -> what its passes depend on (`Backend.state_dict`)."""
+    """Name of a backend -> its state (`Backend.state_dict`)."""
     postponed: int | None = None
     """The step to which a refresh was put off."""
     counted: CountedState | None = None
     """None: nothing was counted yet."""
     ties: Ties | None = None
-    """Those in force; None: not known."""
+    """Those in force; None: unknown."""
     guard: dict[str, Any] = field(default_factory=dict)
-    """Of the guard (`spikes.Health`); empty without one."""
+    """State of the guard (`guard.Health`); empty without one."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedState:
-        """Reads a state; raises ValueError if it is none, or not complete."""
+        """Reads a state; raises ValueError if it is none, or damaged."""
         if not isinstance(state, Mapping) or state.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(
                 f"The SNIP state has no schema_version {SCHEMA_VERSION}; it is not a state of this version."
             )
         try:
             pending, last_probe, postponed = state["pending"], state["last_probe"], state.get("postponed")
+            counted = None
+            if "coverage" in state:
+                counted = CountedState(None if state["coverage"] is None else read_coverage(state["coverage"]))
             return cls(
-                # Fields that a later version added were then what their defaults are.
+                # Fields that a later version added have their defaults.
                 config=SnipConfig().to_dict() | dict(state["config"]),
                 step=int(state["step"]),
                 plan=PrecisionPlan.from_dict(state["plan"]),
                 pending=None if pending is None else PendingRefresh.of(pending),
                 last_probe=None if last_probe is None else int(last_probe),
                 weights=None if state.get("weights") is None else str(state["weights"]),
-                counted=_read_counted(state),
+                counted=counted,
                 kernels={str(name): dict(entry) for name, entry in dict(state.get("kernels", {})).items()},
                 postponed=None if postponed is None else int(postponed),
                 ties=tuple(as_names("ties", tie) for tie in state["ties"]) if "ties" in state else None,
@@ -114,11 +100,17 @@ class SavedState:
             ) from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns JSON data; without the fingerprint, which whoever writes the file adds."""
-        kernels = {"kernels": self.kernels} if self.kernels else {}
-        postponed = {} if self.postponed is None else {"postponed": self.postponed}
-        found = None if self.counted is None else self.counted.coverage
-        counted = {} if self.counted is None else {"coverage": None if found is None else found.to_dict()}
+        """Returns JSON data, without the fingerprint, which the writer of the file adds."""
+        optional: dict[str, Any] = {}
+        if self.kernels:
+            optional["kernels"] = self.kernels
+        if self.postponed is not None:
+            optional["postponed"] = self.postponed
+        if self.counted is not None:
+            coverage = self.counted.coverage
+            optional["coverage"] = None if coverage is None else coverage.to_dict()
+        if self.guard:
+            optional["guard"] = self.guard
         return {
             "schema_version": SCHEMA_VERSION,
             "step": self.step,
@@ -127,17 +119,14 @@ class SavedState:
             "pending": None if self.pending is None else self.pending.to_dict(),
             "last_probe": self.last_probe,
             "ties": [list(tie) for tie in self.ties or ()],
-            **kernels,
-            **postponed,
-            **counted,
-            **({"guard": self.guard} if self.guard else {}),
+            **optional,
         }
 
     def other_targets(self, config: SnipConfig) -> dict[str, tuple[Any, Any]]:
-        """Returns the fields of the target that a config has otherwise -> (here, there)."""
-        own = config.to_dict()
+        """Returns the fields of the target in which a config differs -> (in the state, in the config)."""
+        fields = config.to_dict()
         changed = set(differences(config, self.config))
-        return {name: (self.config.get(name), own[name]) for name in TARGETS if name in changed}
+        return {name: (self.config.get(name), fields[name]) for name in TARGETS if name in changed}
 
     def fitted(self, config: SnipConfig, flops: Work, at_step: int | None, weights: str | None) -> SavedState:
         """Returns the state as a run continues from it, with the FLOPs of the run's model in its plan.
@@ -152,16 +141,16 @@ class SavedState:
             ValueError: another configuration (the target aside), another step, or other weights.
             KeyError: the plan is for another model.
         """
-        mine = config.to_dict()
+        fields = config.to_dict()
         different = [name for name in differences(config, self.config) if name not in (*TARGETS, *GUARD, "solver")]
-        # What earlier versions left alone, such as experts, has to be named in order to go on without it.
         is_same_choice = _CHOICE.issuperset(different) and self.plan.assignment.keys() == flops.keys()
         if different and not is_same_choice:
             name = different[0]
             raise ValueError(
                 f"The checkpoint was trained with {name}={self.config.get(name)!r}, this run asks for "
-                f"{name}={mine[name]!r} (different fields: {', '.join(different)}). Use the checkpoint's configuration "
-                "to resume its run, or SnipCallback(..., resume=False) to start a new plan from its weights."
+                f"{name}={fields[name]!r} (different fields: {', '.join(different)}). Use the checkpoint's "
+                "configuration to resume its run, or SnipCallback(..., resume=False) to start a new plan from its "
+                "weights."
             )
         if at_step not in (None, self.step):
             raise ValueError(
@@ -191,11 +180,8 @@ def agreed_state(
 
     Args:
         state: as a checkpoint has it.
-        config: as `SavedState.fitted` takes it, and so what follows.
-        flops: as above.
+        config, flops, at_step, weights: as `SavedState.fitted` takes them.
         everyone: all ranks.
-        at_step: as above.
-        weights: as above.
 
     Raises:
         ValueError, KeyError: as `SavedState.of` and `SavedState.fitted` on any rank, or states that differ.
@@ -209,7 +195,81 @@ def agreed_state(
     return saved
 
 
-def _read_counted(state: Mapping[str, Any]) -> CountedState | None:
-    if "coverage" not in state:
-        return None
-    return CountedState(None if state["coverage"] is None else read_coverage(state["coverage"]))
+def state_of(run: RunParts, schedule: Schedule, step: int) -> dict[str, Any]:
+    """Returns JSON data from which a run continues after this step."""
+    return SavedState(
+        config=run.config.to_dict(),
+        step=step,
+        plan=run.in_force.plan,
+        pending=run.refresher.pending,
+        last_probe=schedule.last_probe,
+        kernels=run.layers.state_dict(),
+        postponed=schedule.postponed,
+        counted=None if run.coverage.is_due else CountedState(run.coverage.found),
+        ties=names_of(run.in_force.setting.config),
+        guard={} if run.guard is None else run.guard.state(),
+    ).to_dict()
+
+
+def restore(run: RunParts, schedule: Schedule, events: EventWriter, saved: SavedState, log: logging.Logger) -> None:
+    """Puts the parts of a run into a saved state, and cuts later events from the record: they will happen again."""
+    run.layers.load_state_dict(saved.kernels)
+    run.in_force.resume(saved.plan, saved.step)
+    if saved.counted is not None:
+        run.coverage.restore(saved.counted.coverage)
+    run.refresher.stop()
+    if saved.ties is not None:
+        run.refresher.tie(saved.ties)
+    schedule.last_probe, schedule.postponed = saved.last_probe, saved.postponed
+    run.layers.set_step(saved.step + 1, 0)
+    targets = saved.other_targets(run.config)
+    probed = None if saved.pending is None else saved.pending.step
+    events.folder.cut(saved.step, probed, run.in_force.start(saved.step))
+    run.in_force.save()
+    if targets:
+        _change_target(run, schedule, events, targets, saved, log)
+    elif saved.pending is not None:
+        run.refresher.resume(saved.pending, saved.step)
+    if run.guard is not None:
+        run.guard.restore(saved.guard)
+
+
+def _change_target(
+    run: RunParts,
+    schedule: Schedule,
+    events: EventWriter,
+    targets: Mapping[str, tuple[Any, Any]],
+    saved: SavedState,
+    log: logging.Logger,
+) -> None:
+    """Continues under another target: estimates stay, and the next step refreshes if an earlier one did."""
+    step = saved.step + 1
+    events.add(Retarget(step=step, fields=targets))
+    if not needs_probe(run.config):
+        text = "the policy makes its plan once more"
+        run.in_force.retarget(step)
+    elif saved.last_probe is None:
+        text = "the first refresh meets it"
+    else:
+        text = f"step {step} refreshes the plan for it"
+        schedule.postponed = step
+    if saved.pending is not None:
+        text = f"{text}; the refresh of step {saved.pending.step}, whose plan was for the old one, is left out"
+    changed = "; ".join(f"{name} was {old!r} and is {new!r}" for name, (old, new) in targets.items())
+    log.info("snip-hf: resumed with another target: %s. From here on %s.", changed, text)
+
+
+def weights_fingerprint(model: nn.Module) -> str | None:
+    """Returns a digest of the first row of every parameter, with its name; None if this process lacks these rows.
+
+    To be called on the first rank, which holds the first row of everything under FSDP2 on any number of ranks. Rows are
+    rounded to BF16, so that weights match whether they are saved or loaded in FP32 or in BF16. Names keep PEFT's parts.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted((unwrapped_name(name), parameter) for name, parameter in model.named_parameters()):
+        if not has_first_rows(parameter):
+            return None
+        row = own_part(parameter.detach()).reshape(-1)[: parameter.shape[-1] if parameter.ndim > 1 else 1]
+        digest.update(json.dumps([name, list(parameter.shape)]).encode())
+        digest.update(row.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()

@@ -25,17 +25,13 @@ from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
 from ..records.event_writer import EventWriter, Tracker
 from ..records.run_folder import RunFolder
-from .assembly import RunParts, assemble
-from .checkpoint import agreed_state
+from .checkpoint import agreed_state, restore, state_of, weights_fingerprint
 from .checks import StepCalls, check_alike, check_configs, check_launch
-from .expectation import Expectation, compiled_by, how_compiled, tokens_of
-from .fingerprint import weights_fingerprint
-from .guard import guard_of
+from .messages import SpeedForecast, compiled_by, how_compiled, tokens_of
 from .micro_batches import PipelineChunks, StepWatch, TrainingPass
-from .preparation import find_processes
 from .refresh import Solving
-from .resuming import Resuming
 from .schedule import Schedule
+from .setup import RunParts, find_processes, set_up
 
 logger = logging.getLogger(__name__)
 # The first rank logs on behalf of all ranks.
@@ -50,19 +46,18 @@ class SnipController:
     it when the model is prepared (wrapped by DDP, sharded by FSDP2).
 
     Args:
-        model: a causal LM, converted or not; wrappers (DDP, DeepSpeed, compile) are looked through. With
-            `pipeline`, the parts of it that this process holds, whose layers have the names that they have in the whole
-            model.
+        model: a causal LM, converted or not, in any wrappers (DDP, DeepSpeed, compile). With `pipeline`, the parts of
+            it that this process holds; their layers are named as in the whole model.
         optimizer: the optimizer that trains it, wrapped or not.
-        config: what the user asks for.
-        accelerator: the Accelerate object of the loop, if there is one; its settings are checked, and an optimizer step
-            is one in which it synchronises gradients.
-        output_dir: folder that gets `snip/` with the plan, the history and the divergences, from the first process;
-            None writes nothing.
-        pipeline: how to run the whole model where this process holds only parts of it.
+        config: the configuration of the run.
+        accelerator: the Accelerate object of the loop, if there is one; its settings are checked, and a step counts as
+            an optimizer step if it synchronises gradients.
+        output_dir: the first process writes the plan, the history and the divergences to `snip/` in this folder; None:
+            nothing is written.
+        pipeline: runs the whole model if this process holds only parts of it.
         max_steps: the last optimizer step, if it is known: refreshes whose plan would be due after it are left out. In
             a loop that calls the controller in each micro-batch inside `accelerator.accumulate`: the last micro-batch.
-        solving: how the integer programs are solved; None: in a process of their own, by the configured solver.
+        solving: how the integer programs are solved; None: by the configured solver, in a process of its own.
 
     Raises:
         ValueError, TypeError, NotImplementedError, KeyError: anything that cannot work, before training starts.
@@ -88,7 +83,7 @@ class SnipController:
         check_launch(config, accelerator)
         solving = solving or Solving()
         self.processes = find_processes(config, pipeline, solving.rank_grace)
-        """Those of this run, and how they agree."""
+        """The processes of this run."""
         check_configs(config, self.processes.everyone)
         is_first = self.processes.everyone.is_first
         self._log = logger if is_first else _replica
@@ -98,72 +93,72 @@ class SnipController:
         self._events = EventWriter(self._folder, is_first, self._log)
         self._schedule = Schedule(config, max_steps, self._log)
         self._calls = StepCalls(accelerator, self._schedule, self.needs_probe, self._log)
-        self._armed: StepWatch | None = None
+        self._watch: StepWatch | None = None
+        """Of the running step, if it refreshes."""
         self._micro_batch, self._has_labels, self._started, self._is_new = 0, False, False, True
         run, attempt = None, Attempt()
-        with attempt:  # what one rank refuses, all of them do
-            run = assemble(model, optimizer, accelerator, config, self.processes, self._events, solving, self._log)
+        with attempt:  # if one rank refuses, all of them do
+            run = set_up(
+                model, optimizer, accelerator, config, self.processes, self._schedule, self._events, solving, self._log
+            )
         try:
             self.processes.everyone.agree(attempt.error)
             assert run is not None
             self._begin(run, max_steps)
         except BaseException:
-            self._folder.release()  # An error, and this object with it, may be kept for long, as in a notebook.
+            self._folder.release()  # a notebook keeps the error, and this object with it
             raise
 
     def _begin(self, run: RunParts, max_steps: int | None) -> None:
-        """Takes over the parts of the run, puts the hooks in place and says what the run starts with."""
+        """Takes over the parts of the run, puts the hooks in place and logs the start."""
+        self._run = run
         self.config, self.model, self.model_name = run.config, run.model, run.in_force.model_name
         self.backend = run.backend
         """Name of the backend in use."""
-        self._expectation = Expectation(run.backend, run.layers.present, self._log, self.config.backend)
-        self._layers, self._source, self._probe = run.layers, run.source, run.probe
-        self._in_force, self._refresher = run.in_force, run.refresher
-        self._coverage, self._messages = run.coverage, run.messages
-        self._guard = guard_of(run, self._schedule, self.processes, self._events, self._log)
-        self._resuming = Resuming(run, self._schedule, self._events, self._log)
+        self._layers, self._source, self._guard = run.layers, run.source, run.guard
+        self._forecast = SpeedForecast(run.backend, run.layers.present, self._log, self.config.backend)
         check_alike(self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)
         self._chunks = PipelineChunks(parts_of(self.model), self.config.seed, lambda: self.step + 1)
         self._source.attach(self.model, self._layers.all, self._before_optimizer_step)
-        self._layers.share_inputs(self._in_force.setting, self._log)
-        self._schedule.say_if_too_short()
-        self._refresher.say_if_untrained()
+        self._layers.share_inputs(run.in_force.setting, self._log)
+        self._schedule.warn_if_too_short()
+        run.refresher.log_if_untrained()
         self._layers.claim()
 
     @property
     def plan(self) -> PrecisionPlan:
         """The plan in force."""
-        return self._in_force.plan
+        return self._run.in_force.plan
 
     @property
     def coverage(self) -> Coverage | None:
-        """What plans of this run can decide on, by the last micro-batch that was counted; None: not known."""
-        return self._coverage.found
+        """The FLOPs that plans decide on, by the last micro-batch that was counted; None: unknown."""
+        return self._run.coverage.found
 
     def start(self) -> None:
-        """Begins a new record: the plan and the first line of the history. `capture` does it if nobody did before."""
+        """Begins a new record: the plan and the first line of the history. `capture` calls it if nobody did."""
         self._started = True
         self._folder.clear()
-        self._in_force.save()
-        self._events.add(self._in_force.start(self.step))
+        self._run.in_force.save()
+        self._events.add(self._run.in_force.start(self.step))
 
     def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Tells the controller by which GradScaler a loop of one's own scales its loss (FP16).
+        """Sets the GradScaler of a loop of your own (FP16).
 
         Accelerate's, and so the Trainer's, is found without it. Without either, the scale is guessed from gradients.
         """
         self._source.scaling.scaler = scaler
 
     def note_loss(self, loss: Tensor | float) -> None:
-        """Tells the guard what a micro-batch adds to the loss of its step. Without it, it sees the gradients alone."""
+        """Tells the guard the share of a micro-batch in the loss of its step. Without it, it sees only gradients."""
         if self._guard is not None:
             self._guard.note_loss(loss)
 
     def add_tracker(self, tracker: Tracker) -> None:
-        """Calls `tracker` with each event from now on (`snip_hf.records.events`), on the first process alone.
+        """Calls `tracker` with each event from now on (`snip_hf.records.events`), on the first process only.
 
-        The events are those of `history.jsonl`, in its order. An error that a tracker raises costs a warning.
+        The events are those of `history.jsonl`, in its order. An error in a tracker becomes a warning.
         """
         self._events.add_tracker(tracker)
 
@@ -171,13 +166,13 @@ class SnipController:
         """Tells the controller that a training micro-batch is about to run forward.
 
         Args:
-            batch: keyword arguments of the model's forward, or what `compute_loss` takes; kept for a probe of the step.
-            compute_loss: takes the model and `batch`, and returns a loss that the model itself does not return.
-            terms: how many independent terms that loss is a mean over.
+            batch: keyword arguments of the model's forward, or the inputs of `compute_loss`; kept for a probe.
+            compute_loss: takes the model and `batch` and returns the loss, if the model itself does not return it.
+            terms: the number of independent terms that this loss is a mean over.
 
         Raises:
             TypeError: the batch is no mapping.
-            ValueError: the very first batch cannot be probed, without labels for example, and the policy needs that.
+            ValueError: the policy needs a probe, and the very first batch cannot be probed, e.g. without labels.
         """
         self._calls.check_open("capture")
         if not isinstance(batch, Mapping):
@@ -188,10 +183,10 @@ class SnipController:
         self.count(self.offer(batch, objective_of(compute_loss, terms)))
 
     def offer(self, batch: Mapping[str, Any], objective: Objective | None = None) -> TrainingPass:
-        """Tells the controller that a forward pass is about to run, whose loss may be backpropagated or not.
+        """Tells the controller that a forward pass is about to run; `count` tells it that it is backpropagated.
 
-        `count` says that it was. A pass that is not counted leaves the numbers of all others as they would be; so
-        several that run before one backward pass draw the same random numbers.
+        A pass that is not counted does not change the random numbers of others. Several passes before one backward pass
+        draw the same random numbers.
         """
         step = self.step + 1
         self._layers.set_step(step, self._micro_batch)
@@ -200,15 +195,14 @@ class SnipController:
         if self._micro_batch == 0:
             self._source.begin_step()
         is_probed = self._micro_batch == 0 and self._refreshes(step)
-        if is_probed and self._armed is None:
-            self._armed = self._probe.watch()
-        is_read = is_probed or (self.needs_probe and not self._has_labels) or not self._expectation.is_said
-        is_read = is_read or (self._micro_batch == 0 and self._coverage.is_due)
-        one = TrainingPass(batch if is_read else {}, RandomState.now() if is_probed else None, objective)
-        return one
+        if is_probed and self._watch is None:
+            self._watch = self._run.probe.watch()
+        is_read = is_probed or (self.needs_probe and not self._has_labels) or not self._forecast.is_made
+        is_read = is_read or (self._micro_batch == 0 and self._run.coverage.is_due)
+        return TrainingPass(batch if is_read else {}, RandomState.now() if is_probed else None, objective)
 
     def count(self, one: TrainingPass) -> None:
-        """Tells the controller that a pass is a micro-batch of the step: its gradient is on its way.
+        """Tells the controller that a pass is backpropagated, and so is a micro-batch of the step.
 
         Raises:
             ValueError: as `capture`.
@@ -221,24 +215,23 @@ class SnipController:
             self._has_labels = True
         if not self._started:
             self.start()
-        if not self._expectation.is_said:
-            self._expectation.say(self.compiled or how_compiled(self.model), one.seen or tokens_of(one.batch))
-        if self._micro_batch == 0 and self._armed is not None and one.random_state is not None:
-            self._armed.take(one)
+        if not self._forecast.is_made:
+            self._forecast.make(self.compiled or how_compiled(self.model), one.seen or tokens_of(one.batch))
+        if self._micro_batch == 0 and self._watch is not None and one.random_state is not None:
+            self._watch.take(one)
         if self._micro_batch == 0:
-            self._coverage.take(one)
+            self._run.coverage.take(one)
         self._micro_batch += 1
 
     def keep_weights(self, everything: bool = True) -> None:
-        """Quantizes the weights for a forward pass that may be backpropagated, if they are kept."""
+        """Quantizes the weights for a training pass, if they are kept."""
         self._layers.keep_weights(everything)
 
     def before_optimizer_step(self, step: int) -> None:
         """To be called with the gradients of optimizer step `step` (from 1) complete and clipped; probes if due.
 
-        With an Accelerator, calls while it accumulates gradients count for nothing, and the steps are counted here:
-        `step` may be the number of the micro-batch. Under DeepSpeed, whose step is over by then, it does nothing: the
-        controller is in that step itself.
+        With an Accelerator, calls while it accumulates gradients are ignored, and `step` may be the number of the
+        micro-batch. Under DeepSpeed, whose step is over by then, it does nothing: a hook in that step does its work.
 
         Raises:
             TypeError, ValueError: `step` is no integer, or (without an Accelerator) not the one after `self.step`.
@@ -247,28 +240,27 @@ class SnipController:
             self._before_optimizer_step()
 
     def _before_optimizer_step(self) -> None:
-        step = self.step + 1
+        step, run = self.step + 1, self._run
         self._calls.begin(self._source.note_step())
         is_left_out = self._guard is not None and self._guard.leaves_out(step)
-        self._schedule.say_if_left_out(step, self._refresher.is_planned(step))
-        self._coverage.count_first(step, is_new=self._is_new)
-        self._messages.begin(self.plan, self.coverage, self._expectation.text)
-        watch, refreshes = self._disarm(), self._refreshes(step)
+        self._schedule.log_if_left_out(step, run.refresher.is_planned(step))
+        run.coverage.count_first(step, is_new=self._is_new)
+        run.messages.begin(self.plan, self.coverage, self._forecast.text)
+        watch = self._end_watch()
+        # By the schedule and not by captured batches: all ranks share the schedule.
+        if not self._refreshes(step):
+            return
         if is_left_out:  # there are no gradients to probe with
-            if refreshes:
-                self._schedule.postponed = step + 1
-            return
-        if refreshes and self._source.skips_step(self.model, self.processes.everyone):
+            self._schedule.postponed = step + 1
+        elif self._source.skips_step(self.model, self.processes.everyone):
             self._schedule.postpone(step)
-            return
-        # By the schedule and not by what was captured: the ranks have the schedule in common.
-        if refreshes:
-            # With apply_delay = refresh_every the plan before is due after this very step, whose passes are done.
-            self._refresher.apply_due(step)
+        else:
+            # With apply_delay = refresh_every the last plan is due after this very step, whose passes are done.
+            run.refresher.apply_due(step)
             self._schedule.note_probe(step)
-            self._layers.say_findings(self._log)
-            self._coverage.count_again(step, watch)
-            self._refresher.begin(step, watch)
+            self._layers.log_findings(self._log)
+            run.coverage.count_again(step, watch)
+            run.refresher.begin(step, watch)
 
     def after_step(self, step: int) -> None:
         """To be called when optimizer step `step` (from 1) is done; applies a plan that is due.
@@ -283,31 +275,31 @@ class SnipController:
         self._layers.note_micro_batches(self._micro_batch)
         self.step, self._micro_batch = step, 0
         self._chunks.end_step()
-        self._refresher.end_step(step)
+        self._run.refresher.end_step(step)
         self._layers.set_step(step + 1, 0)
         self._layers.end_step()
         if self._guard is not None:
-            self._guard.act(step)
+            self._guard.end_step(step)
 
     def close(self) -> None:
-        """Ends the run: stops a solver that is still running, ends the record, and lets the layers compute plainly.
+        """Ends the run: stops a running solver, ends the record, and lets the layers compute in high precision.
 
-        They are still swapped: `controller.plan.apply(model)` gives them the formats of the last plan, and
+        The layers stay swapped: `controller.plan.apply(model)` gives them the formats of the last plan, and
         `restore_model` swaps them back.
         """
         self._calls.is_closed = True
         try:
-            self._layers.say_findings(self._log)
-        finally:  # a fault of the device shows where it is read
+            self._layers.log_findings(self._log)
+        finally:  # reading from the device may fail
             self._layers.release()
         self._chunks.close()
         self._source.close()
         if self._guard is not None:
             self._guard.close()
-        self._disarm()
-        self._refresher.drop(self.step, f"training ended at step {self.step}")
-        self._schedule.say_if_ended_early(self.step)
-        self._messages.end(self.step, self.plan)
+        self._end_watch()
+        self._run.refresher.drop(self.step, f"training ended at step {self.step}")
+        self._schedule.warn_if_ended_early(self.step)
+        self._run.messages.end(self.step, self.plan)
         self._folder.release()
 
     def lend(self) -> None:
@@ -317,15 +309,15 @@ class SnipController:
     def retake(self) -> None:
         """Takes the model back after another run has trained it: the layers, kernels, formats and keys of this run."""
         self._layers.retake(_replica)
-        self._in_force.apply()
+        self._run.in_force.apply()
         self._layers.set_step(self.step + 1, self._micro_batch)
-        self._layers.share_inputs(self._in_force.setting, _replica)
+        self._layers.share_inputs(self._run.in_force.setting, _replica)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh.
 
         Raises:
-            ValueError: an optimizer step is under way, so that the state would be neither of this step nor of the next.
+            ValueError: an optimizer step is under way.
         """
         if self._calls.is_begun:
             raise ValueError(
@@ -333,7 +325,7 @@ class SnipController:
                 "it has not ended. Save before before_optimizer_step or after after_step (under a Trainer in "
                 "on_step_begin, on_step_end or on_save)."
             )
-        return self._resuming.state(self.config, self.step, self._guard)
+        return state_of(self._run, self._schedule, self.step)
 
     def load_state_dict(self, state: Mapping[str, Any], at_step: int | None = None, weights: str | None = None) -> None:
         """Continues from a `state_dict`. Nothing is changed if it does not fit. With several ranks it is collective.
@@ -341,10 +333,10 @@ class SnipController:
         The target may be another one than the state's: estimates stay, and the next step refreshes.
 
         Args:
-            state: what `state_dict` returned, also through JSON; with the entry "weights", the
-                `weights_fingerprint` of those that it was saved with.
-            at_step: the optimizer steps that the weights have done; the state must be of the same. None: not checked.
-            weights: the `weights_fingerprint` of the model; the state must be of the same. None: not checked.
+            state: the result of `state_dict`, perhaps through JSON, perhaps with an entry "weights": the
+                `weights_fingerprint` of the weights that it was saved with.
+            at_step: the optimizer steps that the weights have done, as the state must have. None: not checked.
+            weights: the `weights_fingerprint` of the model, as the state must have. None: not checked.
 
         Raises:
             ValueError: another schema version, another configuration, another step, other weights, a state that is not
@@ -352,27 +344,27 @@ class SnipController:
             KeyError: the plan in it is for another model.
         """
         self.processes.note("at the loading of a state (every rank loads the same one)")
-        flops = self._in_force.setting.flops
+        flops = self._run.in_force.setting.flops
         saved = agreed_state(state, self.config, flops, self.processes.everyone, at_step, weights)
-        self._disarm()
+        self._end_watch()
         self._calls.is_begun = False
-        self._resuming.restore(saved, self.config, self._guard)
+        restore(self._run, self._schedule, self._events, saved, self._log)
         self._is_new, self._started, self.step, self._micro_batch = False, True, saved.step, 0
 
     def weights_fingerprint(self) -> str | None:
-        """Returns what tells these weights from others, as `load_state_dict` takes it, on the first process.
+        """Returns a digest of the weights for `load_state_dict`, on the first process.
 
-        None without a probe, where the plan does not come from the weights, and in a pipeline.
+        None in a pipeline, and without a probe, since the plan then does not come from the weights.
         """
         is_whole = self.needs_probe and self.processes.run is None
         return weights_fingerprint(self.model) if is_whole and self.processes.everyone.is_first else None
 
     def _refreshes(self, step: int) -> bool:
-        return self._schedule.refreshes(step, self._refresher.is_planned(step))
+        return self._schedule.refreshes(step, self._run.refresher.is_planned(step))
 
-    def _disarm(self) -> StepWatch | None:
-        """Ends what `capture` began for a refresh, and returns it."""
-        watch, self._armed = self._armed, None
+    def _end_watch(self) -> StepWatch | None:
+        """Ends the watch of a step that refreshes, and returns it."""
+        watch, self._watch = self._watch, None
         if watch is not None:
             watch.end(self._micro_batch)
         return watch

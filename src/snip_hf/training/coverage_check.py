@@ -26,9 +26,9 @@ from ..parallel.sharding import is_fully_sharded
 from ..policies.registry import needs_probe
 from ..records.coverage import Counted
 from ..records.event_writer import EventWriter
-from .expectation import tokens_of
+from .messages import tokens_of
 from .micro_batches import StepWatch, TrainingPass
-from .plans import PlanInForce
+from .plan_in_force import PlanInForce
 
 # In the name of a layer that belongs to one of several experts.
 _EXPERT = re.compile(r"experts?\.\d+(\.|$)")

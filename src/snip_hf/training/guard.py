@@ -1,81 +1,335 @@
-"""The guard of a run: watches loss and gradient norm, and raises formats when training goes wrong.
+"""The guard: watches loss and gradient norm of each step, and raises formats if training goes wrong.
 
-At the gradients of each step, all ranks put their figures together and so find the same. After an alarm the layers
-concerned run one format more precise from the next step on, for `guard_patience` steps; then the plan is refreshed.
-Layers are concerned whose own gradients are not finite, if these are some and not all; otherwise every layer is.
+All ranks combine their measurements once the gradients of a step are complete, and so reach the same verdict. A step is
+sick if its loss or norm is not finite, or is a spike: more than 6 standard deviations above the mean of the last 128
+healthy values. Then the layers concerned run one format more precise from the next step on, for
+`guard_patience` steps; after that the plan is refreshed. Layers whose own gradients are not finite are concerned, if
+these are some and not all; otherwise every layer is. A step with gradients that are not finite is left out.
 
+The rule and its defaults are those of OLMo-core's optimizers that skip steps (`SkipStepOptimizer`: 128 steps, 6
+standard deviations; https://github.com/allenai/OLMo-core), with three changes of ours. A sick value does not count
+towards the mean. The deviation is at least a tenth of the mean, since in a nearly constant run anything would be a
+spike. And after `guard_patience` spikes in a row, their values become the level that later ones are compared with.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from typing import Any
+import math
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, pstdev
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from ..config import SnipConfig
+from ..estimation.samples import read
+from ..layers.layer import SnipLayer
 from ..parallel.ranks import Processes
+from ..parallel.sharding import is_sharded, own_part
 from ..planning.forward_shares import forward_shares
 from ..planning.raised import raised_plan
 from ..policies.registry import needs_probe
 from ..policies.ties import siblings
 from ..records.event_writer import EventWriter
 from ..records.interventions import GRADIENT_NORM, LOSS, NOTED, RAISED, Alarm
-from .assembly import RunParts
-from .plans import describe_plan
+from .gradients import BackwardEnd, LossScaling
+from .plan_in_force import PlanInForce, describe_plan
+from .refresh import Refresher
 from .schedule import Schedule
-from .spikes import Finding, Health
-from .step_figures import StepFigures
+
+# Standard deviations above the mean at which a value is a spike.
+SPIKE = 6.0
+# Healthy steps that a value is compared with.
+WINDOW = 128
+# The least standard deviation, as a part of the mean. With 6 deviations, a spike is at least 1.6 times the mean.
+_MIN_DEVIATION = 0.1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The reason why a step is sick."""
+
+    figure: str
+    """"loss" or "gradient norm"."""
+    value: float
+    limit: float | None
+    """None: the value is not finite."""
+
+    @property
+    def is_finite(self) -> bool:
+        return self.limit is not None
+
+    @property
+    def reason(self) -> str:
+        if self.limit is None:
+            return f"The {self.figure} is {self.value}"
+        return f"The {self.figure} {self.value:.4g} is above {self.limit:.4g}, the limit for a healthy step"
+
+
+@dataclass
+class Health:
+    """Tells sick steps from healthy ones; checkpoints save it."""
+
+    config: SnipConfig
+    recent: dict[str, deque[float]] = field(default_factory=dict)
+    """Figure -> its last healthy values."""
+    risen: dict[str, list[float]] = field(default_factory=dict)
+    """Figure -> its spikes since its last healthy value, which become the level if they last."""
+    failures: int = 0
+    """Alarms in a row: less than twice `guard_patience` steps apart."""
+    alarmed: int | None = None
+    """Step of the last alarm; None if it is long ago."""
+
+    def look(self, step: int, figures: Mapping[str, float | None]) -> Finding | None:
+        """Judges a step, and remembers its values if they are healthy.
+
+        Args:
+            step: from 1.
+            figures: name -> value; None: unknown.
+        """
+        known = {name: value for name, value in figures.items() if value is not None}
+        for name, value in known.items():
+            if not math.isfinite(value):
+                return Finding(name, value, None)
+        finding = None
+        for name, value in known.items():
+            limit = self.limit(name)
+            if limit is not None and value > limit:
+                finding = finding or Finding(name, value, limit)
+                self._note_rise(name, value)
+            else:
+                self.risen.pop(name, None)
+                self._recent(name).append(value)
+        # While raised formats hold, spikes are no alarms of their own.
+        is_held = self.alarmed is not None and step <= self.alarmed + self.config.guard_patience
+        return None if is_held else finding
+
+    def limit(self, name: str) -> float | None:
+        """Returns the value above which a figure is a spike; None while too few values are known."""
+        values = self._recent(name)
+        if len(values) < min(WINDOW // 2, self.config.guard_patience):
+            return None
+        mean = fmean(values)
+        return mean + SPIKE * max(pstdev(values, mean), _MIN_DEVIATION * abs(mean))
+
+    def _note_rise(self, name: str, value: float) -> None:
+        """Makes spikes the level once there are `guard_patience` of them in a row."""
+        risen = self.risen.setdefault(name, [])
+        risen.append(value)
+        if len(risen) >= self.config.guard_patience:
+            values = self._recent(name)
+            values.clear()
+            values.extend(self.risen.pop(name))
+
+    def note_alarm(self, step: int) -> None:
+        self.failures, self.alarmed = self.failures + 1, step
+
+    def note_calm(self, step: int) -> None:
+        """Forgets alarms of long ago."""
+        if self.alarmed is not None and step > self.alarmed + 2 * self.config.guard_patience:
+            self.failures, self.alarmed = 0, None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "recent": {name: list(values) for name, values in self.recent.items()},
+            "risen": {name: list(values) for name, values in self.risen.items()},
+            "failures": self.failures,
+            "alarmed": self.alarmed,
+        }
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Loads the result of `to_dict`, as `read_guard` returns it; an empty state clears everything."""
+        self.failures, self.alarmed = saved.get("failures", 0), saved.get("alarmed")
+        self.recent, self.risen = {}, {name: list(values) for name, values in saved.get("risen", {}).items()}
+        for name, values in saved.get("recent", {}).items():
+            self._recent(name).extend(values)
+
+    def _recent(self, name: str) -> deque[float]:
+        return self.recent.setdefault(name, deque(maxlen=WINDOW))
+
+
+def read_guard(saved: Any) -> dict[str, Any]:
+    """Returns the guard's part of a state, checked; {} if there was no guard.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is damaged.
+    """
+    state = dict(saved)
+    if not state:
+        return {}
+    for name in ("failures", "alarmed"):
+        value = state.get(name)
+        if value is not None and (type(value) is not int or value < 0):
+            raise ValueError(f"guard.{name} is {value!r}")
+    for part in ("recent", "risen"):
+        values = {str(name): [float(value) for value in row] for name, row in state[part].items()}
+        if not all(math.isfinite(value) for row in values.values() for value in row):
+            raise ValueError(f"guard.{part} has a value that is not finite")
+        state[part] = values
+    return state
+
+
+class StepMeasurement(NamedTuple):
+    """Loss and gradient norm of a step, over all ranks."""
+
+    loss: float | None
+    """None: unknown."""
+    norm: float | None
+    """Of all gradients before clipping; None: there are none, or a GradScaler is about to skip the step."""
+    broken: list[str]
+    """Layers whose gradients are not finite."""
+
+
+class StepMeter(BackwardEnd):
+    """Measures raw loss and gradient norm of each step: before clipping, and before a Trainer filters its log.
+
+    Gradients that stop being finite between the backward pass and the optimizer's step count as not finite.
+
+    Args:
+        model: the model whose gradients are measured.
+        layers: the swapped ones, to name those that are not finite.
+        scaling: the loss scale.
+        processes: those of the run.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Mapping[str, SnipLayer], scaling: LossScaling, processes: Processes
+    ) -> None:
+        self._model, self._scaling, self._processes = model, scaling, processes
+        self._layers: dict[int, list[str]] = {}
+        """id of a weight -> its layers."""
+        for name, layer in layers.items():
+            self._layers.setdefault(id(layer.weight), []).append(name)
+        self._losses: list[Tensor] = []
+        self._norms: Tensor | None = None
+        """Norms of this rank's parts of the gradients of `_parameters`."""
+        self._parameters: list[Tensor] = []
+        super().__init__(model.parameters())
+
+    def note_loss(self, loss: Tensor | float) -> None:
+        """Notes the share of a micro-batch in the loss of its step."""
+        self._losses.append(loss.detach().to(torch.float32) if isinstance(loss, Tensor) else torch.tensor(float(loss)))
+
+    @torch.no_grad()
+    def note(self) -> None:
+        self._parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
+        self._norms = _norms(self._parameters) if self._parameters else None
+
+    def take(self) -> StepMeasurement:
+        """Returns the measurement of the step whose gradients are complete, and forgets it. Collective."""
+        gathered = self._processes.everyone.gather(list(self._take_local()), "the guard's figures")
+        losses = [loss for loss, _, _ in gathered if loss is not None]
+        squares = [square for _, square, _ in gathered if square is not None]
+        names = dict.fromkeys(name for _, _, broken in gathered for name in broken)
+        norm = math.sqrt(sum(squares)) if squares else None
+        if norm is not None and self._scaling.is_on:
+            norm = norm / self._scaling.scale if math.isfinite(norm) else None
+        return StepMeasurement(sum(losses) / len(losses) if losses else None, norm, list(names))
+
+    def leave_out(self) -> bool:
+        """Removes the gradients, so that the optimizer changes nothing; returns True if it did.
+
+        A GradScaler skips such a step itself.
+        """
+        if self._scaling.is_on:
+            return False
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        return True
+
+    def _take_local(self) -> tuple[float | None, float | None, list[str]]:
+        """Returns this rank's loss, its share of the squared norm, and its layers that are not finite."""
+        if self._norms is None and self._hooks:  # a loop that sets gradients without a backward pass
+            self.note()
+        losses, norms, parameters = self._losses, self._norms, self._parameters
+        self._losses, self._norms, self._parameters = [], None, []
+        total = [torch.stack([one.to(losses[0].device).reshape(()) for one in losses]).sum()] if losses else []
+        if norms is None:
+            return next(iter(read(total)), None), None, []
+        copies = self._processes.data.size
+        # Gradients that all ranks hold count once.
+        weights = torch.tensor([1.0 if is_sharded(parameter) else 1.0 / copies for parameter in parameters])
+        square = (norms.square() * weights.to(norms.device)).sum()
+        norms_now = _norms(parameters)  # clipped, or changed otherwise
+        *loss, before, now = read([*total, square, norms_now.sum()])
+        if math.isfinite(before) and not math.isfinite(now):
+            norms, before = norms_now, now
+        broken = []
+        if not math.isfinite(before):
+            flags = torch.isfinite(norms).tolist()
+            broken = [
+                name
+                for is_finite, parameter in zip(flags, parameters, strict=True)
+                if not is_finite
+                for name in self._layers.get(id(parameter), [])
+            ]
+        return next(iter(loss), None), before, broken
+
+
+def _norms(parameters: Sequence[Tensor]) -> Tensor:
+    """Returns the norms of this rank's parts of gradients; 0 for one that was removed."""
+    parts = [one.new_zeros(1) if one.grad is None else own_part(one.grad) for one in parameters]
+    norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
+    return torch.stack([norm.to(norms[0].device) for norm in norms])
 
 
 class Guard:
     """Watches one run; `config.guard` is not "off".
 
     Args:
-        run: its parts.
+        meter: measures the steps.
+        in_force: the plan, whose formats it raises.
+        refresher: loses the pending refresh if formats are raised.
         schedule: of refreshes.
         processes: those of the run.
-        events: are told of alarms.
-        log: is told of alarms.
+        events: get alarms.
+        log: gets alarms.
     """
 
     def __init__(
-        self, run: RunParts, schedule: Schedule, processes: Processes, events: EventWriter, log: logging.Logger
+        self,
+        meter: StepMeter,
+        in_force: PlanInForce,
+        refresher: Refresher,
+        schedule: Schedule,
+        processes: Processes,
+        events: EventWriter,
+        log: logging.Logger,
     ) -> None:
-        self._config, self._schedule, self._processes = run.config, schedule, processes
-        self._in_force, self._refresher = run.in_force, run.refresher
-        self._events, self._log = events, log
-        self._figures = StepFigures(run.model, run.layers.all, run.source.scaling, processes)
-        self._health = Health(run.config)
-        self._found: tuple[Finding, list[str], bool] | None = None
-        """What is wrong with the step that is running, the layers concerned, and whether it is left out."""
+        self._meter, self._in_force, self._refresher, self._schedule = meter, in_force, refresher, schedule
+        self._processes, self._events, self._log = processes, events, log
+        self._config = in_force.setting.config
+        self._health = Health(self._config)
+        self._sick: tuple[Finding, list[str], bool] | None = None
+        """Of the running step: the reason, the broken layers, and whether it is left out."""
 
     def note_loss(self, loss: Tensor | float) -> None:
-        """Notes what a micro-batch adds to the loss of its step."""
-        self._figures.note_loss(loss)
+        """As `StepMeter.note_loss`."""
+        self._meter.note_loss(loss)
 
     def leaves_out(self, step: int) -> bool:
-        """Judges a step whose gradients are complete. Collective.
-
-        Returns: True if its gradients were taken away, since they are not finite.
-        """
+        """Judges a step whose gradients are complete; returns True if it removed them. Collective."""
         self._processes.note(f"at the guard's look at step {step}")
-        figures = self._figures.take()
-        finding = self._health.look(step, {LOSS: figures.loss, GRADIENT_NORM: figures.norm})
+        measured = self._meter.take()
+        finding = self._health.look(step, {LOSS: measured.loss, GRADIENT_NORM: measured.norm})
+        self._sick = None
         if finding is None:
-            self._found = None
             return False
-        is_left_out = not finding.is_finite and self._figures.leave_out()
-        self._found = finding, figures.broken, is_left_out
+        is_left_out = not finding.is_finite and self._meter.leave_out()
+        self._sick = finding, measured.broken, is_left_out
         return is_left_out
 
-    def act(self, step: int) -> None:
-        """Does what the step that has ended asks for."""
+    def end_step(self, step: int) -> None:
+        """Raises formats if the step that has ended was sick."""
         self._health.note_calm(step)
-        found, self._found = self._found, None
-        if found is None:
+        sick, self._sick = self._sick, None
+        if sick is None:
             return
-        finding, broken, is_left_out = found
+        finding, broken, is_left_out = sick
         self._health.note_alarm(step)
         alarm = Alarm(
             step=step,
@@ -83,79 +337,62 @@ class Guard:
             value=finding.value if finding.is_finite else None,
             limit=finding.limit,
             action=NOTED,
-            reason=finding.reason[0].upper() + finding.reason[1:],
+            reason=finding.reason,
             failures=self._health.failures,
             left_out=is_left_out,
         )
-        self._raise(alarm, self._concerned(broken), step + self._config.guard_patience)
+        before = self._in_force.plan
+        plan = raised_plan(before, self._concerned(broken), self._config.formats)
+        changes = before.changes(plan)
+        if changes:
+            self._in_force.put(plan)
+            self._in_force.save()
+            self._refresher.drop(step, f"the guard raised formats after step {step}")
+            if needs_probe(self._config):
+                first = 0 if self._schedule.last_probe is not None else self._config.first_refresh
+                self._schedule.postponed = max(step + self._config.guard_patience + 1, first)
+        self._report(alarm, changes)
 
     def state(self) -> dict[str, Any]:
         """Returns JSON data for `restore`."""
         return self._health.to_dict()
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Goes on from a state (`read_guard`)."""
+        """Continues from a state that `read_guard` returned."""
         self._health.load(saved)
-        self._found = None
+        self._sick = None
 
     def close(self) -> None:
-        self._figures.end()
+        self._meter.end()
 
     def _concerned(self, broken: Collection[str]) -> list[str]:
-        """Returns the layers to raise: those that are broken and what shares their formats, or all."""
+        """Returns the layers to raise: the broken ones and those that share formats with them, or all."""
         layers = list(self._in_force.plan.assignment)
-        return layers if not broken or len(broken) == len(layers) else self._with_ties(broken)
-
-    def _with_ties(self, chosen: Collection[str]) -> list[str]:
-        """Returns layers, and those that share their formats with one of them."""
-        groups = [group for group in siblings(self._in_force.setting) if not set(chosen).isdisjoint(group)]
+        if not broken or len(broken) == len(layers):
+            return layers
+        groups = [group for group in siblings(self._in_force.setting) if not set(broken).isdisjoint(group)]
         tied = {name for group in groups for name in group}
-        return [layer for layer in self._in_force.plan.assignment if layer in chosen or layer in tied]
+        return [layer for layer in layers if layer in broken or layer in tied]
 
-    def _raise(self, alarm: Alarm, layers: Collection[str], until: int) -> None:
-        """Raises layers by one format, for the steps up to `until`, after which the plan is refreshed."""
-        before = self._in_force.plan
-        plan = raised_plan(before, layers, self._config.formats)
-        changes = before.changes(plan)
-        if changes:
-            self._in_force.put(plan)
-            self._in_force.save()
-            self._refresher.drop(alarm.step, f"the guard raised formats after step {alarm.step}")
-            if needs_probe(self._config):
-                first = 0 if self._schedule.last_probe is not None else self._config.first_refresh
-                self._schedule.postponed = max(until + 1, first)
-        self._tell(alarm, RAISED if changes else NOTED, changes)
-
-    def _tell(self, alarm: Alarm, action: str, changes: Mapping[str, Any]) -> None:
+    def _report(self, alarm: Alarm, changes: Mapping[str, Any]) -> None:
         """Writes the event and the line of the log."""
         plan = self._in_force.plan
         forward = forward_shares(plan)
-        pairs = {cell: (old, new) for cell, (old, new) in changes.items()}
         self._events.add(
-            Alarm(
-                **{name: getattr(alarm, name) for name in _OF_FINDING},
-                action=action,
-                changes=pairs,
+            replace(
+                alarm,
+                action=RAISED if changes else NOTED,
+                changes={cell: (old, new) for cell, (old, new) in changes.items()},
                 fp4_fraction=plan.fp4_fraction,
                 forward_fp4_fraction=None if forward is None else forward.fp4_fraction,
             )
         )
-        if action == RAISED:
-            what = f"the formats of {len(pairs)} GEMMs are raised by one: {describe_plan(plan)}"
+        if changes:
+            text = f"the formats of {len(changes)} GEMMs are raised by one: {describe_plan(plan)}"
         else:
-            what = (
-                "everything that could be raised is unquantized already. If this goes on, stop and resume from a "
-                "checkpoint of before the first alarm (docs/reliability.md, Rolling back)"
+            text = (
+                "nothing is left to raise. If this goes on, stop and resume from a checkpoint of before the first "
+                "alarm (docs/reliability.md, Rolling back)"
             )
         left_out = "; the step was left out" if alarm.left_out else ""
-        self._log.warning("snip-hf: guard, step %d: %s; %s%s.", alarm.step, alarm.reason, what, left_out)
-
-
-_OF_FINDING = ("step", "figure", "value", "limit", "reason", "failures", "left_out")
-
-
-def guard_of(
-    run: RunParts, schedule: Schedule, processes: Processes, events: EventWriter, log: logging.Logger
-) -> Guard | None:
-    """Returns the guard that a run asks for; None: it asks for none."""
-    return None if run.config.guard == "off" else Guard(run, schedule, processes, events, log)
+        self._log.warning("snip-hf: guard, step %d: %s; %s%s.", alarm.step, alarm.reason, text, left_out)

@@ -1,30 +1,41 @@
 """The refresh of a plan: probe, integer program, a solver beside training, and the application at a fixed step.
 
-The planner may fail, training may not: whatever goes wrong keeps the plan in force, with a warning and an event
-that says so.
+The planner may fail, training may not: any failure keeps the plan in force, with a warning and an event.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..estimation.memory import measured_peak
+from torch import nn
+
+from ..config import SnipConfig
+from ..costs.flops import Work
+from ..estimation.divergence import divergences_at
+from ..estimation.memory import adds_noise, kept_tokens, measured_peak, probe_memory
 from ..estimation.shared_inputs import Ties
+from ..estimation.table import DivergenceTable
+from ..parallel.ranks import Attempt, Processes
 from ..planning.program import problem
 from ..planning.solver.process import FALLBACK, SolverError, SolverProcess, SolverResult, solver_of
 from ..policies.registry import weighs_updates
+from ..python_state import collecting_no_garbage
 from ..records.event_writer import EventWriter
-from .checkpoint import PendingRefresh
-from .micro_batches import StepWatch
-from .plans import PlanInForce, describe_plan, solved_plan
-from .step_probe import StepProbe
+from ..records.events import RefreshBegun
+from .gradients import GradientSource
+from .micro_batches import NOT_CAPTURED, StepWatch
+from .plan_in_force import PlanInForce, describe_plan, solved_plan
+from .swapped_layers import SwappedLayers
 
-# Failures that are the problem's and no solver's: with solver="auto", any other one leads to the next solver.
+# Failures that every solver would share. With solver="auto", any other failure leads to the next solver.
 _OF_PROBLEM = ("infeasible", "bad problem")
+# A possible reason for ranks that wait for each other.
+_RUNS_OUT = "a rank that runs out of batches, as under DDP's Join, never comes to it"
 
 
 def start_solver(program: dict[str, Any]) -> SolverProcess:
@@ -37,7 +48,7 @@ class Solving:
     """How refreshes have their programs solved."""
 
     start: Callable[[dict[str, Any]], SolverProcess] = start_solver
-    """Starts to solve a program and returns at once."""
+    """Starts solving a program and returns at once."""
     grace: float = 30.0
     """Seconds that training waits for a solver beyond its time limit before the plan in force is kept."""
     rank_grace: float = 660.0
@@ -46,17 +57,154 @@ class Solving:
     """Seconds, for the history."""
 
 
+@dataclass
+class PendingRefresh:
+    """A refresh between its probe and its application."""
+
+    step: int
+    due: int
+    """The step after which its plan is applied."""
+    problem: dict[str, Any]
+    begun: RefreshBegun
+    """Its event so far."""
+    process: SolverProcess | None = None
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> PendingRefresh:
+        """Reads the result of `to_dict`; raises KeyError, TypeError or ValueError if it is damaged."""
+        begun = replace(RefreshBegun.from_record(saved["record"]), step=int(saved["step"]))
+        if not begun.seconds:
+            raise ValueError("record has no entry 'seconds'")
+        return cls(begun.step, int(saved["due"]), dict(saved["problem"]), begun)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "due": self.due, "problem": self.problem, "record": self.begun.to_record()}
+
+    def stop(self) -> None:
+        """Ends the solver, if it still runs."""
+        if self.process is not None:
+            self.process.kill()
+
+
+class StepProbe:
+    """Probes steps of one run. With several processes, all of them do so together.
+
+    Args:
+        model: the model, or the parts of it that this process holds.
+        config: the configuration of the run.
+        flops: of all layers, in the order of tables.
+        layers: the swapped ones.
+        source: of the gradients.
+        processes: those of the run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: SnipConfig,
+        flops: Work,
+        layers: SwappedLayers,
+        source: GradientSource,
+        processes: Processes,
+    ) -> None:
+        self.layers, self.source, self.processes = layers, source, processes
+        self._model, self._config, self._flops = model, config, flops
+
+    @property
+    def batch_tokens(self) -> int | None:
+        """Tokens that this rank's part of the probe may run on; None: all, as always in a pipeline."""
+        tokens = self._config.probe_batch_tokens
+        return None if tokens is None or self.processes.run else max(1, tokens // self.processes.data.size)
+
+    def why_untrained(self) -> str | None:
+        """Returns why no parameter of the model is ever updated; None if some are."""
+        return self.source.why_untrained(self._model)
+
+    def watch(self) -> StepWatch:
+        """Begins to watch a step that is to be probed."""
+        layers, parameters = self.layers.present, self.source.unclipped(self._model)
+        return StepWatch(self.batch_tokens, layers, parameters, self.source.beside(self._model, layers))
+
+    def memory(self, watch: StepWatch) -> float:
+        """Returns the predicted memory of the probe in MiB, beyond the model."""
+        tokens = kept_tokens(self._config, watch.batch.tokens, self.processes.data.size)
+        return probe_memory(self._model, self._config.probes, tokens, adds_noise(self._config))
+
+    def note(self, place: str) -> None:
+        """Notes where in training the ranks exchange data next, for messages about waiting."""
+        self.processes.note(f"{place} ({_RUNS_OUT})")
+
+    def ready(self, watch: StepWatch | None) -> StepWatch:
+        """Returns the watch of the step; raises, on all ranks, if one of them cannot probe."""
+        attempt = Attempt()
+        with attempt:
+            if watch is None:
+                raise ValueError(NOT_CAPTURED)
+            _ = watch.batch
+            self.layers.check(self._flops)
+            self.source.check_unchanged()
+        self.processes.everyone.agree(attempt.error)
+        assert watch is not None
+        return watch
+
+    def check_applied(self) -> None:
+        """Raises ValueError, on all ranks, if the plan of the last probe no longer fits what is trained."""
+        attempt = Attempt()
+        with attempt:
+            self.layers.check(self._flops)
+            self.source.check_gradients_used()
+        self.processes.everyone.agree(attempt.error)
+
+    def divergences(self, step: int, watch: StepWatch) -> DivergenceTable:
+        """Returns the divergences of the running step.
+
+        Args:
+            step: its number, from 1.
+            watch: of the step.
+
+        Raises:
+            ValueError: anything is not finite, or everything is 0.
+        """
+        with collecting_no_garbage():
+            table = divergences_at(
+                self._model,
+                batch=watch.batch,
+                optimizer_step=self.source.read(self._model, self.layers.present, watch, self.processes.everyone),
+                config=self._config,
+                step=step,
+                processes=self.processes,
+            )
+        _check_table(table)
+        # The stages that one process of a pipeline holds need not be neighbours.
+        order = {layer: index for index, layer in enumerate(self._flops)}
+        return replace(table, rows=tuple(sorted(table.rows, key=lambda row: order[row.layer])))
+
+
+def _check_table(table: DivergenceTable) -> None:
+    for row in table.rows:
+        if not all(map(math.isfinite, (row.loss_divergence, row.weight_divergence, row.criterion or 0.0))):
+            raise ValueError(
+                f"The divergences of layer {row.layer!r} are not finite; expected finite activations and gradients."
+            )
+    if table.rows and not any(row.loss_divergence or row.weight_divergence for row in table.rows):
+        raise ValueError(
+            "The loss of the probed micro-batch has no gradient, so all divergences are 0 and do not tell the layers "
+            "apart. In reinforcement learning, all advantages of the micro-batch are 0 if all completions of a prompt "
+            "have the same reward."
+        )
+
+
 class Refresher:
     """Runs the refreshes of one run, one at a time.
 
     Args:
         in_force: the plan that a refresh replaces.
         probe: measures the step.
-        events: are told of refreshes that were applied; their folder gets the divergences.
+        events: get refreshes; their folder gets the divergences.
         solving: how programs are solved.
-        log: is told what becomes of refreshes.
-        solver: the one to ask.
-        finds_ties: whether each probe decides which layers are tied: those that receive the same tensor.
+        log: gets the outcome of refreshes.
+        solver: the first one to ask.
+        finds_ties: whether each probe ties the layers that receive the same tensor.
     """
 
     def __init__(
@@ -71,44 +219,36 @@ class Refresher:
     ) -> None:
         self.pending: PendingRefresh | None = None
         """The refresh whose plan is not applied yet."""
-        self._in_force = in_force
-        self._probe = probe
-        self._events = events
-        self._solving = solving
-        self._log = log
-        self._finds_ties = finds_ties
+        self._in_force, self._probe, self._events = in_force, probe, events
+        self._solving, self._log, self._finds_ties = solving, log, finds_ties
         self._config = in_force.setting.config
         self._solver = solver
-        """The one that programs are given to; another one after a failure."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no refresh is under way."""
-        return self.pending is None
+        """The solver in use; it changes after a failure."""
 
     def is_planned(self, step: int) -> bool:
-        """Returns True if a plan for the target of a step was made from a probe, or is about to be made."""
+        """Returns True if a probe has led, or is about to lead, to a plan for the target of a step."""
         made = self._in_force.plan.provenance.step
-        return not self.is_idle or (made > 0 and self._config.target_at(made) == self._config.target_at(step))
+        is_current = made > 0 and self._config.target_at(made) == self._config.target_at(step)
+        return self.pending is not None or is_current
 
     def begin(self, step: int, watch: StepWatch | None) -> None:
         """Probes the step and starts the solver.
 
         Args:
             step: the optimizer step that is about to be taken, from 1.
-            watch: what was noted of it; None: nobody captured it, which fails.
+            watch: of the step; None: nobody captured it, and the refresh fails.
         """
         self._probe.note(f"at the refresh of step {step}")
         with self._in_force.keeping(step):
             self._begin(step, self._probe.ready(watch))
 
     def end_step(self, step: int) -> None:
-        """Does what is due after an optimizer step: applies a plan, or lets a policy without a probe make its own."""
+        """To be called after an optimizer step: applies a plan that is due, or follows a target by rule."""
         self.apply_due(step)
         self._in_force.follow_target(step)
 
     def apply_due(self, step: int) -> None:
-        """Applies the plan of the pending refresh if it is due at this step; waits for the solver if it must."""
+        """Applies the pending plan if it is due at this step; waits for the solver if it must."""
         pending = self.pending
         if pending is not None and step >= pending.due:
             self.pending = None
@@ -117,79 +257,73 @@ class Refresher:
                 self._apply(pending, step)
 
     def resume(self, pending: PendingRefresh, step: int) -> None:
-        """Solves the program of a refresh from a checkpoint of this step once more."""
+        """Solves the program of a refresh from a checkpoint of this step again."""
         with self._in_force.keeping(step, lambda: pending.begun):
             pending.problem = pending.problem | {"solver": self._solver}
             pending.process = self._start_solver(pending.problem)
             self.pending = pending
 
     def tie(self, ties: Ties) -> None:
-        """Ties the layers of these last names from now on, in decisions and in what kernels share."""
+        """Ties layers by the last parts of their names, in decisions and in kernels."""
         if self._in_force.tie(ties):
             text = "; ".join(", ".join(tie) for tie in ties) or "none"
             self._log.info("snip-hf: linears that take the same input, and so share their formats: %s.", text)
             self._probe.layers.share_inputs(self._in_force.setting, self._log)
 
     def stop(self) -> PendingRefresh | None:
-        """Ends the solver that still runs; returns the refresh that comes to nothing by it."""
+        """Ends a running solver; returns the refresh that is lost."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.stop()
         return pending
 
-    def drop(self, step: int, why: str) -> None:
-        """Ends the refresh whose plan waits for its application, if there is one, and says why."""
+    def drop(self, step: int, reason: str) -> None:
+        """Drops the pending refresh, if there is one, with an event."""
         pending = self.stop()
         if pending is not None:
-            reason = f"{why}, before step {pending.due} at which its plan was due"
+            reason = f"{reason}, before step {pending.due} at which its plan was due"
             self._in_force.keep(step, pending.begun, reason, "was not applied")
 
-    def say_if_untrained(self) -> None:
-        """Says that there is no weight divergence to measure, if that is so on all ranks. Collective."""
+    def log_if_untrained(self) -> None:
+        """Logs that there is no weight divergence to measure, if that is so on all ranks. Collective."""
         reasons = self._probe.processes.everyone.gather(self._why_untrained())
         if None not in reasons:
             self._log.info("snip-hf: %s, so that the loss divergence alone decides.", reasons[0])
 
     def _begin(self, step: int, watch: StepWatch) -> None:
-        config, setting = self._config, self._in_force.setting
-        if config.budget == "measured" and setting.measured is None:
+        config, layers = self._config, self._probe.layers.present
+        if config.budget == "measured" and self._in_force.setting.measured is None:
             self._in_force.measure_cost(config.timing_tokens or watch.counts.tokens)
-            setting = self._in_force.setting
         began = self._solving.clock()
         predicted = self._probe.memory(watch)
-        with measured_peak(next(iter(self._probe.layers.present.values())).weight) as peak:
+        with measured_peak(next(iter(layers.values())).weight) as peak:
             table = self._probe.divergences(step, watch)
-        if not any(table.totals(fmt)["weight"] for fmt in config.quantized_formats) and weighs_updates(config):
-            self._say_no_update(step)
+        has_update = any(table.totals(fmt)["weight"] for fmt in config.quantized_formats)
+        if not has_update and weighs_updates(config) and not self._why_untrained():
+            self._log.warning(
+                "snip-hf: all weight divergences of step %d are 0, since %s; the loss divergence alone decides.",
+                step,
+                self._probe.source.why_no_update(layers.values()),
+            )
         if self._finds_ties:
             self.tie(table.ties)
-            setting = self._in_force.setting
-        program = problem(setting.at_step(step), table) | {"solver": self._solver}
-        memory = {"predicted": predicted, "measured": peak[0]}
-        seconds = {"probe": self._solving.clock() - began, "solver": None, "waited": None}
+        program = problem(self._in_force.setting.at_step(step), table) | {"solver": self._solver}
+        begun = replace(
+            self._in_force.begun(step),
+            loss=table.loss,
+            divergence={fmt: table.totals(fmt) for fmt in reversed(config.formats)},
+            memory_mib={"predicted": predicted, "measured": peak[0]},
+            seconds={"probe": self._solving.clock() - began, "solver": None, "waited": None},
+            kernels=self._probe.layers.counters,
+        )
         self._events.folder.write_divergences(step, table)
-        divergence = {fmt: table.totals(fmt) for fmt in reversed(config.formats)}
-        begun = self._in_force.begun(step)
-        begun = replace(begun, loss=table.loss, divergence=divergence, memory_mib=memory, seconds=seconds)
-        begun = replace(begun, kernels=self._probe.layers.figures)
         process = self._start_solver(program)
         self._probe.source.expect_gradients()
         self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, process)
 
-    def _say_no_update(self, step: int) -> None:
-        if self._why_untrained():  # as the log has it since the start
-            return
-        self._log.warning(
-            "snip-hf: all weight divergences of step %d are 0, since %s; the loss divergence alone decides.",
-            step,
-            self._probe.source.why_no_update(self._probe.layers.present.values()),
-        )
-
     def _why_untrained(self) -> str | None:
-        """Returns why this rank has no weight divergence to measure, where the policy goes by it; None if it has."""
-        if not weighs_updates(self._config):
-            return None
-        return self._probe.why_untrained()
+        """Returns why this rank has no weight divergence to measure, if the policy needs it; None if it has."""
+        return self._probe.why_untrained() if weighs_updates(self._config) else None
 
     def _start_solver(self, program: dict[str, Any]) -> SolverProcess | None:
         """Starts solving on the first rank; raises on all of them if that fails."""
@@ -198,7 +332,7 @@ class Refresher:
         return started[0] if started else None
 
     def _solution(self, pending: PendingRefresh) -> SolverResult:
-        """Returns the solver's answer, or that of HiGHS if solver="auto" and CBC fails; on the first rank."""
+        """Returns the answer of the solver, or of HiGHS if solver="auto" and CBC fails; on the first rank."""
         while True:
             assert pending.process is not None
             try:

@@ -66,7 +66,7 @@ class Schedule:
             )
         self.postponed = step + 1
 
-    def say_if_left_out(self, step: int, is_planned: bool) -> None:
+    def log_if_left_out(self, step: int, is_planned: bool) -> None:
         """Says, once, that a refresh is left out because training ends before its plan could be applied."""
         if not self._said_too_late and self._is_too_late(step) and self._is_scheduled(step, is_planned):
             self._said_too_late = True
@@ -92,9 +92,9 @@ class Schedule:
         if self.max_steps is not None and not self._counts_micro_batches:
             self.max_steps = math.ceil(self.max_steps / per_step)
             self._counts_micro_batches = True
-            self.say_if_too_short()
+            self.warn_if_too_short()
 
-    def say_if_too_short(self) -> None:
+    def warn_if_too_short(self) -> None:
         """Says, once, that training is known to end before the first plan could be applied."""
         if self._needs_probe and not self.will_refresh and not self._said_too_short:
             self._said_too_short = True
@@ -106,7 +106,7 @@ class Schedule:
                 self._config.start_format,
             )
 
-    def say_if_ended_early(self, step: int) -> None:
+    def warn_if_ended_early(self, step: int) -> None:
         """Says, once, that training has ended at a step before the first refresh, unless that was known before."""
         is_short = self._needs_probe and self.last_probe is None and 0 < step < self._config.first_refresh
         if is_short and not self._said_too_short:

@@ -1,27 +1,32 @@
-"""The swapped layers of a run, with the kernels that run them and the keys of their random numbers."""
+"""The swapped layers of a run, the backend that runs them and the keys of their random numbers."""
 
 from __future__ import annotations
 
 import gc
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from ..config import SnipConfig
 from ..costs.flops import Work
-from ..kernels.backend import Backend
+from ..kernels.backend import Backend, why_emulated
+from ..layers.convert import convert_model
 from ..layers.gated import put_gates, remove_gates
 from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunMark, marks_on
-from ..layers.state import PackedStates, set_rank, set_step, snip_linears
+from ..layers.selection import skip_reasons
+from ..layers.state import PackedStates, pack_states, set_rank, set_step, snip_linears
 from ..parallel.pipeline_ranks import parts_of
-from ..parallel.ranks import Processes
+from ..parallel.ranks import Processes, Ranks
 from ..policies.setting import Setting
 from ..policies.ties import siblings
 from .checks import check_layers
-from .preparation import swap, use_backend
+from .plan_in_force import formats_in_use
 
 
 class SwappedLayers:
@@ -32,8 +37,8 @@ class SwappedLayers:
         config: which layers, and the seed of their random numbers.
         processes: those of the run.
         kernels: the backend in use.
-        mixed_precision: of the loop; the log says what it means for the kernels. None: not known.
-        log: is told which kernels run.
+        mixed_precision: of the loop, for the log; None: unknown.
+        log: gets which kernels run.
 
     Raises:
         ValueError: another run drives them.
@@ -53,11 +58,11 @@ class SwappedLayers:
         self._processes = processes
         self._kernels = kernels
         self._keeps_weights = self._is_owned = False
-        self.figures: dict[str, float] = {}
-        """What the kernels counted up to the last `say_findings`."""
+        self.counters: dict[str, float] = {}
+        """Counters of the kernels at the last `log_findings`."""
         self._mark = RunMark(self.lend)
         if self._are_driven():
-            gc.collect()  # a run that nobody holds may hold itself
+            gc.collect()  # an abandoned run may hold itself in a cycle
         if self._are_driven():
             raise ValueError(
                 "Another SnipController drives this model, expected one at a time: call its close(), or "
@@ -69,7 +74,7 @@ class SwappedLayers:
         return any(isinstance(mark.driver, SwappedLayers) for mark in marks_on(self._model))
 
     def claim(self) -> None:
-        """Refuses the layers to other runs until `lend` or `release`, or until nobody holds this run any more."""
+        """Refuses the layers to other runs until `lend` or `release`, or until this run is garbage."""
         self._mark.put_on(self._marked)
 
     def lend(self) -> None:
@@ -78,7 +83,7 @@ class SwappedLayers:
 
     @property
     def _marked(self) -> nn.Module:
-        """The module that has the run's mark: the model, or the first part that this process holds."""
+        """The module with the run's mark: the model, or the first part that this process holds."""
         return (parts_of(self._model) or [self._model])[0]
 
     def _take(self, mixed_precision: str | None, log: logging.Logger) -> None:
@@ -96,7 +101,7 @@ class SwappedLayers:
 
     @property
     def present(self) -> dict[str, SnipLayer]:
-        """Name -> layer, without those that `restore_model` turned back in mid-run."""
+        """Name -> layer, without those that `restore_model` restored in mid-run."""
         return {name: layer for name, layer in self.all.items() if isinstance(layer, SnipLayer)}
 
     @property
@@ -115,48 +120,45 @@ class SwappedLayers:
             self._states = PackedStates(self.present)
 
     def set_rank(self) -> None:
-        """Tells the layers once more which rank they are on.
-
-        DDP that was built before the layers were swapped gives all ranks the first one's.
-        """
+        """Gives the layers their rank again: DDP that was built before the swap broadcasts the first rank's."""
         data = self._processes.data
         if data.size > 1 and not self._states.set_rank(data.rank, data.size):
             set_rank(self.present, data.rank, data.size)
 
     def share_inputs(self, setting: Setting, log: logging.Logger) -> None:
-        """Lets the kernels quantize an input of several layers once, and run gated MLPs as one; the log says which."""
+        """Lets the kernels quantize a shared input once, and fuse gated MLPs; logs which."""
         layers = self._run_by_kernels
         self._kernels.share_inputs(layers, [group for group in siblings(setting) if group[0] in layers])
         put_gates(self._model, log)
 
     def keep_weights(self, everything: bool) -> None:
-        """Quantizes the weights for a forward pass that may be backpropagated, if they are kept."""
+        """Quantizes the weights for a training pass, if they are kept."""
         if self._keeps_weights:
             self._kernels.before_pass(self._run_by_kernels, everything)
 
     def note_micro_batches(self, count: int) -> None:
-        """Has the weights kept from the first step on that has several micro-batches.
+        """Keeps quantized weights from the first step on that has several micro-batches.
 
-        Weights quantized once are then worth their memory. A single micro-batch quantizes each layout once as it is.
+        They are then worth their memory. A single micro-batch quantizes each layout once anyway.
         """
         self._keeps_weights |= count > 1
 
     def end_step(self) -> None:
-        """To be called after each optimizer step: what the kernels keep of the weights is old."""
+        """To be called after each optimizer step: quantized weights are outdated."""
         self._kernels.after_step(self._run_by_kernels)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Returns what the kernels' passes depend on, as JSON data, by the backend's name; {} if there is nothing."""
+        """Returns the state of the kernels as JSON data, by the backend's name; {} if they have none."""
         state = self._kernels.state_dict(self._run_by_kernels)
         return {self._kernels.name: state} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Continues from a `state_dict`; from that of another backend as if there were none."""
+        """Continues from a `state_dict`; the state of another backend is ignored."""
         self._kernels.load_state_dict(self._run_by_kernels, state.get(self._kernels.name, {}))
 
-    def say_findings(self, log: logging.Logger) -> None:
-        """Logs what the kernels found out since the last call, and keeps their figures."""
-        self.figures = dict(self._kernels.figures(self._run_by_kernels))
+    def log_findings(self, log: logging.Logger) -> None:
+        """Logs the findings of the kernels since the last call, and keeps their counters."""
+        self.counters = dict(self._kernels.figures(self._run_by_kernels))
         found = self._kernels.findings(self._run_by_kernels)
         if found is not None:
             warns, text = found
@@ -165,10 +167,65 @@ class SwappedLayers:
     def release(self) -> None:
         """Gives the layers up: they compute plainly, and the kernels keep nothing of them."""
         self.lend()
-        if not self._is_owned:  # they may have formats by now that the user asked for
+        if not self._is_owned:  # the user may have set formats since
             return
         self._is_owned = False
         self._kernels.release(self._run_by_kernels)
         remove_gates(self._model)
         for layer in self.present.values():
             layer.compute_plainly()
+
+
+def swap(model: nn.Module, config: SnipConfig, pipeline: Ranks) -> None:
+    """Swaps the layers of the model, or of the parts of it that this rank of a pipeline holds.
+
+    Raises:
+        ValueError: as `convert_model`; a pattern in `skip_modules` or `include_modules` has to match on some rank.
+    """
+    names = skip_reasons(model, config)
+    given = config.skip_modules, config.include_modules
+    here = {pattern: any(fnmatchcase(name, pattern) for name in names) for pattern in chain(*given)}
+    everywhere = pipeline.gather(here)
+    # A pattern that matches on another rank only is no mistake.
+    matching = {pattern for pattern in here if here[pattern] or not any(found[pattern] for found in everywhere)}
+    skipped, included = (tuple(one for one in patterns if one in matching) for patterns in given)
+    convert_model(model, replace(config, skip_modules=skipped, include_modules=included))
+
+
+def use_backend(
+    layers: Mapping[str, SnipLayer],
+    backend: Backend,
+    data: Ranks,
+    mixed_precision: str | None,
+    config: SnipConfig,
+    log: logging.Logger,
+) -> None:
+    """Gives the layers their backend and their rank, and logs which kernels run."""
+    weight = next(iter(layers.values())).weight
+    for layer in layers.values():
+        layer.snip_backend.release({"": layer})  # kernels of an earlier run that was not closed
+        layer.use_backend(backend)
+    refused: dict[str, list[str]] = {}
+    for name, layer in layers.items():
+        if (reason := layer.refused_by(backend)) is not None:
+            refused.setdefault(reason, []).append(name)
+    pack_states(layers)
+    set_rank(layers, data.rank, data.size)
+    asked = config.backend != "auto"
+    warns, text = backend.notice(weight, mixed_precision, asked)
+    if warns:
+        log.warning("snip-hf: %s", text)
+    elif backend.is_emulation:
+        lacks = None if asked else why_emulated(weight.device, formats_in_use(config))
+        reason = lacks or f"asked for by backend={backend.name!r}"
+        log.info("snip-hf: backend %s: %s (%s).", backend.name, text, reason)
+    else:
+        log.info("snip-hf: backend %s: %s", backend.name, text)
+    for reason, names in refused.items():
+        log.warning(
+            "snip-hf: %s: %d layers, such as %s, run emulated, slower than BF16. Name them in skip_modules to keep "
+            "them in high precision.",
+            reason,
+            len(names),
+            names[0],
+        )

@@ -9,8 +9,8 @@ from statistics import fmean, pstdev
 import pytest
 
 from snip_hf import SnipConfig
-from snip_hf.training import spikes
-from snip_hf.training.spikes import Health, read_guard
+from snip_hf.training import guard
+from snip_hf.training.guard import Health, read_guard
 
 CONFIG = SnipConfig(guard="raise", guard_patience=5)
 HEALTHY = [2.0, 2.5, 1.5, 2.0]
@@ -18,7 +18,7 @@ HEALTHY = [2.0, 2.5, 1.5, 2.0]
 
 @pytest.fixture(autouse=True)
 def eight_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spikes, "WINDOW", 8)
+    monkeypatch.setattr(guard, "WINDOW", 8)
 
 
 def fed(values: list[float], config: SnipConfig = CONFIG) -> Health:
@@ -51,7 +51,7 @@ def test_what_is_not_finite_is_found_from_the_first_step_on(value: float) -> Non
     health = Health(CONFIG)
     found = health.look(1, {"loss": 2.0, "gradient norm": value})
     assert found is not None and not found.is_finite and found.figure == "gradient norm"
-    assert found.reason == f"the gradient norm is {value}"
+    assert found.reason == f"The gradient norm is {value}"
     # Nothing of such a step counts.
     assert health.recent == {}
 

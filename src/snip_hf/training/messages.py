@@ -1,0 +1,240 @@
+"""The messages of a run as a whole: how it begins, which speed to expect, and how it ended."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from statistics import mode
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..config import SnipConfig, shares_text
+from ..estimation.batch import is_of_sequences
+from ..estimation.coverage import Coverage
+from ..kernels.backend import BACKENDS
+from ..kernels.emulated import Emulated
+from ..layers.layer import SnipLayer
+from ..numerics.formats import FORMATS
+from ..parallel.sharding import is_sharded
+from ..planning.plan import PrecisionPlan
+from ..policies.registry import aims_at_share, needs_probe
+from ..records.events import Event, Refresh
+from .plan_in_force import describe_plan
+
+BY_REGIONS = "compiled by regions"
+AS_A_WHOLE = "compiled as a whole (by regions is faster, and compiles sooner)"
+# Tokens of a micro-batch times the square of the hidden size. With less, launches take longer than the faster products
+# save (docs/hopper.md, "Where it begins to pay").
+LEAST_WORK = 4e10
+
+
+class RunMessages:
+    """Logs the beginning and the end of a run, once each.
+
+    Args:
+        config: of the run.
+        backend: name of the one in use.
+        log: of the first rank.
+    """
+
+    def __init__(self, config: SnipConfig, backend: str, log: logging.Logger) -> None:
+        self._config, self._backend, self._log = config, backend, log
+        self._has_begun, self._has_ended = False, False
+        self._applied: list[bool] = []
+        """For each refresh, whether its plan was applied."""
+        self._seconds: dict[str, list[float]] = {"probe": [], "solver": [], "waited": []}
+
+    def note(self, event: Event) -> None:
+        """Counts the refreshes among the events of the run."""
+        if isinstance(event, Refresh):
+            self._applied.append(event.applied_step is not None)
+            for part, values in self._seconds.items():
+                seconds = event.seconds.get(part)
+                if seconds is not None:
+                    values.append(seconds)
+
+    def begin(self, plan: PrecisionPlan, coverage: Coverage | None, speed: str | None) -> None:
+        """Logs the beginning.
+
+        Args:
+            plan: the one in force.
+            coverage: of the first micro-batch; None: unknown.
+            speed: the expected speed; None: unknown.
+        """
+        if self._has_begun:
+            return
+        self._has_begun = True
+        config = self._config
+        lines = {
+            "plan": f"policy {config.policy}, {describe_plan(plan)}",
+            "target": _target(config),
+            "formats": f"{', '.join(FORMATS[name].label for name in config.formats)}, decided per {config.granularity}",
+            "backend": self._backend,
+            "coverage": "not known" if coverage is None else f"the plan can decide on {coverage.describe()}",
+            "refreshes": _refreshes(config),
+            "speed": speed or _unmeasured(self._backend),
+        }
+        width = max(map(len, lines))
+        text = "\n".join(f"  {name:<{width}}  {line}" for name, line in lines.items())
+        self._log.info("snip-hf: training under SNIP.\n%s", text)
+
+    def end(self, step: int, plan: PrecisionPlan) -> None:
+        """Logs the end after an optimizer step; nothing if no step was taken."""
+        if self._has_ended or not self._has_begun:
+            return
+        self._has_ended = True
+        applied, seconds = sum(self._applied), {part: math.fsum(values) for part, values in self._seconds.items()}
+        self._log.info(
+            "snip-hf: ended after step %d: %s. New plans: %d; refreshes that kept the plan: %d. Probes took %.1f s, "
+            "solvers %.1f s beside training, which waited %.1f s for them.",
+            step,
+            describe_plan(plan),
+            applied,
+            len(self._applied) - applied,
+            seconds["probe"],
+            seconds["solver"],
+            seconds["waited"],
+        )
+
+
+def _target(config: SnipConfig) -> str:
+    if config.fixed_plan is not None or not aims_at_share(config):
+        return "none"
+    if config.target_linear_speedup is not None:
+        return f"linears at {config.target_linear_speedup:g} times BF16's speed"
+    unit = "measured time" if config.budget == "measured" else "FLOPs"
+    gemms = f"the forward GEMMs' {unit}" if config.decides == "forward" else f"the linears' {unit}"
+    return f"at least {shares_text(config.target_fp4_fraction, '.1%')} of {gemms} in FP4"
+
+
+def _refreshes(config: SnipConfig) -> str:
+    if not needs_probe(config):
+        return "none: the policy takes no probe"
+    every = "no more" if config.refresh_every is None else f"then every {config.refresh_every} steps"
+    return (
+        f"at step {config.first_refresh}, {every}; a plan is applied {config.apply_delay} steps later; until then "
+        f"{FORMATS[config.format_at_start].label}"
+    )
+
+
+def _unmeasured(backend: str) -> str:
+    return "slower than BF16: the backend emulates" if BACKENDS[backend].is_emulation else "not measured"
+
+
+class SpeedForecast:
+    """Tells the speed to expect from measurements of the backend, once the first micro-batch has run.
+
+    Only then it is known whether the model is compiled. It warns of missing conditions.
+
+    Args:
+        backend: name of the one in use.
+        layers: the swapped layers.
+        log: gets the warning.
+        requested: `SnipConfig.backend`.
+    """
+
+    def __init__(self, backend: str, layers: Mapping[str, SnipLayer], log: logging.Logger, requested: str) -> None:
+        self.is_made = False
+        self.text: str | None = None
+        """The expected speed, for the log; None if the backend was not measured."""
+        self._backend = BACKENDS[backend]
+        self._hidden = mode(layer.in_features for layer in layers.values())
+        self._is_sharded = any(is_sharded(layer.weight) for layer in layers.values())
+        is_fallback = requested == "auto" and backend == Emulated.name
+        self._is_fallback = is_fallback and any(layer.weight.is_cuda for layer in layers.values())
+        self._log = log
+
+    def make(self, compiled: str | None, tokens: int | None) -> None:
+        """Makes the forecast, once; also warns of emulation on a GPU that nobody asked for.
+
+        Args:
+            compiled: how the model is compiled; None: it is not.
+            tokens: of the first micro-batch; None: unknown.
+        """
+        if self.is_made:
+            return
+        self.is_made = True
+        if self._is_fallback:
+            self._log.warning(
+                "snip-hf: rounding is emulated, slower than BF16: no kernels here run these formats in this training's "
+                "precision (docs/hopper.md). `snip-hf doctor` says what runs; backend=%r asks for this.",
+                self._backend.name,
+            )
+        measured = self._backend.measured_speeds
+        if not measured:
+            return
+        missing = self._missing(compiled, tokens, min(measured))
+        if missing:
+            self.text = "less than was measured (docs/hopper.md), as the warning says"
+            self._log.warning(
+                "snip-hf: backend %s will not reach the speed that was measured (docs/hopper.md): %s.",
+                self._backend.name,
+                "; ".join(missing),
+            )
+            return
+        self.text = (
+            f"{compiled}, hidden size {self._hidden}: by runs on one H200 about "
+            f"{interpolated(measured, self._hidden):.2f} times the speed of compiled BF16 (docs/hopper.md)"
+        )
+        if self._is_sharded:
+            self.text += "; weights are sharded, and with FSDP2 on two GPUs it was 2 to 18% less (docs/distributed.md)"
+
+    def _missing(self, compiled: str | None, tokens: int | None, least_hidden: int) -> list[str]:
+        """Returns the conditions of the measured speed that this run does not meet."""
+        missing = []
+        if compiled is None:
+            missing.append(
+                "the model is not compiled, so that launches outweigh faster products: set torch_compile=True in "
+                "TrainingArguments, or call layer.compile() for each decoder layer"
+            )
+        if self._hidden < least_hidden:
+            missing.append(
+                f"below a hidden size of {least_hidden:,} quantization outweighs faster products, and this model has "
+                f"{self._hidden:,}: BF16 is likely to be faster"
+            )
+        elif tokens is not None and tokens < (enough := math.ceil(LEAST_WORK / self._hidden**2)):
+            missing.append(
+                f"micro-batches of {tokens:,} tokens are short at this hidden size: take longer or more sequences, "
+                f"with at least {enough:,} tokens"
+            )
+        return missing
+
+
+def tokens_of(batch: Mapping[str, Any]) -> int | None:
+    """Returns the number of tokens in a batch; None if it is unknown."""
+    ids, labels = batch.get("input_ids"), batch.get("labels")
+    in_batch = not isinstance(labels, Tensor) or (is_of_sequences(labels) and isinstance(ids, Tensor))
+    found = ids if in_batch else labels
+    return int(found.numel()) if isinstance(found, Tensor) else None
+
+
+def compiled_by(accelerator: Any) -> str | None:
+    """Returns how an Accelerator, or its state, compiles the models that it prepares; None: not at all."""
+    plugin = getattr(getattr(accelerator, "state", accelerator), "dynamo_plugin", None)
+    if plugin is None or plugin.backend.value == "NO":
+        return None
+    return BY_REGIONS if plugin.use_regional_compilation else AS_A_WHOLE
+
+
+def how_compiled(model: nn.Module) -> str | None:
+    """Returns how torch.compile runs a model, as far as its modules tell; None: not at all."""
+    if any(_is_compiled(module) for name, module in model.named_modules() if name):
+        return BY_REGIONS
+    return AS_A_WHOLE if _is_compiled(model) else None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def interpolated(measured: Mapping[int, float], size: int) -> float:
+    """Returns the speed at a size: interpolated in the logarithm of the size, constant beyond both ends."""
+    sizes = sorted(measured)
+    if size <= sizes[0] or size >= sizes[-1]:
+        return measured[sizes[0] if size <= sizes[0] else sizes[-1]]
+    above = next(index for index, one in enumerate(sizes) if one >= size)
+    low, high = sizes[above - 1], sizes[above]
+    part = math.log(size / low) / math.log(high / low)
+    return measured[low] + part * (measured[high] - measured[low])

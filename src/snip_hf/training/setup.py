@@ -1,0 +1,284 @@
+"""The setup of a run: checks model and optimizer, swaps the layers, and builds the parts that the controller drives."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.torch_version import TorchVersion
+
+from ..config import AUTO_TIES, POLICIES, SnipConfig
+from ..costs.flops import Work, linear_flops
+from ..costs.gemm_timing import read_times
+from ..costs.measured_cost import MeasuredCost, describe_cost, measure_cost
+from ..estimation.shared_inputs import usual_ties
+from ..kernels.backend import BACKENDS, select_backend
+from ..layers.convert import keep_states_apart
+from ..layers.state import block_of, snip_linears
+from ..parallel.pipeline_ranks import ModelParts, Pipeline, parts_of
+from ..parallel.ranks import Attempt, Processes, Ranks
+from ..parallel.wrappers import deepspeed_engine, unwrap
+from ..planning.checked_tables import read_measured
+from ..planning.checked_values import MAX_TEXT
+from ..planning.solver.process import check_solver
+from ..policies.notices import notices
+from ..policies.registry import aims_at_share, needs_probe, weighs_updates
+from ..policies.setting import Setting
+from ..policies.stages import find_stages
+from ..policies.target import check_attainable
+from ..policies.ties import check_ties
+from ..records.event_writer import EventWriter
+from ..text import printable
+from .checks import check_guard, check_model, check_parts, check_pipeline
+from .coverage_check import CoverageCheck
+from .gradients import GradientSource, find_source, warn_if_unscaled
+from .guard import Guard, StepMeter
+from .messages import RunMessages
+from .plan_in_force import PlanInForce, first_plan, formats_in_use
+from .refresh import Refresher, Solving, StepProbe
+from .schedule import Schedule
+from .swapped_layers import SwappedLayers
+
+FIRST_SAFE_TORCH = "2.13"
+"""The first version whose torch.compile runs Liger's norms correctly."""
+_LIGER = "liger_kernel"
+_ROTARY = "apply_rotary_pos_emb"
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The parts of one run."""
+
+    config: SnipConfig
+    """The configuration, with everything that it leaves to be found in the model."""
+    model: nn.Module
+    """Without wrappers, or the parts of it that this process holds."""
+    backend: str
+    """Name of the backend in use."""
+    layers: SwappedLayers
+    source: GradientSource
+    in_force: PlanInForce
+    probe: StepProbe
+    refresher: Refresher
+    coverage: CoverageCheck
+    guard: Guard | None
+    messages: RunMessages
+
+
+def find_processes(config: SnipConfig, pipeline: Pipeline | None, grace: float) -> Processes:
+    """Returns the processes of this run, as `torch.distributed` has them. Collective.
+
+    Args:
+        config: its `solver_time_limit` bounds how long a rank waits for the others.
+        pipeline: the process groups of a pipeline; None: every process holds the whole model.
+        grace: seconds added to that bound, in which the first rank ends a solver that is late.
+    """
+    timeout = config.solver_time_limit + grace
+    everyone = Ranks.of_all(timeout)
+    if pipeline is None:
+        return Processes(data=everyone, everyone=everyone)
+    stages = everyone if pipeline.group is None else Ranks(pipeline.group, timeout)
+    data = Ranks() if pipeline.data is None else Ranks(pipeline.data, timeout)
+    check_pipeline(stages, data, everyone)
+    return Processes(data=data, pipeline=stages, everyone=everyone, run=pipeline.run)
+
+
+def set_up(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Any,
+    accelerator: Any,
+    config: SnipConfig,
+    processes: Processes,
+    schedule: Schedule,
+    events: EventWriter,
+    solving: Solving,
+    log: logging.Logger,
+) -> RunParts:
+    """Builds the parts of a run and puts its first plan in force. Collective.
+
+    Args:
+        model, optimizer, accelerator, config: as `SnipController` takes them.
+        processes: those of the run.
+        schedule: of refreshes.
+        events: of the run.
+        solving: how programs are solved.
+        log: of this rank.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, KeyError: anything that cannot work.
+    """
+    bare = unwrap(model) if isinstance(model, nn.Module) else ModelParts([unwrap(part) for part in model])
+    check_guard(config, is_deepspeed=deepspeed_engine(model, accelerator) is not None)
+    source = find_source(needs_probe(config), optimizer, model, accelerator)
+    backend = select_backend(config.backend, next(bare.parameters()).device, formats_in_use(config))
+    for text in notices(config, backend.recompiles_for_bf16):
+        log.warning("snip-hf: %s", text)
+    solver = processes.everyone.by_first(lambda: check_solver(config, log)) if needs_probe(config) else config.solver
+    layers = SwappedLayers(bare, config, processes, backend, getattr(accelerator, "mixed_precision", None), log)
+    keep_liger_out_of_graphs(bare, log)
+    warn_if_unscaled(optimizer, accelerator, next(bare.parameters()).device, log)
+    keep_states_apart([model] if isinstance(model, nn.Module) else model)
+    _check_for_probe(bare, config, source, log)
+    setting = find_setting(bare, config, processes.pipeline)
+    in_force = _first_in_force(bare, backend.name, setting, processes, events, log)
+    probe = StepProbe(bare, config, setting.flops, layers, source, processes)
+    refresher = Refresher(in_force, probe, events, solving, log, solver, finds_ties=config.ties == AUTO_TIES)
+    coverage = CoverageCheck(bare, in_force, processes, events, log, accelerator)
+    guard = None
+    if config.guard != "off":
+        meter = StepMeter(bare, layers.all, source.scaling, processes)
+        guard = Guard(meter, in_force, refresher, schedule, processes, events, log)
+    messages = RunMessages(config, backend.name, log)
+    events.add_tracker(messages.note)
+    return RunParts(config, bare, backend.name, layers, source, in_force, probe, refresher, coverage, guard, messages)
+
+
+def _check_for_probe(model: nn.Module, config: SnipConfig, source: GradientSource, log: logging.Logger) -> None:
+    """Refuses models and optimizers that cannot be probed."""
+    if not needs_probe(config):
+        return
+    source.check()
+    check_model(model)
+    check_parts(parts_of(model))
+    layers = snip_linears(model)
+    POLICIES[config.policy].criterion.check_layers(layers, source.trains())
+    is_frozen = not any(layer.weight.requires_grad for layer in layers.values())
+    if config.probes == 1 and weighs_updates(config) and is_frozen:
+        log.info(
+            "snip-hf: the swapped weights are frozen. The parameters trained beside them are few, so that weight "
+            "divergences along one random direction are noisy, though they rank layers much alike. "
+            "SnipConfig(probes=4) is nearer to the truth and costs six more passes per refresh (docs/adapters.md)."
+        )
+
+
+def _first_in_force(
+    model: nn.Module, backend: str, setting: Setting, processes: Processes, events: EventWriter, log: logging.Logger
+) -> PlanInForce:
+    """Makes the first plan, takes the folder for the run, and gives the plan to the layers."""
+    config, flops = setting.config, setting.flops
+    # Absolute, since training may change the working directory.
+    path = None if config.timing_file is None else os.path.abspath(config.timing_file)
+    timed = replace(config, timing_file=path)
+    measure = partial(cost_of_all, model, backend=backend, config=timed, flops=flops, processes=processes, log=log)
+    # A rule decides now. An unreachable speed-up is refused before training if the number of tokens is known.
+    decides_by_time = aims_at_share(config) and (not needs_probe(config) or config.target_linear_speedup is not None)
+    if config.timing_tokens is not None and decides_by_time:
+        setting = replace(setting, measured=measure(config.timing_tokens))
+        check_attainable(setting, config.formats)
+    name = name_of(model)
+    plan = first_plan(setting, name)
+    events.folder.hold()
+    in_force = PlanInForce(plan, setting, model, name, events, measure, log)
+    in_force.apply()
+    return in_force
+
+
+def flops_of_all(model: nn.Module, pipeline: Ranks) -> dict[str, dict[str, float]]:
+    """Returns `linear_flops` of the layers of all stages of a pipeline, in the order of the model's blocks."""
+    flops = linear_flops(model)
+    if pipeline.size == 1:
+        return flops
+    merged = {layer: row for part in pipeline.gather(flops) for layer, row in part.items()}
+    numbers = {layer: int((re.findall(r"\d+", block_of(layer)) or [0])[-1]) for layer in merged}
+    return {layer: merged[layer] for layer in sorted(merged, key=numbers.__getitem__)}
+
+
+def find_setting(model: nn.Module, config: SnipConfig, pipeline: Ranks) -> Setting:
+    """Returns the policy's view of the model.
+
+    Raises:
+        ValueError: stages or ties that do not fit the model, or an unreadable file of times.
+    """
+    flops = flops_of_all(model, pipeline)
+    if config.ties == AUTO_TIES:  # until a probe finds them
+        config = replace(config, ties=usual_ties(flops))
+    setting = Setting(config, flops, find_stages(list(flops), config))
+    check_ties(setting)
+    if config.timing_file is not None:
+        folder = os.path.dirname(os.path.abspath(config.timing_file))
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"timing_file={config.timing_file!r}: {folder} does not exist; create it first.")
+        read_times(os.path.abspath(config.timing_file))  # a damaged file is refused now and not at a refresh
+    return setting
+
+
+def name_of(model: nn.Module) -> str:
+    """Returns the name that a model was loaded by, or that of its class, for plans and records."""
+    name = getattr(getattr(model, "config", None), "_name_or_path", "")
+    # It may be a path, with any characters.
+    return printable(name, MAX_TEXT) or type(model).__name__.removeprefix("FSDP")
+
+
+def cost_of_all(
+    model: nn.Module, tokens: int, backend: str, config: SnipConfig, flops: Work, processes: Processes, log: Any
+) -> MeasuredCost:
+    """Times the GEMMs of all layers in `flops`, as `measured_cost.measure_cost` does.
+
+    One rank measures for all that hold the same layers, since each would get other times.
+    """
+    began = time.perf_counter()
+    cost, attempt = None, Attempt()
+    with attempt:
+        is_first = processes.everyone.is_first
+        cost = processes.data.by_first(
+            lambda: measure_cost(
+                model, tokens, backend, config.timing_file, formats=config.formats, is_first=is_first
+            ).to_dict()
+        )
+    processes.everyone.agree(attempt.error)
+    parts = [read_measured(part) for part in processes.pipeline.gather(cost)]
+    seconds = {layer: row for part in parts for layer, row in part.seconds.items()}
+    measured = replace(parts[0], seconds={layer: seconds[layer] for layer in flops})
+    taken = time.perf_counter() - began
+    log.info("snip-hf: measured the GEMMs in %.1f s. %s", taken, describe_cost(flops, measured))
+    if BACKENDS[backend].is_emulation:
+        log.warning("snip-hf: the emulated backend was timed: quantized formats have the times of their emulation.")
+    return measured
+
+
+def keep_liger_out_of_graphs(model: nn.Module, log: logging.Logger) -> int:
+    """Makes torch.compile call Liger's norms and rotary embedding instead of tracing them; returns their number.
+
+    Before 2.13, torch.compile cannot analyse Liger's kernels and assumes that they write to every argument. Inductor
+    then reuses the memory of a norm's weight, and of the rotary embedding's cosines, in the backward pass
+    (docs/hopper.md).
+
+    Args:
+        model: without wrappers, before its first compiled pass.
+        log: gets a line if there are any.
+    """
+    if _LIGER not in sys.modules or TorchVersion(torch.__version__) >= FIRST_SAFE_TORCH:
+        return 0
+    # Liger's MLPs, which have children, pass their kernels nothing that outlives the graph.
+    norms = [module for module in model.modules() if not any(module.children()) and _is_traced_liger(module.forward)]
+    for norm in norms:
+        function = norm.forward.__func__  # type: ignore[attr-defined]
+        norm.forward = MethodType(torch.compiler.disable(function), norm)
+    files = {name: sys.modules[name] for name in {type(module).__module__ for module in model.modules()}}
+    rotary = [file for file in files.values() if _is_traced_liger(getattr(file, _ROTARY, None))]
+    for file in rotary:
+        setattr(file, _ROTARY, torch.compiler.disable(getattr(file, _ROTARY)))
+    if norms or rotary:
+        log.info(
+            "snip-hf: Liger's norms and rotary embedding run outside compiled graphs, since torch %s would corrupt "
+            "their weights inside (from torch %s on it does not).",
+            torch.__version__,
+            FIRST_SAFE_TORCH,
+        )
+    return len(norms) + len(rotary)
+
+
+def _is_traced_liger(function: object) -> bool:
+    """Returns True for a function of Liger's that torch.compile would trace."""
+    is_out = getattr(function, "_torchdynamo_disable", False)
+    return not is_out and str(getattr(function, "__module__", "")).startswith(f"{_LIGER}.")

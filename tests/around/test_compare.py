@@ -15,8 +15,9 @@ import yaml
 from filelock import FileLock
 from scipy.stats import nct, ttest_1samp, ttest_rel
 
-from eval import compare
+from eval import compare, compare_scores
 from eval.paired import Paired, holm
+from eval.scoring.questions import packed
 
 ROOT = Path(__file__).resolve().parents[2]
 VALUES: dict[str, Any] = {
@@ -217,6 +218,36 @@ def test_the_shipped_config_is_one() -> None:
     assert config.reference == "bf16" and len(config.contenders) == 5
     options: argparse.Namespace = compare.parse(["run", "eval/compare.yaml", "--output", "runs/a.jsonl"])
     assert options.cache == Path("runs/a.jsonl.cache")
+
+
+# --- scores
+
+
+def test_models_are_compared_question_by_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right = {"bf16": [1, 1, 1, 0, 0, 1, 1, 1], "snip": [1, 1, 0, 0, 1, 1, 1, 1], "fp4": [0, 0, 0, 0, 0, 0, 0, 1]}
+    files = []
+    for name, answers in right.items():
+        line = {
+            "task": "arc_easy",
+            "answers": {"acc": packed([False] * 8), "acc_norm": packed(list(map(bool, answers)))},
+        }
+        files.append(tmp_path / f"{name}.jsonl")
+        others = [{"task": "mmlu", "answers": {}}, {"task": f"only {name}", "answers": {"acc": packed([True])}}]
+        files[-1].write_text("".join(json.dumps(row) + "\n" for row in (line, *others)), encoding="utf-8")
+    assert compare_scores.main(list(map(str, files))) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[0] == "bf16, accuracy in percent (questions): arc_easy 75.00 (8); only bf16 100.00 (1)"
+    # Of 5 questions that only one of the two has right, all in favour of BF16: 2 / 2^5.
+    assert rows[4:] == [
+        "| arc_easy | snip | 75.00 | +0.00 ± 37.04 | 1, 1 | 1.000 | 1.000 |",
+        "| arc_easy | fp4 | 12.50 | -62.50 ± 35.86 | 0, 5 | 0.062 | 0.125 |",
+    ]
+    files[1].write_text(json.dumps({"task": "arc_easy", "answers": {"acc": packed([True])}}) + "\n", encoding="utf-8")
+    assert compare_scores.main([str(files[0]), str(files[1])]) == 1
+    assert "arc_easy: snip answered 1 questions, the reference 8." in capsys.readouterr().err
+    files[1].write_text("", encoding="utf-8")
+    assert compare_scores.main([str(files[0]), str(files[1])]) == 1
+    assert "has no answers. Score the model again" in capsys.readouterr().err
 
 
 # --- statistics

@@ -1,14 +1,17 @@
-"""What the documentation names exists: files, tests, modules and links; and its lines can be read."""
+"""Files, tests, modules, links and commands that the documentation names exist, and its lines are short."""
 
 from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import pytest
+
+from snip_hf.cli import build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "snip_hf"
@@ -170,3 +173,35 @@ def anchors(page: Path) -> set[str]:
 def test_no_line_of_prose_is_longer_than_a_screen(page: Path) -> None:
     lines = without_fences(without_generated(page.read_text(encoding="utf-8"))).splitlines()
     assert [line for line in lines if len(line) > LONGEST_LINE and not line.startswith("|")] == []
+
+
+def commands_of(page: Path) -> Iterator[list[str]]:
+    """The commands of a page's shell blocks, as words; continued lines are joined, here documents left out."""
+    for block in re.findall(r"^```(?:bash|sh)\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        block = re.sub(r"<<'EOF'.*?^EOF$", "", block, flags=re.DOTALL | re.MULTILINE)
+        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+            for command in line.split("&&"):
+                if words := shlex.split(command, comments=True):
+                    yield words[: words.index(">")] if ">" in words else words
+
+
+def script_of(words: list[str]) -> Path | None:
+    """The file of this repository that a command runs, if it runs one."""
+    if "-m" in words[:2]:
+        module = ROOT / words[2].replace(".", "/")
+        return module.with_suffix(".py") if words[2].partition(".")[0] in FOLDERS else None
+    return next((ROOT / word for word in words if re.match(r"(?:benchmarks|eval|recipes)/.*\.py$", word)), None)
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=ids)
+def test_every_command_of_a_page_runs_a_script_that_has_its_options(page: Path) -> None:
+    for words in commands_of(page):
+        if words[0] == "snip-hf":
+            build_parser().parse_args(words[1:])
+        elif (script := script_of(words)) is not None:
+            sources = [script, *script.parent.glob("parts/*.py")]
+            text = "".join(path.read_text(encoding="utf-8") for path in sources)
+            place = words.index("-m") + 1 if "-m" in words[:2] else words.index(script.relative_to(ROOT).as_posix())
+            options = [word.partition("=")[0] for word in words[place:] if word.startswith("--")]
+            missing = [option for option in options if f'"{option}"' not in text]
+            assert missing == [], shlex.join(words)

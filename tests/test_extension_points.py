@@ -85,7 +85,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def go_on(folder: Path, config: SnipConfig, checkpoint: Path, **options: Any) -> Run:
-    return train(folder, callback=SnipCallback(config, resume=checkpoint), resume=checkpoint, **options)
+    return train(folder, callback=SnipCallback(config), resume=checkpoint, **options)
 
 
 def options_of(program: dict[str, Any]) -> set[tuple[str, ...]]:

@@ -193,7 +193,7 @@ def test_the_log_says_that_one_direction_is_noisy_on_a_frozen_base(
 def test_a_resumed_run_is_the_whole_run_to_the_bit(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", adapted(), max_steps=5, save_strategy="steps", save_steps=3)
     checkpoint = tmp_path / "whole" / "checkpoint-3"
-    callback = SnipCallback(SnipConfig(**SCHEDULE), resume=checkpoint)
+    callback = SnipCallback(SnipConfig(**SCHEDULE))
     again = train(tmp_path / "again", callback=callback, model=adapted(), max_steps=5, resume=checkpoint)
     assert differing(weights(whole.model), weights(again.model)) == []
     assert {step: loss for step, loss in whole.losses.items() if step > 3} == {

@@ -178,11 +178,10 @@ def test_a_solver_that_cannot_be_started_again_costs_the_refresh_and_not_the_run
     assert set(resumed.losses) == {1, 2, 3, 4, 5}
 
 
-@pytest.mark.parametrize(("named_in", "step"), [("train", 5), slow("callback", 7)])
-def test_a_moved_checkpoint_is_found_when_it_is_named(full: Run, named_in: str, step: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [5, slow(7)])
+def test_a_moved_checkpoint_is_found(full: Run, step: int, tmp_path: Path) -> None:
     moved = shutil.copytree(full.folder / f"checkpoint-{step}", tmp_path / "elsewhere" / "best")
-    callback = SnipCallback(CONFIG, resume=moved if named_in == "callback" else True)
-    resumed = train(tmp_path / "run", callback=callback, resume=moved)
+    resumed = train(tmp_path / "run", CONFIG, resume=moved)
     assert_same_end(resumed, full)
     start, *refreshes = resumed.history
     assert (start["event"], start["step"], start["plan"]) == (
@@ -204,8 +203,7 @@ def test_a_checkpoint_trained_without_snip_is_continued_with_it(
     resumed = train(tmp_path, CONFIG, resume=tmp_path / "checkpoint-5", **saving)
     expected = (
         f"snip-hf: resuming at step 5 without a SNIP state (looked for snip_state.json in {tmp_path}/checkpoint-5): "
-        "taken for a checkpoint trained without SNIP, the plan starts anew. If the checkpoint lies elsewhere, name "
-        "its folder in SnipCallback(resume=...)."
+        "taken for a checkpoint trained without SNIP, the plan starts anew."
     )
     assert [record.message for record in caplog.records if record.name == "snip_hf.integrations.state_files"] == [
         expected
@@ -302,10 +300,10 @@ def test_a_damaged_state_is_refused_by_the_name_of_its_file(full: Run, damage: s
 
 def test_a_state_of_another_step_is_refused(full: Run, tmp_path: Path) -> None:
     checkpoint = interrupted(full, 7, tmp_path)
-    other = full.folder / "checkpoint-6"
-    assert refused(tmp_path, SnipCallback(CONFIG, resume=other), checkpoint) == (
-        f"Cannot resume from {other}/snip_state.json: The SNIP state is of step 6, but the weights are of step 7. Take "
-        "both from the same checkpoint folder."
+    shutil.copy(full.folder / "checkpoint-6" / "snip_state.json", checkpoint)
+    assert refused(tmp_path, SnipCallback(CONFIG), checkpoint) == (
+        f"Cannot resume from {checkpoint}/snip_state.json: The SNIP state is of step 6, but the weights are of step 7. "
+        "Take both from the same checkpoint folder."
     )
 
 
@@ -313,21 +311,13 @@ def test_a_state_of_another_model_is_refused(full: Run, tmp_path: Path) -> None:
     config = SnipConfig(**SCHEDULE)
     bigger = train(tmp_path / "bigger", config, model=tiny_llama(hidden=32, layers=3), max_steps=1, **SAVING)
     plain = train(tmp_path / "run", max_steps=1, **SAVING)
-    message = refused(
-        plain.folder, SnipCallback(config, resume=bigger.folder / "checkpoint-1"), plain.folder / "checkpoint-1"
-    )
-    assert message == (
-        f"Cannot resume from {bigger.folder}/checkpoint-1/snip_state.json: The plan names layer "
+    checkpoint = plain.folder / "checkpoint-1"
+    shutil.copy(bigger.folder / "checkpoint-1" / "snip_state.json", checkpoint)
+    assert refused(plain.folder, SnipCallback(config), checkpoint) == (
+        f"Cannot resume from {checkpoint}/snip_state.json: The plan names layer "
         "'model.layers.2.self_attn.q_proj', which is no swapped layer of the model (it has 14, e.g. "
         "'model.layers.0.self_attn.q_proj'). Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
         "to compare."
-    )
-
-
-def test_a_folder_that_was_named_and_has_no_state_is_refused(full: Run, tmp_path: Path) -> None:
-    checkpoint = interrupted(full, 7, tmp_path)
-    assert refused(tmp_path, SnipCallback(CONFIG, resume=tmp_path), checkpoint) == (
-        f"There is no snip_state.json in {tmp_path}, which SnipCallback(resume=...) names."
     )
 
 
@@ -337,8 +327,7 @@ def test_a_checkpoint_that_lost_its_state_is_refused_even_where_it_was_moved_to(
     (tmp_path / "run").mkdir()
     assert refused(tmp_path / "run", SnipCallback(CONFIG), moved) == (
         "The checkpoint of step 7 was trained with SNIP, but there is no snip_state.json in "
-        f"{moved}. Name the folder of a copy in SnipCallback(resume=FOLDER), or say SnipCallback(resume=False) to "
-        "start a new plan."
+        f"{moved}. Restore the file, or start a new plan with SnipCallback(resume=False)."
     )
 
 

@@ -167,7 +167,7 @@ def test_a_resumed_bf16_run_is_the_run(tmp_path: Path, backend: str) -> None:
             llama(4),
             args,
             train_dataset=data,
-            callbacks=[SnipCallback(config, resume=resume or True, keep_formats=True)],
+            callbacks=[SnipCallback(config, keep_formats=True)],
         )
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         used = {layer.snip_backend.name for layer in snip_linears(trainer.model).values()}

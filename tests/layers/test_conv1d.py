@@ -140,7 +140,7 @@ def test_gpt2_is_probed_planned_trained_saved_and_restored_as_its_twin_of_linear
         assert float((tensor - other).norm()) <= 0.03 * float(other.norm()), name
     # Saved between a probe and the application of its plan.
     checkpoint = tmp_path / "conv1d" / "checkpoint-3"
-    callback = SnipCallback(config, resume=checkpoint)
+    callback = SnipCallback(config)
     resumed = train(
         tmp_path / "resumed", callback=callback, model=gpt2(), resume=checkpoint, max_steps=5, **accumulated
     )

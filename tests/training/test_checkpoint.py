@@ -128,9 +128,9 @@ CONFIG = SnipConfig(**SCHEDULE)
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 9}
 OTHER_WEIGHTS = (
     "Cannot resume from {path}: The SNIP state was saved with other weights than those that were loaded: the two are "
-    "of different runs, or one of them was exchanged. Name the folder of the weights in SnipCallback(resume=FOLDER), "
-    "or say SnipCallback(resume=False) to start a new plan from them. If the Trainer warned of missing keys, as it "
-    "does for some mixtures of experts, load the model from the checkpoint by from_pretrained first."
+    "of different runs, or one of them was exchanged. Resume from the folder of the weights, or start a new plan from "
+    "them with SnipCallback(resume=False). If the Trainer warned of missing keys, as it does for some mixtures of "
+    "experts, load the model from the checkpoint by from_pretrained first."
 )
 
 
@@ -171,9 +171,12 @@ def refused(folder: Path, callback: SnipCallback, resume: Path) -> str:
 def test_the_state_of_a_copy_that_went_its_own_way_is_refused(copies: tuple[Run, Run], tmp_path: Path) -> None:
     one, other = copies
     mine, theirs = copy_of(one, tmp_path / "one"), copy_of(other, tmp_path / "other")
-    message = refused(mine.parent, SnipCallback(CONFIG, resume=mine), theirs)
-    assert message == OTHER_WEIGHTS.format(path=mine / "snip_state.json")
-    # Both ways that the message names work, and by default the state is the one beside the weights.
+    state = theirs / "snip_state.json"
+    own = state.read_bytes()
+    shutil.copy(mine / "snip_state.json", state)
+    assert refused(mine.parent, SnipCallback(CONFIG), theirs) == OTHER_WEIGHTS.format(path=state)
+    state.write_bytes(own)
+    # Both ways that the message names work.
     resumed = train(mine.parent, callback=SnipCallback(CONFIG), resume=theirs, max_grad_norm=0.1, **SAVING)
     assert differing(weights(resumed.model), weights(other.model)) == []
     train(theirs.parent, callback=SnipCallback(CONFIG, resume=False), resume=theirs, **SAVING)

@@ -34,9 +34,7 @@ def test_five_formats_train_resume_to_the_bit_report_and_export(
     assert size["fp8-tensor"] < size["mxfp6"] < min(size["mxfp4"], size["nvfp4-rht"])
     # Saved between a probe and the application of its plan.
     checkpoint = tmp_path / "whole" / "checkpoint-3"
-    resumed = train(
-        tmp_path / "resumed", callback=SnipCallback(config, resume=checkpoint), resume=checkpoint, max_steps=5
-    )
+    resumed = train(tmp_path / "resumed", callback=SnipCallback(config), resume=checkpoint, max_steps=5)
     assert differing(weights(resumed.model), weights(whole.model)) == []
     run_report(tmp_path / "whole")
     assert (tmp_path / "whole" / "snip" / "plan.png").stat().st_size > 10_000

@@ -36,7 +36,7 @@ def in_a_plan(folder: Path) -> Any:
 
 
 def in_a_checkpoint(folder: Path) -> Any:
-    callback = SnipCallback(SnipConfig(**SCHEDULE), resume=folder / "checkpoint-3")
+    callback = SnipCallback(SnipConfig(**SCHEDULE))
     return train(folder / "out", callback=callback, resume=folder / "checkpoint-3", model=MODEL)
 
 

@@ -87,8 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _folder(given: str, name: str, out: Path | None, count: int) -> Path:
     """Returns the folder for the files of a run: its own, --out, or ./snip-report for a run of the Hub."""
+    from ..records.run_folder import FOLDER
+
     if out is None and os.path.lexists(given):
-        return Path(given) / "snip"
+        return Path(given) / FOLDER
     base = Path("snip-report") if out is None else out
     return base / name.replace("/", "-").replace(os.sep, "-") if count > 1 else base
 

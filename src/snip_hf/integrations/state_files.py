@@ -29,7 +29,7 @@ class StateFiles:
             it. The entry is empty, so that `restore_callback_states_from_checkpoint` knows it and restores nothing.
     """
 
-    def __init__(self, resume: bool | str | os.PathLike[str], callback: str) -> None:
+    def __init__(self, resume: bool, callback: str) -> None:
         self._resume = resume
         self._callback = callback
         self._saving: Wrapped | None = None
@@ -111,8 +111,6 @@ class StateFiles:
 
     def _folder(self, args: TrainingArguments, state: TrainerState) -> Path:
         """Returns the folder to resume from."""
-        if not isinstance(self._resume, bool):
-            return Path(self._resume)
         call = find_call(state)
         if call is not None and isinstance(call.resumes_from, str | os.PathLike):
             return Path(call.resumes_from)
@@ -120,29 +118,20 @@ class StateFiles:
 
     def _find_state(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """Returns the file to resume from, None to start a new plan; says which in the log."""
-        if state.global_step == 0 and not isinstance(self._resume, bool):
-            raise ValueError(
-                f"SnipCallback(resume={str(self._resume)!r}) names a checkpoint, but the Trainer starts at step 0. "
-                "Give the same folder to trainer.train(resume_from_checkpoint=...)."
-            )
-        if state.global_step == 0 or self._resume is False:
+        if state.global_step == 0 or not self._resume:
             return None
         folder = self._folder(args, state)
         if (folder / STATE_NAME).is_file():
             logger.info("snip-hf: resuming from %s.", printable(folder / STATE_NAME, 1000))
             return folder / STATE_NAME
-        if self._resume is not True:
-            raise ValueError(f"There is no {STATE_NAME} in {self._resume}, which SnipCallback(resume=...) names.")
         if self._callback in _marks(state):
             raise ValueError(
                 f"The checkpoint of step {state.global_step} was trained with SNIP, but there is no {STATE_NAME} in "
-                f"{folder}. Name the folder of a copy in SnipCallback(resume=FOLDER), or say "
-                "SnipCallback(resume=False) to start a new plan."
+                f"{folder}. Restore the file, or start a new plan with SnipCallback(resume=False)."
             )
         logger.warning(
             "snip-hf: resuming at step %d without a SNIP state (looked for %s in %s): taken for a checkpoint trained "
-            "without SNIP, the plan starts anew. If the checkpoint lies elsewhere, name its folder in "
-            "SnipCallback(resume=...).",
+            "without SNIP, the plan starts anew.",
             state.global_step,
             STATE_NAME,
             printable(folder, 1000),

@@ -33,6 +33,8 @@ from ..training.controller import SnipController
 logger = logging.getLogger(__name__)
 
 _PREFIX = "snip/"
+# The entry of a run's configuration that holds SNIP's.
+_KEY = _PREFIX.removesuffix("/")
 
 
 class Trackers:
@@ -195,9 +197,9 @@ def _write_settings(name: str, run: Any, controller: SnipController) -> None:
         run.add_text("snip_config", "\n".join(f"    {line}" for line in lines))
         run.flush()
     elif name == "wandb":
-        run.config.update({"snip": settings}, allow_val_change=True)
+        run.config.update({_KEY: settings}, allow_val_change=True)
     elif name == "trackio":
-        run.config.update({"snip": settings})
+        run.config.update({_KEY: settings})
 
 
 def quantities_in_force(plan: PrecisionPlan, coverage: Coverage | None) -> dict[str, float]:

@@ -43,8 +43,7 @@ class SnipCallback(TrainerCallback):
 
     Args:
         config: what the user asks for; the defaults if None.
-        resume: True looks for the state in the checkpoint that the Trainer resumes from; a path names another folder;
-            False starts a new plan even if there is a state.
+        resume: whether to continue from the state in the Trainer's checkpoint; False starts a new plan.
         solving: as `SnipController` takes it.
         trackers: told of each event of the run, as `SnipController.add_tracker` says.
         reference: the arithmetic of the Trainer's reference model (`trainer.ref_model` of TRL's trainers): "policy",
@@ -56,7 +55,7 @@ class SnipCallback(TrainerCallback):
     def __init__(
         self,
         config: SnipConfig | None = None,
-        resume: bool | str | os.PathLike[str] = True,
+        resume: bool = True,
         solving: Solving | None = None,
         trackers: Iterable[Tracker] = (),
         reference: str = AS_POLICY,
@@ -65,6 +64,11 @@ class SnipCallback(TrainerCallback):
         if not isinstance(config, SnipConfig | None):
             raise TypeError(
                 f"Got a {type(config).__name__} for config; expected a SnipConfig, e.g. SnipConfig.from_dict(...)."
+            )
+        if not isinstance(resume, bool):
+            raise TypeError(
+                f"resume={str(resume)!r} is not supported; give the checkpoint's folder to "
+                "trainer.train(resume_from_checkpoint=...). resume=False starts a new plan."
             )
         self.config = config or SnipConfig()
         self.controller: SnipController | None = None

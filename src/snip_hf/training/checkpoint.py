@@ -161,9 +161,9 @@ class SavedState:
         if None not in (weights, self.weights) and weights != self.weights:
             raise ValueError(
                 "The SNIP state was saved with other weights than those that were loaded: the two are of different "
-                "runs, or one of them was exchanged. Name the folder of the weights in SnipCallback(resume=FOLDER), or "
-                "say SnipCallback(resume=False) to start a new plan from them. If the Trainer warned of missing keys, "
-                "as it does for some mixtures of experts, load the model from the checkpoint by from_pretrained first."
+                "runs, or one of them was exchanged. Resume from the folder of the weights, or start a new plan from "
+                "them with SnipCallback(resume=False). If the Trainer warned of missing keys, as it does for some "
+                "mixtures of experts, load the model from the checkpoint by from_pretrained first."
             )
         return fitted
 

@@ -106,6 +106,8 @@ def main() -> None:
     parameters = [parameter for part in training.parts for parameter in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=3e-3)
     config = SnipConfig(
+        formats=("fp4", "fp8"),
+        ties=(),
         target_fp4_fraction=options.target,
         stages=options.stages,
         first_refresh=10,

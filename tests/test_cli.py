@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import fp4_config
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from snip_hf.cli import build_parser, main
-from snip_hf.config import SnipConfig
 from snip_hf.costs.flops import linear_flops
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
@@ -55,7 +55,7 @@ def llama(**changes: Any) -> LlamaConfig:
 def plan_path(tmp_path: Path) -> Path:
     """A plan for the model whose config is in `model/`, with down_proj skipped: 12 layers in two stages."""
     llama().save_pretrained(tmp_path / "model")
-    config = SnipConfig(skip_modules=("*.down_proj",))
+    config = fp4_config(skip_modules=("*.down_proj",))
     model = AutoModelForCausalLM.from_config(llama())
     layers = convert_model(model, config)
     plan = PrecisionPlan(

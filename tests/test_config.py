@@ -197,8 +197,8 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"start_format": "int8"},
-        "start_format='int8' is not among formats=('fp4', 'fp8'); expected one of fp4, fp8, bf16, or None for the last "
-        "of formats.",
+        "start_format='int8' is not among formats=('mxfp4', 'fp8-tensor'); expected one of mxfp4, fp8-tensor, "
+        "bf16, or None for the last of formats.",
     ),
     (
         {"start_format": "int9"},
@@ -211,7 +211,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "start_format='fp4' is not among formats=('fp8', 'bf16'); expected one of fp8, bf16, or None for the last of "
         "formats.",
     ),
-    ({"formats": ()}, "formats=() names no format; expected e.g. ('fp4', 'fp8')."),
+    ({"formats": ()}, "formats=() names no format; expected e.g. ('mxfp4', 'fp8-tensor')."),
     ({"formats": ("fp4", "fp4")}, "formats=('fp4', 'fp4') names a format twice; expected ('fp4',)."),
     *(
         (
@@ -259,7 +259,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "backend='cuda' is not known; expected one of auto, emulated, hopper, blackwell, tensor-scaled.",
     ),
     ({"refresh_every": 0}, "refresh_every=0 is too small; expected at least 1."),
-    ({"first_refresh": 0}, "first_refresh=0 is too small; expected at least 1."),
+    ({"first_refresh": 0}, "first_refresh=0 is too small; expected None or at least 1."),
     ({"apply_delay": -1}, "apply_delay=-1 is too small; expected at least 0."),
     ({"probes": 0}, "probes=0 is too small; expected at least 1."),
     ({"seed": -1}, "seed=-1 is too small; expected at least 0."),
@@ -349,7 +349,7 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("policy", ["snip"], "policy=['snip'] has type list; expected str."),
     ("fixed_plan", 3, "fixed_plan=3 has type int; expected str | None."),
     ("refresh_every", 10.0, "refresh_every=10.0 has type float; expected int | None."),
-    ("first_refresh", True, "first_refresh=True has type bool; expected int."),
+    ("first_refresh", True, "first_refresh=True has type bool; expected int | None."),
     ("apply_delay", "10", "apply_delay='10' has type str; expected int."),
     ("formats", "fp4", "formats='fp4' has type str; expected tuple[str, ...]."),
     ("formats", ("fp4", 8), "formats: got ('fp4', 8); expected a list of names."),
@@ -477,7 +477,7 @@ def test_from_dict_checks_values_too() -> None:
 def test_the_constructor_refuses_an_unknown_name_and_says_the_closest_one() -> None:
     for refused in (
         lambda: SnipConfig(target_fp4_fracton=0.5),  # type: ignore[call-arg]
-        lambda: SnipConfig.preset("gemm", target_fp4_fracton=0.5),
+        lambda: SnipConfig.preset("paper", target_fp4_fracton=0.5),
     ):
         with pytest.raises(TypeError) as error:
             refused()
@@ -499,36 +499,49 @@ def test_a_config_can_be_copied_and_pickled_and_shows_its_fields_as_its_signatur
     assert list(inspect.signature(SnipConfig).parameters) == FIELDS
 
 
-def test_presets_differ_from_the_default_in_what_their_page_says() -> None:
-    plain = SnipConfig().to_dict()
-    sets: dict[str, dict[str, Any]] = {
-        "gemm": {},
-        "layer": {"granularity": "layer"},
-        "hopper": {
-            "formats": ["mxfp4", "fp8-tensor"],
-            "start_format": "fp8-tensor",
-            "ties": "auto",
-            "first_refresh": 200,
-            "apply_delay": 20,
-        },
-        "paper": {"granularity": "layer", "objective": "paper"},
+def test_the_preset_differs_from_the_default_in_what_its_page_says() -> None:
+    values = {
+        "formats": ["fp4", "fp8"],
+        "start_format": "fp8",
+        "granularity": "layer",
+        "ties": [],
+        "objective": "paper",
     }
-    assert {name: SnipConfig.preset(name).to_dict() for name in sets} == {
-        name: plain | values for name, values in sets.items()
-    }
+    assert SnipConfig.preset("paper").to_dict() == SnipConfig().to_dict() | values
     page = (REPOSITORY / "docs" / "config.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| [^`|]*(`.*|nothing.*)$", page.partition("## Fields")[0], re.MULTILINE)
-    assert [name for name, _ in rows] == list(sets)
-    for name, row in rows:
-        assert all(f"`{field}" in row for field in sets[name])
-    recipe = yaml.safe_load((REPOSITORY / "recipes" / "hopper.yaml").read_text(encoding="utf-8"))
-    assert SnipConfig.from_dict(recipe["snip"]) == SnipConfig.preset("hopper")
-    assert SnipConfig.preset("hopper", ties=(), formats=("fp4", "fp8"), seed=3) == SnipConfig(
-        first_refresh=200, apply_delay=20, seed=3
-    )
-    message = "Unknown preset 'gem'. Did you mean 'gemm'? Expected one of paper, layer, gemm, hopper."
+    [(name, row)] = re.findall(r"^\| `(\w+)` \| [^`|]*(`.*)$", page.partition("## Fields")[0], re.MULTILINE)
+    assert name == "paper" and all(f"`{field}" in row for field in values)
+    assert SnipConfig.preset("paper", ties="auto", seed=3).ties == "auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("papr", "Unknown preset 'papr'. Did you mean 'paper'? Expected one of paper."),
+        ("layer", "The preset 'layer' was removed: use SnipConfig(granularity='layer')."),
+        ("gemm", "The preset 'gemm' was removed: SnipConfig() is that now."),
+        ("hopper", "The preset 'hopper' was removed: SnipConfig() is that now."),
+    ],
+)
+def test_an_unknown_preset_is_refused(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        SnipConfig.preset("gem")
+        SnipConfig.preset(name)
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_steps", "step"),
+    [
+        (None, None, 100),
+        (None, 5000, 100),
+        (None, 999, 99),
+        (None, 400, 40),
+        (None, 12, 10),
+        (7, 400, 7),
+        (200, None, 200),
+    ],
+)
+def test_the_first_refresh_is_early_in_short_runs(asked: int | None, max_steps: int | None, step: int) -> None:
+    assert SnipConfig(first_refresh=asked).first_refresh_in(max_steps) == step
 
 
 def test_a_policy_says_what_granularity_is_where_it_is_left_out() -> None:
@@ -603,10 +616,10 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "policy": "snip",
         "fixed_plan": None,
         "refresh_every": 500,
-        "first_refresh": 100,
+        "first_refresh": None,
         "apply_delay": 10,
-        "formats": ["fp4", "fp8"],
-        "start_format": "fp8",
+        "formats": ["mxfp4", "fp8-tensor"],
+        "start_format": "fp8-tensor",
         "probes": 1,
         "probe_tokens": 1024,
         "probe_batch_tokens": 4096,
@@ -616,7 +629,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "objective": "additive",
         "skip_modules": [],
         "include_modules": [],
-        "ties": [],
+        "ties": "auto",
         "stages": None,
         "solver": "auto",
         "solver_time_limit": 60.0,
@@ -704,8 +717,8 @@ def test_configs_saved_without_a_speed_up_load_as_they_were() -> None:
         ),
         (
             {"target_linear_speedup": 2.5, "rates": "h100"},
-            "target_linear_speedup=2.5 is out of reach: with every GEMM in the fastest of the formats fp4, fp8 it is 2 "
-            "by rates='h100', the largest attainable. Lower it, or add a faster format.",
+            "target_linear_speedup=2.5 is out of reach: with every GEMM in the fastest of the formats mxfp4, "
+            "fp8-tensor it is 2 by rates='h100', the largest attainable. Lower it, or add a faster format.",
         ),
     ],
 )
@@ -716,7 +729,7 @@ def test_budgets_that_cannot_hold_are_refused(values: dict[str, Any], message: s
 
 def test_a_format_that_the_hardware_does_not_run_is_refused_with_those_that_it_runs() -> None:
     with pytest.raises(ValueError, match=r"^rates='b200' has no rate of the format 'fp4', which .* it has bf16, fp8"):
-        SnipConfig(rates="b200")
+        SnipConfig(rates="b200", formats=("fp4", "fp8"))
     SnipConfig(rates="b200", formats=("fp8", "bf16"), target_linear_speedup=1.5)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from registries import nothing_stays_registered
 from slow_cases import slow_but
 from small import tiny_llama, trained_tiny_lm
@@ -124,7 +125,7 @@ def test_a_new_format_is_chosen_trained_in_resumed_and_drawn(tmp_path: Path, pro
     resumed = go_on(tmp_path / "resumed", config, whole.folder / "checkpoint-3", max_steps=ONE_REFRESH)
     assert differing(weights(resumed.model), weights(whole.model)) == []
     # The rounding is not that of another format.
-    built_in = SnipConfig(**SCHEDULE, target_fp4_fraction=0.5, granularity="gemm")
+    built_in = fp4_config(**SCHEDULE, target_fp4_fraction=0.5, granularity="gemm")
     other = train(tmp_path / "other", built_in, max_steps=ONE_REFRESH)
     assert other.losses != whole.losses
     run = load_run(whole.folder)
@@ -173,7 +174,7 @@ def test_layers_run_on_a_backend_that_knows_all_formats_of_the_run() -> None:
         convert_model(model, SnipConfig(formats=names))
         assert {layer.snip_backend.name for layer in snip_linears(model).values()} == {backend}
         restore_model(model)
-    convert_model(model, SnipConfig(backend="narrow"))
+    convert_model(model, fp4_config(backend="narrow"))
     with pytest.raises(ValueError, match="'narrow' has no kernels for the format 'own4'"):
         next(iter(snip_linears(model).values())).set_formats(dict.fromkeys(GEMMS, "own4"))
     with pytest.raises(ValueError, match="backend='narrow' cannot run: its kernels do not know the format 'own4'"):
@@ -240,7 +241,7 @@ def refresh_counts(monkeypatch: pytest.MonkeyPatch, **config: Any) -> tuple[Dive
     with monkeypatch.context() as patch:
         for name in counts:
             patch.setattr(layer_sums, name, counting(counts, name, getattr(layer_sums, name)))
-        return estimate_divergence(model, small_batch(), optimizer, SnipConfig(**config)), counts
+        return estimate_divergence(model, small_batch(), optimizer, fp4_config(**config)), counts
 
 
 def counting(counts: dict[str, int], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,7 +256,7 @@ def test_a_registered_format_that_is_not_used_changes_no_plan_and_no_file_and_co
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Refreshes at steps 2 and 5.
-    config = SnipConfig(**SCHEDULE | {"refresh_every": 3, "apply_delay": 1})
+    config = fp4_config(**SCHEDULE | {"refresh_every": 3, "apply_delay": 1})
     length = {"save_strategy": "steps", "save_steps": 5, "max_steps": 7}
     expected = train(tmp_path / "without", config, **length)
     estimate, counts = refresh_counts(monkeypatch)
@@ -315,10 +316,10 @@ def test_a_new_backend_runs_the_layers_of_a_run(tmp_path: Path) -> None:
     register_backend(CountingBackend())
     accumulated = {"gradient_accumulation_steps": 2}
     expected = train(
-        tmp_path / "emulated", SnipConfig(**SCHEDULE, backend="emulated"), max_steps=ONE_REFRESH, **accumulated
+        tmp_path / "emulated", fp4_config(**SCHEDULE, backend="emulated"), max_steps=ONE_REFRESH, **accumulated
     )
     assert CountingBackend.passes == 0
-    run = train(tmp_path / "counting", SnipConfig(**SCHEDULE, backend="counting"), max_steps=ONE_REFRESH, **accumulated)
+    run = train(tmp_path / "counting", fp4_config(**SCHEDULE, backend="counting"), max_steps=ONE_REFRESH, **accumulated)
     assert run.losses == expected.losses and differing(weights(run.model), weights(expected.model)) == []
     # Two micro-batches per step.
     assert CountingBackend.passes == 2 * ONE_REFRESH * len(snip_linears(run.model))
@@ -376,7 +377,7 @@ def as_linears(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def test_a_new_layer_kind_is_probed_planned_trained_saved_and_restored(tmp_path: Path) -> None:
     register_layer_kind(PointwiseKind())
-    config = SnipConfig(**SCHEDULE, target_fp4_fraction=0.5, granularity="gemm")
+    config = fp4_config(**SCHEDULE, target_fp4_fraction=0.5, granularity="gemm")
     length = {"save_strategy": "steps", "save_steps": 3, "max_steps": ONE_REFRESH}
     run = train(tmp_path / "pointwise", config, model=llama_of(Pointwise), **length)
     assert set(MLP) < set(final_plan(run).assignment)
@@ -411,7 +412,7 @@ def test_a_class_of_linears_is_swapped_once_it_is_registered(tmp_path: Path) -> 
             found.get_submodule(name).__class__ = OtherLinear
         return found
 
-    config = SnipConfig(**SCHEDULE, target_fp4_fraction=0.5)
+    config = fp4_config(**SCHEDULE, target_fp4_fraction=0.5)
     run, expected = (
         train(tmp_path / "own", config, model=model(), max_steps=ONE_REFRESH),
         train(tmp_path / "plain", config, model=tiny_llama(hidden=32), max_steps=ONE_REFRESH),
@@ -441,7 +442,7 @@ def test_a_new_policy_prices_the_options(tmp_path: Path, programs: list[dict[str
         return lambda row: row.flops * (row.format == config.least_precise)
 
     register_policy(Policy(name="by-flops", cost=by_flops))
-    run = train(tmp_path, SnipConfig(**SCHEDULE, policy="by-flops", target_fp4_fraction=0.5), max_steps=ONE_REFRESH)
+    run = train(tmp_path, fp4_config(**SCHEDULE, policy="by-flops", target_fp4_fraction=0.5), max_steps=ONE_REFRESH)
     assert [line["status"] for line in run.refreshes] == ["applied"]
     assert final_plan(run).provenance.policy == "by-flops"
     for group in programs[0]["groups"]:
@@ -460,7 +461,7 @@ def test_a_new_policy_assigns_formats_itself(tmp_path: Path) -> None:
         return {layer: dict.fromkeys(GEMMS, low if ".1." in layer else high) for layer in layers}
 
     register_policy(Policy(name="last-block", assign=last_block, aims_at_share=False))
-    run = train(tmp_path, SnipConfig(policy="last-block"), max_steps=2)
+    run = train(tmp_path, fp4_config(policy="last-block"), max_steps=2)
     assert final_plan(run).fp4_fraction == 0.5
     assert history(tmp_path)[0]["config"]["policy"] == "last-block"
     assert snip_linears(run.model)["model.layers.1.mlp.up_proj"].formats == dict.fromkeys(GEMMS, "fp4")
@@ -499,7 +500,7 @@ def written(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_new_tracker_is_told_what_the_history_holds_also_after_resuming(tmp_path: Path) -> None:
-    config = SnipConfig(**SCHEDULE)
+    config = fp4_config(**SCHEDULE)
     whole, rest = Shares(), Shares()
     length = {"save_strategy": "steps", "save_steps": 7, "max_steps": 9}
     run = train(tmp_path, callback=SnipCallback(config, trackers=[whole]), **length)
@@ -521,7 +522,7 @@ def test_a_tracker_that_fails_changes_nothing(tmp_path: Path, caplog: pytest.Log
     def fail(event: Event) -> None:
         raise RuntimeError("not today")
 
-    config = SnipConfig(**SCHEDULE)
+    config = fp4_config(**SCHEDULE)
     expected = train(tmp_path / "without", config, max_steps=5)
     run = train(tmp_path / "with", callback=SnipCallback(config, trackers=[fail]), max_steps=5)
     assert run.losses == expected.losses and without_seconds(run.history) == without_seconds(expected.history)

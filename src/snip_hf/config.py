@@ -48,15 +48,19 @@ ALL, FORWARD = "all", "forward"
 AUTO_TIES = "auto"
 # The target if none is given.
 DEFAULT_FP4_FRACTION = 0.75
+# Step of the first probe in long runs.
+_LATEST_FIRST_REFRESH = 100
 # Seconds: one week.
 LONGEST_WAIT = 7 * 24 * 3600.0
 
 _PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"granularity": "layer", "objective": "paper"},
-    "layer": {"granularity": "layer"},
-    "gemm": {"granularity": "gemm"},
-    "hopper": {"formats": ("mxfp4", "fp8-tensor"), "granularity": "gemm", "ties": AUTO_TIES}
-    | {"first_refresh": 200, "apply_delay": 20},
+    "paper": {"formats": ("fp4", "fp8"), "granularity": "layer", "ties": (), "objective": "paper"},
+}
+# Removed presets -> what to use instead.
+_REMOVED_PRESETS = {
+    "layer": "use SnipConfig(granularity='layer')",
+    "gemm": "SnipConfig() is that now",
+    "hopper": "SnipConfig() is that now",
 }
 
 # Removed and renamed fields -> what to use instead.
@@ -104,7 +108,7 @@ _CHOICES = {
 # Field -> smallest value, and what an error says was expected.
 _AT_LEAST: dict[str, tuple[int, str]] = {
     "refresh_every": (1, "at least 1"),
-    "first_refresh": (1, "at least 1"),
+    "first_refresh": (1, "None or at least 1"),
     "apply_delay": (0, "at least 0"),
     "probes": (1, "at least 1"),
     "probe_tokens": (128, "None or at least 128 (one tile)"),
@@ -231,7 +235,7 @@ class SnipConfig(_NamedFields):
         ),
     )
     formats: tuple[str, ...] = field(
-        default=("fp4", "fp8"),
+        default=("mxfp4", "fp8-tensor"),
         metadata=_help(
             "Formats that the plan chooses from for each GEMM, least precise first. `snip_hf.formats` lists them.",
             _NAMES,
@@ -255,7 +259,7 @@ class SnipConfig(_NamedFields):
         ),
     )
     ties: str | tuple[tuple[str, ...], ...] = field(
-        default=(),
+        default=AUTO_TIES,
         metadata=_help(
             'Linears of a block that share a format, by last name: (("q_proj", "k_proj", "v_proj"),). "auto" ties '
             "those that receive the same tensor.",
@@ -284,7 +288,13 @@ class SnipConfig(_NamedFields):
             "means the most precise of `formats`."
         ),
     )
-    first_refresh: int = field(default=100, metadata=_help("Step of the first probe."))
+    first_refresh: int | None = field(
+        default=None,
+        metadata=_help(
+            "Step of the first probe. None means 100, or a tenth of the run's steps if that is less, but at least 10.",
+            _INTEGER,
+        ),
+    )
     refresh_every: int | None = field(
         default=500,
         metadata=_help(
@@ -594,6 +604,12 @@ class SnipConfig(_NamedFields):
                 "GEMMs of the linears. Set target_fp4_fraction, a share of the forward GEMMs, instead."
             )
 
+    def first_refresh_in(self, max_steps: int | None) -> int:
+        """Returns the step of the first probe in a run of so many steps; None: unknown."""
+        if self.first_refresh is not None:
+            return self.first_refresh
+        return _LATEST_FIRST_REFRESH if max_steps is None else max(10, min(_LATEST_FIRST_REFRESH, max_steps // 10))
+
     def target_at(self, step: int) -> float | None:
         """Returns the FP4 share that a plan made at a step aims at; None if the target is a speed-up."""
         return share_at(self.target_fp4_fraction, step)
@@ -634,6 +650,8 @@ class SnipConfig(_NamedFields):
         Raises:
             ValueError: unknown name, or an invalid value.
         """
+        if name in _REMOVED_PRESETS:
+            raise ValueError(f"The preset {name!r} was removed: {_REMOVED_PRESETS[name]}.")
         if not isinstance(name, str) or name not in _PRESETS:
             raise ValueError(f"Unknown preset {name!r}{choices(_PRESETS, did_you_mean(str(name), _PRESETS))}")
         return cls(**(_PRESETS[name] | changes))

@@ -17,6 +17,7 @@ import datasets
 import pytest
 import run
 import torch
+from configs import fp4_config
 from scoring import evaluate as scoring
 from scoring import local_tasks, rows
 from scoring.local_tasks import EvaluationError
@@ -449,13 +450,12 @@ def test_without_lm_eval_one_sentence_says_how_to_install_it(
 @pytest.fixture
 def saved_plan(model_dir: Path, tmp_path: Path) -> Callable[[str], Path]:
     """Writes a plan that runs the model's linears in one format."""
-    from snip_hf.config import SnipConfig
     from snip_hf.costs.flops import linear_flops
     from snip_hf.layers.convert import convert_model
     from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
     model, _ = load_model(str(model_dir), "cpu")
-    convert_model(model, SnipConfig(skip_modules=("*.down_proj",)))
+    convert_model(model, fp4_config(skip_modules=("*.down_proj",)))
     flops = linear_flops(model)
     provenance = PlanProvenance(step=0, policy="test", config={"skip_modules": ["*.down_proj"]})
 

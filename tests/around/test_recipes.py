@@ -16,13 +16,14 @@ import pretrain
 import pyarrow.parquet
 import pytest
 import torch
+from configs import fp4_config
 from parts import data
 from parts.recipe import DataSection, Recipe, TokenizerSection, load_recipe, to_plain
 from policy_settings import llama_flops
 from slow_cases import slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from snip_hf import PrecisionPlan, SnipConfig, convert_model
+from snip_hf import PrecisionPlan, convert_model
 from snip_hf.policies.registry import rule_assignment
 from snip_hf.policies.setting import Setting
 
@@ -628,7 +629,7 @@ def test_a_snip_run_refreshes_reports_and_evaluates_in_both_arithmetics(
     with torch.no_grad():
         loss = model(**data.collate(list(validation))).loss.item()
     assert result["validation_loss"]["high_precision"] == pytest.approx(loss, rel=1e-5)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     PrecisionPlan.load(output / "snip" / "plan.json").apply(model)
     with torch.no_grad():
         loss = model(**data.collate(list(validation))).loss.item()

@@ -20,7 +20,7 @@ def save(path: Path, low: dict[str, tuple[str, ...]], layers: tuple[str, ...] = 
     """Writes a plan of four equal layers in two stages, whose GEMMs named in `low` are in FP4."""
     assignment = {layer: {gemm: "fp4" if gemm in low.get(layer, ()) else "fp8" for gemm in GEMMS} for layer in layers}
     flops = {layer: dict.fromkeys(GEMMS, 2.0) for layer in layers}
-    config = {"policy": "snip", "seed": len(low)}
+    config = {"policy": "snip", "formats": ["fp4", "fp8"], "seed": len(low)}
     plan = PrecisionPlan(
         assignment, flops, (layers[:2], layers[2:]), PlanProvenance(step=7, policy="snip", config=config)
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from models import LINEARS, batch, build
 from small import text, tiny_llama
 from thread_ranks import on_ranks
@@ -21,7 +22,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
-from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, restore_model
+from snip_hf import PrecisionPlan, SnipController, convert_model, restore_model
 from snip_hf.costs import gemm_timing as gemm_timing_module
 from snip_hf.costs import measured_cost
 from snip_hf.costs.flops import linear_flops
@@ -34,7 +35,7 @@ from snip_hf.planning.checked_tables import read_measured
 from snip_hf.planning.provenance import PlanProvenance
 from snip_hf.training import setup as run_setup
 
-measure_cost = partial(measured_cost.measure_cost, formats=SnipConfig().formats)
+measure_cost = partial(measured_cost.measure_cost, formats=fp4_config().formats)
 MACHINE = Machine("a GPU", "2.11.0", "hopper", "bfloat16")
 
 
@@ -52,7 +53,7 @@ def counted(layer: nn.Module, tokens: int, backward: bool) -> float:
 @pytest.mark.parametrize("family", LINEARS)
 def test_match_torch_s_flop_counter_layer_by_layer(family: str) -> None:
     model, tokens = build(family), 10
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     flops = linear_flops(model)
     restore_model(model)
     assert set(flops) == LINEARS[family]
@@ -65,7 +66,7 @@ def test_match_torch_s_flop_counter_layer_by_layer(family: str) -> None:
 
 def test_name_the_layers_in_the_model_s_order_with_all_three_gemms() -> None:
     model = build("llama")
-    names = convert_model(model, SnipConfig())
+    names = convert_model(model, fp4_config())
     flops = linear_flops(model)
     assert list(flops) == names
     gemms = {"forward": 2.0 * 64 * 32, "grad_input": 2.0 * 64 * 32, "grad_weight": 2.0 * 64 * 32}
@@ -74,7 +75,7 @@ def test_name_the_layers_in_the_model_s_order_with_all_three_gemms() -> None:
 
 def test_a_frozen_weight_costs_no_weight_gradient() -> None:
     model = build("llama")
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
     flops = linear_flops(model)
     assert flops["model.layers.0.mlp.up_proj"] == {"forward": 12288.0, "grad_input": 12288.0}
@@ -87,7 +88,7 @@ def test_an_unconverted_model_has_none() -> None:
 
 def test_counting_leaves_no_trace_in_the_model() -> None:
     model = build("llama")
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     before = model(**batch()).loss
     linear_flops(model)
     assert torch.equal(model(**batch()).loss, before)
@@ -104,7 +105,7 @@ def made_up(backend: str, device: torch.device, shape: GemmShape, format: str) -
 
 def frozen_llama() -> Any:
     model = build("llama")
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
     return model
 
@@ -318,7 +319,7 @@ class Loop:
         self.model = tiny_llama(hidden=32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         settings = {**SCHEDULE, "budget": "measured", **config}
-        self.controller = SnipController(self.model, self.optimizer, SnipConfig(**settings), output_dir=folder)
+        self.controller = SnipController(self.model, self.optimizer, fp4_config(**settings), output_dir=folder)
         self.step = 0
 
     def run(self, until: int) -> Loop:
@@ -354,7 +355,7 @@ def test_one_rank_measures_for_all_that_hold_the_same_layers(monkeypatch: pytest
     assert asked == [0]
     assert one == two == three
     model = tiny_llama(hidden=32)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     assert one.measured == measure_cost(model, 48, "emulated", timer=made_up)
 
 

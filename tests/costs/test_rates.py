@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from configs import fp4_config
 
-from snip_hf.config import RATES, SnipConfig
+from snip_hf.config import RATES
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.costs.rates import Rates, linear_times, register_rates, speedup
@@ -57,7 +58,7 @@ def test_a_variant_has_the_rate_of_what_its_name_begins_with() -> None:
 def test_a_table_of_one_s_own_is_a_budget_s() -> None:
     with RATES.restored():
         register_rates(Rates(name="mine", rates={"fp4": 3.0, "fp8": 1.5}, source="measured by me"))
-        config = SnipConfig(target_linear_speedup=2.0, rates="mine")
+        config = fp4_config(target_linear_speedup=2.0, rates="mine")
         assert plan_of("fp4", "fp8", rates=config.rates).linear_speedup() == pytest.approx(4 / (1 / 3 + 3 / 1.5))
 
 

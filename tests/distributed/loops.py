@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from configs import fp4_config
 from devices import accelerator, device
 from safetensors.torch import load_file
 from small import text, tiny_llama
@@ -34,7 +35,7 @@ from snip_hf.training.refresh import Solving
 
 ROWS, LENGTH = 4, 128  # of all ranks together; one tile, so that whole tiles are of one rank
 # FP32, which no other backend computes in.
-CONFIG = SnipConfig(target_fp4_fraction=0.9, probe_tokens=None, backend="emulated", **SCHEDULE)
+CONFIG = fp4_config(target_fp4_fraction=0.9, probe_tokens=None, backend="emulated", **SCHEDULE)
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 

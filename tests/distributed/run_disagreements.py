@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from configs import fp4_config
 from small import text, tiny_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,7 +33,7 @@ from snip_hf.training.refresh import Solving
 BOUND = 3.0
 QUICK: dict[str, Any] = {"solver_time_limit": 2.0, "solver": "greedy", "probe_tokens": None}
 SOLVING = Solving(rank_grace=1.0)
-CONFIG = SnipConfig(first_refresh=2, apply_delay=0, **QUICK)
+CONFIG = fp4_config(first_refresh=2, apply_delay=0, **QUICK)
 
 
 def controller(config: SnipConfig = CONFIG, frozen: str | None = None, **options: Any) -> SnipController:
@@ -60,7 +61,7 @@ def plans(folder: Path) -> SnipController:
     before = os.getcwd()
     os.chdir(own)
     try:
-        return controller(SnipConfig(fixed_plan="plan.json", **QUICK))
+        return controller(fp4_config(fixed_plan="plan.json", **QUICK))
     finally:
         os.chdir(before)
 
@@ -122,7 +123,7 @@ def too_few_batches() -> None:
 
 def without_a_controller() -> None:
     if dist.get_rank() == 0:
-        controller(SnipConfig(**QUICK | {"solver_time_limit": 2.5}))
+        controller(fp4_config(**QUICK | {"solver_time_limit": 2.5}))
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from configs import fp4_config
 from devices import join, on_gpu
 from loops import Loop
 from tiny_runs import SCHEDULE, arguments, data, model_with_dropout
@@ -24,7 +25,7 @@ from snip_hf.training import guard
 EMULATED = {"backend": "emulated"}  # FP32, which no other backend computes in
 OPTIONS: dict[str, Any] = {**SCHEDULE, **EMULATED, "guard_patience": 3}
 guard.WINDOW, guard.SPIKE = 8, 20.0
-RAISING = SnipConfig(guard="raise", **OPTIONS)
+RAISING = fp4_config(guard="raise", **OPTIONS)
 
 
 class Provoke(TrainerCallback):
@@ -59,7 +60,7 @@ def trained(folder: Path, config: SnipConfig, added: dict[int, float], **changes
 
 def norms(folder: Path, wrapper: str) -> list[float]:
     """Returns the gradient norms of three steps as the guard saw them, under DDP or sharded by FSDP2."""
-    config = SnipConfig(policy="bf16", guard="raise", **EMULATED)
+    config = fp4_config(policy="bf16", guard="raise", **EMULATED)
     loop = Loop(folder / f"{wrapper}{dist.get_rank()}", config, wrapper)
     loop.run(3)
     found: list[float] = loop.controller.state_dict()["guard"]["recent"]["gradient norm"]
@@ -69,7 +70,7 @@ def norms(folder: Path, wrapper: str) -> list[float]:
 
 def plain_again(folder: Path) -> dict[str, Any]:
     """Restores a model that FSDP2 shards, and runs it: in the formats, and plain."""
-    loop = Loop(folder / f"plain{dist.get_rank()}", SnipConfig(policy="uniform-fp4", **EMULATED), "fsdp2")
+    loop = Loop(folder / f"plain{dist.get_rank()}", fp4_config(policy="uniform-fp4", **EMULATED), "fsdp2")
     losses = []
     for _ in range(2):
         with torch.no_grad():

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from configs import fp4_config
 from small import text, tiny_llama
 
-from snip_hf import SnipConfig, SnipController
+from snip_hf import SnipController
 from snip_hf.estimation import divergence
 from snip_hf.parallel.ranks import RankError, Ranks
 from snip_hf.planning.solver.process import SolverProcess
@@ -39,7 +40,7 @@ def main() -> None:
     rank = dist.get_rank()
     model = tiny_llama(hidden=32, layers=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = SnipConfig(first_refresh=1, apply_delay=0, solver_time_limit=4.0)
+    config = fp4_config(first_refresh=1, apply_delay=0, solver_time_limit=4.0)
     controller = SnipController(model, optimizer, config, solving=Solving(rank_grace=2.0))
     batch = text(2, 128, rank)
     controller.capture(batch)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from comparing import read_run
+from configs import fp4_config
 from pipeline import Training
 from pipeline_case import CHUNKS, CONFIG, LAST, ROWS, STAGES, STEPS, batch_of
 from torch import Tensor
@@ -50,7 +51,7 @@ def chunk_gradients(training: Training, fmt: str) -> list[Tensor]:
     """Returns chunk -> the gradient that the last layer hands on, of chunks that are all alike; empty elsewhere."""
     parameters = [parameter for part in training.parts for parameter in part.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
-    config = SnipConfig(policy=f"uniform-{fmt}", stages=STAGES)
+    config = fp4_config(policy=f"uniform-{fmt}", stages=STAGES)
     controller = SnipController(training.parts, optimizer, config, pipeline=Pipeline(training.run))
     seen: list[Tensor] = []
     handles = [
@@ -77,7 +78,7 @@ def main() -> None:
         "weights": {name: tensor.clone() for part in training.parts for name, tensor in part.state_dict().items()},
         "model_config": training.parts[0].config.to_dict(),
     }
-    controller, found["losses"], found["in_force"] = train(training, SnipConfig(**CONFIG), folder / "plan", STEPS)
+    controller, found["losses"], found["in_force"] = train(training, fp4_config(**CONFIG), folder / "plan", STEPS)
     found["plan"] = {name: dict(row) for name, row in controller.plan.assignment.items()}
     found["shares"] = controller.plan.stage_fp4_fractions
     found["stages"] = controller.plan.stages
@@ -85,12 +86,12 @@ def main() -> None:
         _, losses, tables = read_run(folder / "plan" / "snip")
         found["probe_loss"], found["table"] = losses[1], tables[1]
     found["chunks"] = {fmt: chunk_gradients(training, fmt) for fmt in ("fp8", "fp4")}
-    controller, *_ = train(training, SnipConfig(**CONFIG, policy="snip-paper"), folder / "noise", 2)
+    controller, *_ = train(training, fp4_config(**CONFIG, policy="snip-paper"), folder / "noise", 2)
     found["noise plan"] = {name: dict(row) for name, row in controller.plan.assignment.items()}
     if dist.get_rank() == 0:
         found["noise table"] = read_run(folder / "noise" / "snip")[2][1]
     # Names of one block, which one process has alone.
-    skipping = SnipConfig(**CONFIG, skip_modules=("model.layers.7.*",), solver_time_limit=5)
+    skipping = fp4_config(**CONFIG, skip_modules=("model.layers.7.*",), solver_time_limit=5)
     try:
         controller, *_ = train(training, skipping, None, 2, Solving(rank_grace=10.0))
         found["skipping"] = list(controller.plan.assignment)

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from configs import fp4_config
 from devices import NCCL, join
 from loops import CONFIG, Loop, plan_of
 from tiny_runs import SCHEDULE, train
 from transformers import TrainerCallback
 
-from snip_hf import SnipCallback, SnipConfig
+from snip_hf import SnipCallback
 from snip_hf.integrations.trainer_loss import find_trainer
 
 STEPS = 8
@@ -28,7 +29,7 @@ SAVES = (3, 5)
 WRAPPERS = {"ddp": ("accelerate", 0.1), "fsdp2": ("accelerate", 0.0), "fsdp2-whole": ("whole", 0.0)}
 # On GPUs: what is saved at the first of the steps -> wrapper, dropout, and further settings of the loop. "hopper" has
 # the backend that "auto" takes for the formats of the preset.
-HOPPER = SnipConfig.preset("hopper", probe_tokens=None, **SCHEDULE)
+HOPPER = fp4_config(probe_tokens=None, **SCHEDULE)
 ON_GPUS: dict[str, tuple[str, float, dict[str, Any]]] = {
     "ddp": ("ddp", 0.1, {"config": CONFIG}),
     "fsdp2": ("fsdp2", 0.0, {"config": CONFIG}),
@@ -72,7 +73,7 @@ class SavesEarly(TrainerCallback):
 def trainers(folder: Path) -> dict[str, Any]:
     """Trains under the Trainer; then the second rank sees another file system, without a `snip_state.json`."""
     config, saving = (
-        SnipConfig(**SCHEDULE),
+        fp4_config(**SCHEDULE),
         {"save_strategy": "steps", "save_steps": 6, "max_steps": 6, "gradient_accumulation_steps": 2},
     )
     first = SnipCallback(config, keep_formats=True)

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from configs import fp4_config
 from small import text, tiny_llama
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from snip_hf import SnipConfig, SnipController
+from snip_hf import SnipController
 from snip_hf.layers.state import snip_linears
 
 
@@ -18,7 +19,7 @@ def unreduced_gradients(fmt: str) -> dict[str, Tensor]:
     """Returns the gradients of the swapped layers on this rank alone, of a batch that all ranks have alike."""
     model = tiny_llama(hidden=32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    controller = SnipController(model, optimizer, SnipConfig(policy=f"uniform-{fmt}"))
+    controller = SnipController(model, optimizer, fp4_config(policy=f"uniform-{fmt}"))
     batch = text(2, 128)
     controller.capture(batch)
     model(**batch).loss.backward()
@@ -34,7 +35,7 @@ def states_under_ddp(order: str) -> dict[str, Any]:
     model: nn.Module = tiny_llama(hidden=32)
     model.register_buffer("marker", torch.full((1,), float(dist.get_rank())))
     bare, optimizer = model, torch.optim.SGD(model.parameters(), lr=0.1)
-    config = SnipConfig(policy="uniform-fp4")
+    config = fp4_config(policy="uniform-fp4")
     if order == "before":
         controller = SnipController(model, optimizer, config)
     model = DistributedDataParallel(model, broadcast_buffers=True)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from comparing import LOSS, WEIGHT, errors, read_run, share_below
+from configs import fp4_config
 from pipeline_case import CHUNKS, CONFIG, STAGES, STEPS, batch_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from snip_hf import SnipConfig, SnipController
+from snip_hf import SnipController
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +25,7 @@ def one(pipeline: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     model.load_state_dict({name: tensor for found in pipeline for name, tensor in found["weights"].items()})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     folder = tmp_path_factory.mktemp("one")
-    controller = SnipController(model, optimizer, SnipConfig(**CONFIG), output_dir=folder)
+    controller = SnipController(model, optimizer, fp4_config(**CONFIG), output_dir=folder)
     losses = []
     for step in range(1, STEPS + 1):
         controller.capture(batch_of(step))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from comparing import read_run
+from configs import fp4_config
 from conv1d_twins import as_conv1d
 from devices import accelerator as accelerator_of
 from devices import device
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from snip_hf import SnipConfig, SnipController
+from snip_hf import SnipController
 from snip_hf.layers.convert import convert_model
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.training.gradients import Clipping
@@ -164,7 +165,7 @@ def _prepared(training: Training, accelerator: Accelerator, folder: Path) -> tup
     model.train().to(device())
     if training.config is None:
         return *accelerator.prepare(model, optimizer), None
-    config = SnipConfig(**training.config)
+    config = fp4_config(**training.config)
     convert_model(model, config)
     model, optimizer = accelerator.prepare(model, optimizer)
     solving = Solving() if training.solves else Solving(start=_no_solver)

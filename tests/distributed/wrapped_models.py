@@ -6,13 +6,14 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from configs import fp4_config
 from small import text, tiny_llama
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from trainings import with_lora
 
-from snip_hf import SnipConfig, convert_model, coverage
+from snip_hf import convert_model, coverage
 
 CASES = ("LoRA", "checkpoint_wrapper", "torch.compile", "tied", "frozen")
 """Adapters; wrappers around each block; a weight that two layers share; a model that trains its linears alone."""
@@ -26,7 +27,7 @@ def counted(case: str, on_ranks: bool) -> dict[str, Any]:
         on_ranks: whether blocks are wrapped as the case says and sharded over the ranks, or neither.
     """
     model: Any = tiny_llama(hidden=32, layers=2)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     layers = model.model.layers
     if case == "LoRA":
         model = with_lora(model)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from small import convert_in_formats, text, tiny_llama, tiny_lm, tokens
 from torch import Tensor, nn
 
-from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.counted import find_counted
 from snip_hf.estimation.divergence import estimate_divergence
@@ -39,7 +39,7 @@ def frozen_lm(*trained: str) -> nn.Module:
 
 def converted_copy(model: nn.Module) -> nn.Module:
     converted = copy.deepcopy(model)
-    convert_in_formats(converted, SnipConfig(start_format="bf16"))
+    convert_in_formats(converted, fp4_config(start_format="bf16"))
     return converted
 
 
@@ -137,7 +137,7 @@ def test_measured_is_the_change_of_the_next_updates_relative_to_them() -> None:
     for layer in LAYERS:
         for fmt in ("fp8", "fp4"):
             layers[layer].set_formats(dict.fromkeys(GEMMS, fmt))
-            set_step(layers, SnipConfig().seed, 0, 0)
+            set_step(layers, fp4_config().seed, 0, 0)
             after = updates()
             layers[layer].set_formats(dict.fromkeys(GEMMS, "bf16"))
             distance = sum(float(((after[n] - before[n]).norm() / before[n].norm()) ** 2) for n in names)
@@ -184,7 +184,7 @@ def test_under_lora_it_is_right_to_a_ninth_for_the_typical_layer() -> None:
             truth = weight_divergences(measure_divergence(model, batch, optimizer, draws=8, gemms=("layer",)))
             assert len(truth) == 14 * 2
             for draw in range(5):
-                config = SnipConfig(probes=4, probe_tokens=None, probe_batch_tokens=None, seed=draw)
+                config = fp4_config(probes=4, probe_tokens=None, probe_batch_tokens=None, seed=draw)
                 found = weight_divergences(estimate_divergence(model, batch, optimizer, config))
                 for key, value in truth.items():
                     errors[key[2]].setdefault(draw, []).append(abs(found[key] / value - 1))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from families import (
     CHOSEN,
     EXPERTS,
@@ -28,7 +29,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from snip_hf import SnipConfig, convert_model, coverage, is_probing, restore_model
+from snip_hf import convert_model, coverage, is_probing, restore_model
 from snip_hf.estimation.coverage import Coverage, Uncovered, count_pass
 from snip_hf.estimation.weight_flops import FlopsByWeight
 
@@ -113,7 +114,7 @@ def test_the_flops_of_every_kind_of_weight_are_those_counted_by_hand(family: str
 def test_a_weight_that_is_used_without_a_call_of_its_layer_is_listed_and_sees_no_tokens(converts: bool) -> None:
     model = build("jamba")
     if converts:
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
     counted = count_pass(model, text(), None)
     (left,) = [one for one in counted.coverage.uncovered if one.kind == "Linear"]
     reason = "the model multiplies with its weight without a call of the layer"
@@ -151,7 +152,7 @@ def test_experts_count_alike_however_they_are_run(implementation: str, dtype: to
     model.set_experts_implementation(implementation)
     expected = sum(map(flops, BY_HAND["mixtral"]))
     assert coverage(model, text()).flops == expected
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     assert coverage(model, text()).flops == expected
 
 
@@ -161,7 +162,7 @@ def test_idle_experts_cost_nothing_and_busy_ones_their_tokens() -> None:
     before = coverage(model, text())
     send_all_tokens_to(model, (1, 3))
     assert coverage(model, text()) == before
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     assert coverage(model, text()) == before
     pairs = TOKENS * CHOSEN
     tokens = count_pass(model, text()).tokens
@@ -177,7 +178,7 @@ def test_idle_experts_cost_nothing_and_busy_ones_their_tokens() -> None:
         return experts[0](x[:4])
 
     sparse = Model(experts, first_alone)
-    convert_model(sparse, SnipConfig())
+    convert_model(sparse, fp4_config())
     counted = count_pass(sparse, {"x": torch.ones(6, 8, requires_grad=True)})
     assert counted.tokens == {"layers.0.up": 6, "layers.0.other.0": 4, "layers.0.other.1": 0}
     assert counted.coverage.flops == flops(64, 6) + flops(64, 4)
@@ -186,7 +187,7 @@ def test_idle_experts_cost_nothing_and_busy_ones_their_tokens() -> None:
 def test_a_layer_that_is_called_twice_counts_twice() -> None:
     model = Model(nn.Linear(8, 8, bias=False), lambda linear, x: linear(linear(x)))
     assert coverage(model, {"x": torch.ones(6, 8, requires_grad=True)}).flops == flops(64, 6) + 2 * flops(64, 6)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     assert count_pass(model, {"x": torch.ones(6, 8, requires_grad=True)}).tokens == {
         "layers.0.up": 6,
         "layers.0.other": 12,
@@ -197,7 +198,7 @@ def test_layers_that_share_a_weight_each_see_their_own_tokens() -> None:
     model = Model(nn.Linear(8, 8, bias=False), lambda linear, x: linear(x[:2]))
     model.layers[0].other.weight = model.layers[0].up.weight
     assert coverage(model, {"x": torch.ones(6, 8, requires_grad=True)}).flops == flops(64, 8)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     assert count_pass(model, {"x": torch.ones(6, 8, requires_grad=True)}).tokens == {
         "layers.0.up": 6,
         "layers.0.other": 2,
@@ -328,7 +329,7 @@ def test_a_linear_whose_weight_is_a_buffer_is_covered_unless_it_is_left_out() ->
     linear.register_buffer("weight", weight)
     batch = {"x": torch.ones(6, 8, requires_grad=True)}
     assert coverage(model, batch).covered == flops(64, 6) * 5 / 3
-    found = coverage(model, batch, SnipConfig(skip_modules=("*.other",)))
+    found = coverage(model, batch, fp4_config(skip_modules=("*.other",)))
     assert found.uncovered == [Uncovered("layers.*.other", "Linear", 2 / 5, "skip_modules")]
 
 
@@ -360,7 +361,7 @@ def test_a_model_counts_alike_in_every_combination_of_dtypes(
     for converts in (False, True):
         model = casts(family, dtype, other, which)
         if converts:
-            convert_model(model, SnipConfig())
+            convert_model(model, fp4_config())
         found = count_pass(model, text(), autocast=autocast).coverage
         linears, experts, routers, uncalled = map(flops, BY_HAND[family])
         assert (found.flops, found.covered) == (linears + experts + routers + uncalled, linears + experts)
@@ -415,7 +416,7 @@ def test_a_tied_head_is_aside() -> None:
 def test_a_converted_model_has_the_coverage_of_the_plain_one(family: str) -> None:
     model = build(family)
     before = coverage(model, text())
-    convert_in_formats(model, SnipConfig(start_format="fp8"))
+    convert_in_formats(model, fp4_config(start_format="fp8"))
     assert coverage(model, text()) == before
     restore_model(model)
     assert coverage(model, text()) == before
@@ -423,7 +424,7 @@ def test_a_converted_model_has_the_coverage_of_the_plain_one(family: str) -> Non
 
 def test_what_is_swapped_decides_unless_a_config_is_given() -> None:
     model = build("llama")
-    skipping = SnipConfig(skip_modules=("*.down_proj",))
+    skipping = fp4_config(skip_modules=("*.down_proj",))
     expected = coverage(model, text(), skipping)
     assert expected.uncovered == [
         Uncovered("model.layers.*.mlp.down_proj", "Linear", 6144 / 30720, "skip_modules"),
@@ -432,7 +433,7 @@ def test_what_is_swapped_decides_unless_a_config_is_given() -> None:
     assert [(one.name, one.reason) for one in coverage(model, text()).uncovered] == [
         ("model.layers.*.mlp.down_proj", "not swapped")
     ]
-    assert coverage(model, text(), SnipConfig()).share == 1.0
+    assert coverage(model, text(), fp4_config()).share == 1.0
 
 
 def test_the_pass_leaves_no_trace() -> None:
@@ -533,7 +534,7 @@ def recompute(model: Any, reentrant: bool) -> None:
 
 def idle(model: nn.Module) -> set[str]:
     """The layers whose grad_input does not run, after a check that all layers saw all tokens."""
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     counted = count_pass(model, text(), None)
     assert set(counted.tokens.values()) == {TOKENS} and set(counted.returned.values()) <= {0, TOKENS}
     return {name for name, tokens in counted.returned.items() if not tokens}
@@ -569,7 +570,7 @@ def test_no_gradient_flows_through_frozen_lower_blocks() -> None:
 
 def test_grad_inputs_of_experts_in_frozen_blocks_do_not_run_nor_do_those_of_routers() -> None:
     model = freeze(build("mixtral"), f"{BLOCK}.1.mlp.experts", "lm_head")
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     counted = count_pass(model, text(), None)
     down = f"{BLOCK}.1.mlp.experts.down_proj"
     assert {name for name, tokens in counted.returned.items() if tokens} == {down}
@@ -620,7 +621,7 @@ def test_as_many_grad_inputs_run_in_training_as_are_counted(
     [
         (torch.zeros(1, 4).long(), None, TypeError, r"batch is a Tensor; expected the keyword arguments"),
         ({"input_ids": torch.zeros(1, 4).long()}, {"policy": "snip"}, TypeError, "config is a dict; expected a SnipC"),
-        ({}, SnipConfig(skip_modules=("*.qproj",)), ValueError, r"skip_modules: '\*\.qproj' matches no linear layer"),
+        ({}, fp4_config(skip_modules=("*.qproj",)), ValueError, r"skip_modules: '\*\.qproj' matches no linear layer"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(batch: Any, config: Any, error: type[Exception], message: str) -> None:
@@ -630,7 +631,7 @@ def test_what_cannot_be_counted_is_refused(batch: Any, config: Any, error: type[
 
 def test_a_model_of_which_nothing_can_be_swapped_is_counted() -> None:
     batch = {"input_ids": torch.zeros(1, TOKENS, dtype=torch.long)}
-    found = coverage(tiny_llama(), batch, SnipConfig(skip_modules=("*",)))
+    found = coverage(tiny_llama(), batch, fp4_config(skip_modules=("*",)))
     assert found.share == 0.0
     assert found.uncovered
 
@@ -638,4 +639,4 @@ def test_a_model_of_which_nothing_can_be_swapped_is_counted() -> None:
 def test_a_misspelt_name_is_refused_where_nothing_can_be_swapped() -> None:
     model = nn.ModuleDict({"embedding": nn.Embedding(8, 8)})
     with pytest.raises(ValueError, match="'mlp' matches no linear layer; the model has none"):
-        coverage(model, {}, SnipConfig(skip_modules=("mlp",)))
+        coverage(model, {}, fp4_config(skip_modules=("mlp",)))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from configs import fp4_config
 from rounded import fake_quantize
 from scipy.stats import entropy
 from slow_cases import slow_but
@@ -18,7 +19,7 @@ from small import adamw_after, text, tiny_llama, tiny_lm, tokens
 from sums_of_layer import LayerSums
 from torch import Tensor, nn
 
-from snip_hf.config import POLICIES, SnipConfig
+from snip_hf.config import POLICIES
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.criterion import LayerCriterion
 from snip_hf.estimation.divergence import divergences_at, estimate_divergence
@@ -72,7 +73,7 @@ def only_forward(value: float) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------------- fisher
 
 
-@pytest.mark.parametrize("fmt", SnipConfig().formats[::-1])
+@pytest.mark.parametrize("fmt", fp4_config().formats[::-1])
 @pytest.mark.parametrize("energies", [None, (7.0, 2.0)])
 def test_fisher_is_the_labels_times_the_sum_of_squared_gradients_times_squared_errors(fmt: str, energies: Any) -> None:
     sample = a_sample(energies=energies)
@@ -94,7 +95,7 @@ def test_fisher_is_the_labels_times_the_sum_of_squared_gradients_times_squared_e
 # --------------------------------------------------------------------------------------------------------------- greedy
 
 
-@pytest.mark.parametrize("fmt", SnipConfig().formats[::-1])
+@pytest.mark.parametrize("fmt", fp4_config().formats[::-1])
 def test_greedy_is_the_sum_of_what_every_element_s_rounding_can_move_the_loss(fmt: str) -> None:
     sample = a_sample()
     x, g, w = (one.double().numpy() for one in (sample.x, sample.grad_output, a_weight()))
@@ -110,7 +111,7 @@ def test_greedy_is_the_sum_of_what_every_element_s_rounding_can_move_the_loss(fm
 def test_greedy_takes_the_gradient_of_the_probed_micro_batch() -> None:
     """Against autograd; all tokens are sampled."""
     model, inputs = tiny_lm(), tokens(rows=4, length=32)
-    table = estimate_divergence(model, inputs, config=SnipConfig(policy="greedy", probe_tokens=None))
+    table = estimate_divergence(model, inputs, config=fp4_config(policy="greedy", probe_tokens=None))
     model(**inputs)["loss"].backward()
     for row in table.rows:
         if row.gemm == "forward":
@@ -132,7 +133,7 @@ def kl_of(values: Tensor, after: np.ndarray) -> float:
     return float(entropy(p, q))
 
 
-@pytest.mark.parametrize("fmt", SnipConfig().formats[::-1])
+@pytest.mark.parametrize("fmt", fp4_config().formats[::-1])
 def test_kl_is_that_of_scipy_on_numpy_s_histograms_of_the_operands(fmt: str) -> None:
     sample, w = a_sample(), a_weight()
     x, g = sample.x, sample.grad_output
@@ -148,7 +149,7 @@ def test_kl_is_that_of_scipy_on_numpy_s_histograms_of_the_operands(fmt: str) -> 
 
 
 def test_kl_is_larger_in_fp4_than_in_fp8_and_0_where_rounding_changes_nothing() -> None:
-    fp8, fp4 = (rows_of("kl", fmt, a_sample()) for fmt in SnipConfig().formats[::-1])
+    fp8, fp4 = (rows_of("kl", fmt, a_sample()) for fmt in fp4_config().formats[::-1])
     assert all(fp4[row] > fp8[row] for row in ROWS)
     x, g = torch.zeros(4, 12), torch.zeros(4, 9)
     assert KL(LayerSums(LayerSample(4, x, g), torch.zeros(9, 12), None, 1)).rows("fp4").read() == (
@@ -192,7 +193,7 @@ def estimated_traces(
 ) -> dict[str, list[float]]:
     """Layer -> seed -> the mean over its probes."""
     model = copy.deepcopy(model)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     layers = snip_linears(model)
     found: dict[str, list[float]] = {name: [] for name in layers}
     for seed in range(seeds):
@@ -241,7 +242,7 @@ def test_a_trace_is_the_mean_of_products_and_stands_for_all_tokens_by_their_numb
         hessian_trace("up", replace(sample, x_dot=sample.x_dot[1:]), directions)
 
 
-@pytest.mark.parametrize("fmt", SnipConfig().formats[::-1])
+@pytest.mark.parametrize("fmt", fp4_config().formats[::-1])
 def test_hessian_trace_is_the_mean_eigenvalue_times_the_weight_s_squared_error(fmt: str) -> None:
     w = a_weight().double().numpy()
     square = float(((rounded(a_weight(), fmt, SQUARE_TILE) - w) ** 2).sum())
@@ -252,7 +253,7 @@ def test_hessian_trace_is_the_mean_eigenvalue_times_the_weight_s_squared_error(f
 
 def test_a_table_has_the_mean_over_its_probes_and_no_derivative_by_the_optimizer() -> None:
     model, inputs = tiny_lm(), tokens(rows=8, length=16)
-    config = SnipConfig(policy="hessian-trace", probes=4, seed=2, probe_tokens=None)
+    config = fp4_config(policy="hessian-trace", probes=4, seed=2, probe_tokens=None)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name != "layers.0.down.weight")  # a weight that is not trained has a Hessian too
     table = estimate_divergence(model, inputs, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
@@ -286,8 +287,8 @@ def estimated_traces_at(model: nn.Module, inputs: dict[str, Tensor], seed: int, 
 def table_at(policy: str, inputs: dict[str, Tensor], kept: int | None = None, seed: int = 0) -> DivergenceTable:
     model = tiny_llama(hidden=32, layers=1)
     adamw_after(model, steps=4)
-    convert_model(model, SnipConfig())
-    config = SnipConfig(policy=policy, probe_tokens=kept, seed=seed)
+    convert_model(model, fp4_config())
+    config = fp4_config(policy=policy, probe_tokens=kept, seed=seed)
     batch = Batch.of(inputs)
     part = batch.part(None if kept else batch.tokens // 2)
     return divergences_at(model, part, OptimizerStep({}, {}), config)
@@ -304,8 +305,8 @@ def test_half_of_a_micro_batch_stands_for_a_whole_whose_other_half_is_the_same(p
     part = table_at(policy, twice)
     model = tiny_llama(hidden=32, layers=1)
     adamw_after(model, steps=4)
-    convert_model(model, SnipConfig())
-    config = SnipConfig(policy=policy, probe_tokens=None)
+    convert_model(model, fp4_config())
+    config = fp4_config(policy=policy, probe_tokens=None)
     whole = divergences_at(model, Batch.of(twice), OptimizerStep({}, {}), config)
     largest = max(row.criterion or 0.0 for row in whole.rows)
     assert largest > 0
@@ -330,5 +331,5 @@ def test_a_sample_of_tokens_stands_for_all(policy: str) -> None:
 
 def test_other_policies_have_no_criterion() -> None:
     for policy in ("snip", "min-abs-err"):
-        table = estimate_divergence(tiny_lm(), tokens(), config=SnipConfig(policy=policy, probe_tokens=None))
+        table = estimate_divergence(tiny_lm(), tokens(), config=fp4_config(policy=policy, probe_tokens=None))
         assert {row.criterion for row in table.rows} == {None}

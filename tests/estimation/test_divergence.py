@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from slow_cases import slow
 from small import adamw_after, text, tiny_llama, tiny_lm, tiny_phi, tokens, trained_tiny_lm
 from sums_of_layer import LayerSums
@@ -76,7 +77,7 @@ def ratios_to_truth(
     truth = weight_divergences(measure_divergence(model, batch, optimizer, draws=8, gemms=(LAYER,)))
     assert len(truth) == 14 * 2
     for seed in SEEDS:
-        config = SnipConfig(probe_tokens=None, probe_batch_tokens=None, seed=seed)
+        config = fp4_config(probe_tokens=None, probe_batch_tokens=None, seed=seed)
         estimate = weight_divergences(estimate_divergence(model, batch, optimizer, config))
         for key, value in truth.items():
             ratios[key[2]][seed].append(estimate[key] / value)
@@ -85,7 +86,7 @@ def ratios_to_truth(
 @pytest.mark.slow
 def test_the_weight_divergence_of_a_trained_llama_is_right_to_a_fifteenth_for_the_typical_layer() -> None:
     """Over 3 models and 2 batches of 384 tokens each: single seeds lie between 0.049 and 0.071."""
-    ratios: dict[str, list[list[float]]] = {fmt: [[] for _ in SEEDS] for fmt in SnipConfig().formats[::-1]}
+    ratios: dict[str, list[list[float]]] = {fmt: [[] for _ in SEEDS] for fmt in fp4_config().formats[::-1]}
     for seed in range(3):
         model = tiny_llama(seed=seed)
         optimizer = adamw_after(model, steps=60)
@@ -105,7 +106,7 @@ def test_on_bytes_the_second_linear_of_an_mlp_is_not_low() -> None:
     found, truth = [], []
     for index in range(4):
         batch = text(4, 128, 100 + index)
-        config = SnipConfig(probe_tokens=None, probe_batch_tokens=None, seed=index)
+        config = fp4_config(probe_tokens=None, probe_batch_tokens=None, seed=index)
         estimate = estimate_divergence(model, batch, optimizer, config)
         found.append(weight_divergences(estimate)[name, "forward", "fp4"] ** 2)
         measured = measure_divergence(model, batch, optimizer, config, draws=1, gemms=("forward",))
@@ -135,7 +136,7 @@ def test_under_other_optimizers_it_is_right_to_a_tenth(kind: str) -> None:
         for one in (optimizer, others):
             one.step()
             one.zero_grad()
-    ratios: dict[str, list[list[float]]] = {fmt: [[] for _ in SEEDS] for fmt in SnipConfig().formats[::-1]}
+    ratios: dict[str, list[list[float]]] = {fmt: [[] for _ in SEEDS] for fmt in fp4_config().formats[::-1]}
     for index in (60, 61):
         ratios_to_truth(model, optimizer, text(4, 96, index), ratios)
     assert_near_the_truth(ratios, 0.1, shift=0.1)
@@ -194,13 +195,13 @@ def test_no_kink_of_relu_is_taken_for_curvature(family: str) -> None:
     Trained models differ by processor; of 3 of them, chance alone may move a median error by a third.
     """
     build, *most = RELU_FAMILIES[family]
-    ratios: dict[str, list[float]] = {fmt: [] for fmt in SnipConfig().formats[::-1]}
+    ratios: dict[str, list[float]] = {fmt: [] for fmt in fp4_config().formats[::-1]}
     for index in range(6):
         model = build(index)
         optimizer, batch = adamw_after(model, steps=60), text(4, 96, 60)
         truth = weight_divergences(measure_divergence(model, batch, optimizer, draws=4, gemms=(LAYER,)))
         for seed in range(2):
-            config = SnipConfig(probe_tokens=None, probe_batch_tokens=None, seed=seed)
+            config = fp4_config(probe_tokens=None, probe_batch_tokens=None, seed=seed)
             estimate = weight_divergences(estimate_divergence(model, batch, optimizer, config))
             for key, value in truth.items():
                 ratios[key[2]].append(estimate[key] / value)
@@ -228,7 +229,7 @@ def test_the_grad_weight_part_is_exact(rule: str) -> None:
     elif rule != "adamw":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3) if rule == "sgd" else None
     # Both start from the gradient in high precision.
-    config = SnipConfig(start_format="bf16", probe_tokens=None)
+    config = fp4_config(start_format="bf16", probe_tokens=None)
     truth = weight_divergences(measure_divergence(model, tokens(), optimizer, config, gemms=("grad_weight",)))
     estimate = weight_divergences(estimate_divergence(model, tokens(), optimizer, config))
     for layer in LAYERS:
@@ -243,7 +244,7 @@ def test_the_grad_weight_part_in_fp4_has_the_same_mean_square_over_draws() -> No
     truth = weight_divergences(measure_divergence(model, batch, draws=draws, gemms=("grad_weight",)))
     squares = dict.fromkeys(LAYERS, 0.0)
     for seed in range(draws):
-        found = weight_divergences(estimate_divergence(model, batch, config=SnipConfig(seed=seed, probe_tokens=None)))
+        found = weight_divergences(estimate_divergence(model, batch, config=fp4_config(seed=seed, probe_tokens=None)))
         for layer in LAYERS:
             squares[layer] += found[layer, "grad_weight", "fp4"] ** 2 / draws
     for layer, square in squares.items():
@@ -289,12 +290,12 @@ def with_probe(
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        (SnipConfig(probe_tokens=None), {}),
-        (SnipConfig(probe_tokens=None, probes=3, seed=4), {"step": 7}),
-        (SnipConfig(probe_tokens=128, loss_estimator="saliency"), {"step": 2}),
-        (SnipConfig(probe_tokens=None), {"micro_batches": 4}),
+        (fp4_config(probe_tokens=None), {}),
+        (fp4_config(probe_tokens=None, probes=3, seed=4), {"step": 7}),
+        (fp4_config(probe_tokens=128, loss_estimator="saliency"), {"step": 2}),
+        (fp4_config(probe_tokens=None), {"micro_batches": 4}),
         (
-            SnipConfig(probe_tokens=128, probes=2, loss_estimator="token-fisher"),
+            fp4_config(probe_tokens=128, probes=2, loss_estimator="token-fisher"),
             {"micro_batches": 8, "clip_factor": 0.25},
         ),
     ],
@@ -307,12 +308,12 @@ def test_rows_are_the_sums_of_the_layers_under_the_optimizer_s_derivative(
     scale, step = options.get("clip_factor", 1.0), options.get("step", 0)
     rows = {(row.layer, row.gemm, row.format): row for row in table.rows}
     assert len(rows) == len(table.rows)
-    assert set(rows) == {(layer, gemm, fmt) for layer in LAYERS for fmt in SnipConfig().formats[::-1] for gemm in ROWS}
+    assert set(rows) == {(layer, gemm, fmt) for layer in LAYERS for fmt in fp4_config().formats[::-1] for gemm in ROWS}
     assert table.loss == pytest.approx(probe.loss, rel=1e-5)
     for layer in LAYERS:
         # Keyed by the layer's name; operands 3 and 4, after those of the training step's three GEMMs.
         keys = tuple(stream_key(config.seed, step, 0, zlib.crc32(layer.encode()), operand) for operand in (3, 4))
-        for fmt in SnipConfig().formats[::-1]:
+        for fmt in fp4_config().formats[::-1]:
             squares, errors = terms[layer].weight_divergences(fmt, keys), terms[layer].errors(fmt)
             loss = terms[layer].loss_divergence(fmt, config.loss_estimator) / probe.loss
             largest = max(square.step for square in squares.values())
@@ -364,7 +365,7 @@ class Mixing:
 
 
 def test_directions_are_pulled_back_and_errors_pushed_forward() -> None:
-    model, config, inputs = tiny_lm(), SnipConfig(probe_tokens=None), tokens(rows=2, length=60)
+    model, config, inputs = tiny_lm(), fp4_config(probe_tokens=None), tokens(rows=2, length=60)
     convert_model(model, config)
     weights = {name: layer.weight.detach() for name, layer in snip_linears(model).items()}
     gradients = {name: torch.full(weight.shape, 2.0) for name, weight in weights.items()}
@@ -392,7 +393,7 @@ def test_leaving_out_a_layer_does_not_change_another_s_random_rounding(seed: int
     model = tiny_lm()
 
     def found(skipped: tuple[str, ...], seed: int) -> Values:
-        config = SnipConfig(skip_modules=skipped, seed=seed, probe_tokens=None)
+        config = fp4_config(skip_modules=skipped, seed=seed, probe_tokens=None)
         return weight_divergences(estimate_divergence(model, tokens(rows=4, length=32), None, config))
 
     whole, part, other = found((), seed), found(("layers.0.up", "layers.0.down"), seed), found((), seed + 7)
@@ -408,9 +409,9 @@ def test_a_sample_of_the_tokens_gives_nearly_the_weight_divergences_of_all() -> 
     batch = tokens(rows=24, length=128)
     ratios: dict[str, list[float]] = {gemm: [] for gemm in ROWS}
     for seed in range(4):  # which decides the direction too
-        config = SnipConfig(probe_tokens=None, seed=seed)
+        config = fp4_config(probe_tokens=None, seed=seed)
         whole = weight_divergences(estimate_divergence(model, batch, optimizer, config))
-        config = SnipConfig(probe_tokens=512, seed=seed)
+        config = fp4_config(probe_tokens=512, seed=seed)
         found = weight_divergences(estimate_divergence(model, batch, optimizer, config))
         for key, value in whole.items():
             if value > 0:
@@ -429,7 +430,7 @@ def test_some_sequences_give_nearly_the_divergences_of_the_whole_micro_batch() -
     for seed in range(4):
         whole, part = (
             estimate_divergence(
-                model, batch, optimizer, SnipConfig(probe_tokens=None, probe_batch_tokens=count, seed=seed)
+                model, batch, optimizer, fp4_config(probe_tokens=None, probe_batch_tokens=count, seed=seed)
             )
             for count in (None, 1024)
         )
@@ -480,12 +481,12 @@ def over_ranks(
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        (SnipConfig(probe_tokens=None, probes=2), {}),
-        (SnipConfig(probe_tokens=512, loss_estimator="token-fisher"), {"micro_batches": 4, "clip_factor": 0.25}),
-        (SnipConfig(probe_tokens=256, probe_batch_tokens=512), {"clip_factor": 0.5}),
-        (SnipConfig(probe_tokens=512, loss_estimator="saliency"), {"probes": 0}),
-        (SnipConfig(policy=CRITERIA[0], probe_tokens=512, probes=2), {}),
-        *(slow(SnipConfig(policy=policy, probe_tokens=512, probes=2), {}) for policy in CRITERIA[1:]),
+        (fp4_config(probe_tokens=None, probes=2), {}),
+        (fp4_config(probe_tokens=512, loss_estimator="token-fisher"), {"micro_batches": 4, "clip_factor": 0.25}),
+        (fp4_config(probe_tokens=256, probe_batch_tokens=512), {"clip_factor": 0.5}),
+        (fp4_config(probe_tokens=512, loss_estimator="saliency"), {"probes": 0}),
+        (fp4_config(policy=CRITERIA[0], probe_tokens=512, probes=2), {}),
+        *(slow(fp4_config(policy=policy, probe_tokens=512, probes=2), {}) for policy in CRITERIA[1:]),
     ],
 )
 def test_ranks_that_share_a_micro_batch_have_together_the_table_of_one_process(
@@ -498,7 +499,7 @@ def test_ranks_that_share_a_micro_batch_have_together_the_table_of_one_process(
     tables = over_ranks(size, config, inputs, **options)
     assert all(table == tables[0] for table in tables)
     assert tables[0].loss == pytest.approx(one.loss, rel=1e-6)
-    assert len(one.rows) == 7 * len(ROWS) * len(SnipConfig().formats[::-1])
+    assert len(one.rows) == 7 * len(ROWS) * len(fp4_config().formats[::-1])
     for found, wanted in zip(tables[0].rows, one.rows, strict=True):
         key = (found.layer, found.gemm, found.format)
         assert key == (wanted.layer, wanted.gemm, wanted.format)
@@ -520,14 +521,14 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_refused_by_all() -> None:
     inputs["labels"] = inputs["labels"].clone()
     inputs["labels"][2:] = -100
     model = tiny_llama(hidden=32, layers=1)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
 
     def work(ranks: Ranks) -> str:
         part = {name: value[2 * ranks.rank : 2 * ranks.rank + 2] for name, value in inputs.items()}
         processes = Processes(data=ranks, everyone=ranks)
         with pytest.raises(ValueError) as error:
             divergences_at(
-                copy.deepcopy(model), Batch.of(part), OptimizerStep({}, {}), SnipConfig(), processes=processes
+                copy.deepcopy(model), Batch.of(part), OptimizerStep({}, {}), fp4_config(), processes=processes
             )
         return str(error.value)
 
@@ -539,14 +540,14 @@ def test_a_pass_that_fails_on_one_rank_is_known_to_all_where_other_parameters_mo
     inputs = text(4, 32)
     inputs["input_ids"][3, 0] = 10_000  # no such token, on rank 1
     model = tiny_llama(hidden=32, layers=1)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     others = {"model.embed_tokens.weight": torch.ones_like(model.model.embed_tokens.weight)}
 
     def work(ranks: Ranks) -> str:
         part = {name: value[2 * ranks.rank : 2 * ranks.rank + 2] for name, value in inputs.items()}
         processes, step = Processes(data=ranks, everyone=ranks), OptimizerStep({}, {}, others=others)
         with pytest.raises((ValueError, IndexError)) as error:
-            divergences_at(copy.deepcopy(model), Batch.of(part), step, SnipConfig(), processes=processes)
+            divergences_at(copy.deepcopy(model), Batch.of(part), step, fp4_config(), processes=processes)
         return f"{type(error.value).__name__}: {error.value}"
 
     first, second = on_ranks(2, work)
@@ -557,7 +558,7 @@ def test_a_pass_that_fails_on_one_rank_is_known_to_all_where_other_parameters_mo
 
 
 def test_clipping_scales_the_weight_divergence_and_leaves_the_loss_alone() -> None:
-    inputs, config = tokens(rows=2, length=60), SnipConfig()
+    inputs, config = tokens(rows=2, length=60), fp4_config()
     plain, clipped = (with_probe(inputs, config, clip_factor=scale)[0] for scale in (1.0, 0.3))
     assert any(row.weight_bias for row in plain.rows)
     for a, b in zip(plain.rows, clipped.rows, strict=True):
@@ -568,7 +569,7 @@ def test_clipping_scales_the_weight_divergence_and_leaves_the_loss_alone() -> No
 
 def test_no_optimizer_means_sgd_with_learning_rate_1_and_sgd_is_linear_in_it() -> None:
     model, inputs = tiny_lm(), tokens()
-    config = SnipConfig(probe_tokens=None)
+    config = fp4_config(probe_tokens=None)
     without = estimate_divergence(model, inputs, None, config)
     assert without == estimate_divergence(model, inputs, torch.optim.SGD(model.parameters(), lr=1.0), config)
     half = estimate_divergence(model, inputs, torch.optim.SGD(model.parameters(), lr=0.5), config)
@@ -582,7 +583,7 @@ def test_a_frozen_layer_has_no_grad_weight_row_and_its_errors_reach_the_others_u
     model, inputs = tiny_lm(), tokens()
     model.layers[1].down.weight.requires_grad_(False)
     rows = {(row.layer, row.gemm, row.format): row for row in ask(model, inputs).rows}
-    for fmt in SnipConfig().formats[::-1]:
+    for fmt in fp4_config().formats[::-1]:
         assert ("layers.1.down", "grad_weight", fmt) not in rows
         assert rows["layers.1.down", "layer", fmt].flops == 2 * rows["layers.1.down", "forward", fmt].flops
         assert rows["layers.1.down", "forward", fmt].weight_divergence > 0
@@ -601,7 +602,7 @@ def test_a_layer_that_takes_no_part_does_no_damage() -> None:
 
 
 def test_skipped_layers_have_no_rows() -> None:
-    config = SnipConfig(skip_modules=("*.up",), probe_tokens=None)
+    config = fp4_config(skip_modules=("*.up",), probe_tokens=None)
     for ask in (estimate_divergence, measure_divergence):
         table = ask(tiny_lm(), tokens(), config=config)
         assert {row.layer for row in table.rows} == {"layers.0.down", "layers.1.down"}
@@ -627,7 +628,7 @@ def test_estimate_and_measure_give_the_same_rows_with_the_flops_of_what_is_quant
         (layer, name, fmt): 3 * gemm if name == "layer" else gemm
         for layer in LAYERS
         for name in ROWS
-        for fmt in SnipConfig().formats[::-1]
+        for fmt in fp4_config().formats[::-1]
     }
 
 
@@ -649,7 +650,7 @@ def test_records_are_plain_data_and_totals_add_up_the_layers() -> None:
     }
     assert {record.pop("criterion") for record in records} == {None}
     assert all(type(value) in (str, float) for record in records for value in record.values())
-    for fmt in SnipConfig().formats[::-1]:
+    for fmt in fp4_config().formats[::-1]:
         chosen = [record for record in records if record["gemm"] == "layer" and record["format"] == fmt]
         assert len(chosen) == 4
         assert table.totals(fmt) == {
@@ -660,7 +661,7 @@ def test_records_are_plain_data_and_totals_add_up_the_layers() -> None:
 
 def test_the_same_seed_gives_the_same_table_and_another_seed_another() -> None:
     model, inputs = tiny_lm(), tokens()
-    tables = [estimate_divergence(model, inputs, config=SnipConfig(seed=seed)) for seed in (0, 0, 1)]
+    tables = [estimate_divergence(model, inputs, config=fp4_config(seed=seed)) for seed in (0, 0, 1)]
     assert tables[0] == tables[1]
     assert weight_divergences(tables[0]) != weight_divergences(tables[2])
     assert loss_divergences(tables[0]) == pytest.approx(loss_divergences(tables[2]), rel=0.02)
@@ -705,7 +706,7 @@ def test_a_converted_model_keeps_its_formats_and_an_unconverted_one_its_class(as
     ask(model, inputs)
     assert {type(module) for name, module in model.named_modules() if name in LAYERS} == {nn.Linear}
     assert list(model.state_dict()) == keys
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     formats = {"forward": "fp4", "grad_input": "bf16", "grad_weight": "fp8"}
     layers = snip_linears(model)
     layers["layers.0.down"].set_formats(formats)

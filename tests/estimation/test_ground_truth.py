@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from small import convert_in_formats, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
 from torch import Tensor, nn
 
-from snip_hf.config import SnipConfig
 from snip_hf.estimation.ground_truth import measure_assignment, measure_divergence, measure_loss
 from snip_hf.estimation.table import ROWS
 from snip_hf.layers.state import set_step, snip_linears
@@ -57,7 +57,7 @@ class RealModel:
     ) -> None:
         self.model, self.optimizer, self.inputs, self.seed = model, optimizer, inputs, seed
         self.worker = copy.deepcopy(model)
-        convert_in_formats(self.worker, SnipConfig(start_format="bf16"))
+        convert_in_formats(self.worker, fp4_config(start_format="bf16"))
         self.loss, gradients = self.run({}, 0)
         self.base = next_weights(model, optimizer, gradients)
 
@@ -106,12 +106,12 @@ def trained(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_measured_is_what_the_next_steps_of_copies_really_differ_by(gemm: str, kind: str) -> None:
     model, optimizer = trained(kind)
     inputs, draws = tokens(seed=9), 2
-    config = SnipConfig(start_format="bf16", seed=5)
+    config = fp4_config(start_format="bf16", seed=5)
     table = measure_divergence(model, inputs, optimizer, config, draws=draws, gemms=(gemm,))
     real = RealModel(model, optimizer, inputs, config.seed)
     assert table.loss == pytest.approx(real.loss, rel=1e-6)
     assert [(row.layer, row.format) for row in table.rows] == [
-        (layer, fmt) for layer in LAYERS for fmt in SnipConfig().formats[::-1]
+        (layer, fmt) for layer in LAYERS for fmt in fp4_config().formats[::-1]
     ]
     for row in table.rows:
         on = GEMMS if gemm == "layer" else (gemm,)
@@ -129,7 +129,7 @@ def test_measured_is_what_the_next_steps_of_copies_really_differ_by(gemm: str, k
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_plan_s_damage_is_what_the_next_steps_of_copies_really_differ_by(kind: str) -> None:
     model, optimizer = trained(kind)
-    inputs, draws, config = tokens(seed=9), 3, SnipConfig(seed=5)
+    inputs, draws, config = tokens(seed=9), 3, fp4_config(seed=5)
     plans = [MIXED, EVERYTHING]
     found = measure_assignment(model, inputs, optimizer, plans, config, draws)
     real = RealModel(model, optimizer, inputs, config.seed)
@@ -143,7 +143,7 @@ def test_a_plan_s_damage_is_what_the_next_steps_of_copies_really_differ_by(kind:
 
 def test_a_plan_of_a_single_layer_does_what_its_row_says() -> None:
     model, optimizer = trained_tiny_lm()
-    inputs, config = tokens(seed=9), SnipConfig(seed=3)
+    inputs, config = tokens(seed=9), fp4_config(seed=3)
     rows = measure_divergence(model, inputs, optimizer, config, draws=2).rows
     plans: list[Assignment] = [
         {row.layer: dict.fromkeys(GEMMS if row.gemm == "layer" else (row.gemm,), row.format)} for row in rows
@@ -168,7 +168,7 @@ def test_draws_are_those_of_the_seed_and_are_averaged_as_squares() -> None:
     model, optimizer = trained_tiny_lm()
 
     def weight(seed: int, draws: int) -> float:
-        [(_, found)] = measure_assignment(model, tokens(), optimizer, [EVERYTHING], SnipConfig(seed=seed), draws)
+        [(_, found)] = measure_assignment(model, tokens(), optimizer, [EVERYTHING], fp4_config(seed=seed), draws)
         return found
 
     assert weight(1, 1) == weight(1, 1)
@@ -187,9 +187,9 @@ def test_measured_losses_are_those_of_the_converted_model_with_these_formats(was
     model, plans = tiny_lm(), [MIXED, EVERYTHING, {}]
     batches = [tokens(seed=seed, length=9 + seed) for seed in range(3)]
     worker = copy.deepcopy(model)
-    convert_in_formats(worker, SnipConfig(start_format="bf16"))
+    convert_in_formats(worker, fp4_config(start_format="bf16"))
     if was_converted:
-        convert_in_formats(model, SnipConfig(start_format="fp8"))
+        convert_in_formats(model, fp4_config(start_format="fp8"))
     found = measure_loss(model, batches, iter(plans))
     assert (found.shape, found.dtype) == ((3, 3), torch.float64)
     layers = snip_linears(worker)
@@ -251,7 +251,7 @@ def test_a_loss_that_is_not_finite_is_refused_and_the_model_left_unconverted(bro
 
 def test_an_assignment_to_a_layer_that_is_not_there_is_refused_and_nothing_stays() -> None:
     model = tiny_lm()
-    convert_in_formats(model, SnipConfig(start_format="fp8"))
+    convert_in_formats(model, fp4_config(start_format="fp8"))
     plan = {"layers.0.up": {"forward": "fp4"}, "layers.7.up": {"forward": "fp4"}}
     for ask in (
         lambda: measure_assignment(model, tokens(), None, [plan]),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from small import text, tiny_lm, tokens, watched
 from tiny_runs import FAST, differing, model_with_dropout, train, weights
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from snip_hf.layers.convert import convert_model
 from snip_hf.optimizers.response import responses
 
 # A probe at step 2, whose plan is applied after the last of 6 steps: the run is that of BF16 without SNIP.
-PROBES_ALONE = SnipConfig(start_format="bf16", first_refresh=2, refresh_every=9, apply_delay=4, **FAST)
+PROBES_ALONE = fp4_config(start_format="bf16", first_refresh=2, refresh_every=9, apply_delay=4, **FAST)
 
 
 class Counting(nn.Module):
@@ -176,7 +177,7 @@ def test_hooks_of_all_modules_act_and_stay() -> None:
 
 def test_hooks_of_the_model_itself_act_in_the_probe_once() -> None:
     model, batch = tiny_lm(), tokens()
-    convert_model(model, SnipConfig(start_format="bf16"))
+    convert_model(model, fp4_config(start_format="bf16"))
     bare = float(run_pass(model, Batch.of(batch), {}))
 
     def shift(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

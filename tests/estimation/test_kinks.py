@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from small import Block, TinyLM, relative_error, tiny_llama, tokens
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.kinks import RELATIVE_WIDTH, smooth_kinks
 from snip_hf.estimation.memory import NO_SAVINGS, Savings
@@ -153,7 +153,7 @@ def kinked(**options: Any) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Kinked(**options)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     return model
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from expert_models import tiny_gpt_oss, tiny_qwen3_moe
 from models import batch as words
 from models import build
@@ -21,7 +22,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from snip_hf import SnipConfig, SnipController, convert_model, estimate_divergence
+from snip_hf import SnipController, convert_model, estimate_divergence
 from snip_hf.estimation import divergence
 from snip_hf.estimation import probe as probe_module
 from snip_hf.estimation.batch import Batch
@@ -75,7 +76,7 @@ def llama(dtype: torch.dtype = torch.float32, frozen: str = "", **options: Any) 
     model = tiny_llama(hidden=128, layers=3, **options).to(dtype)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (frozen and frozen in name))
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     return model
 
 
@@ -103,7 +104,7 @@ def test_a_probe_holds_what_is_predicted_beyond_the_activations_of_a_pass(
 
 def test_the_prediction_is_exact_where_activations_and_the_share_of_one_layer_are_small() -> None:
     model = tiny_lm(hidden=128, inner=128, blocks=40)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     batch = Batch.of(tokens(1, 4))
     taken = peak_mib(lambda: probe(model, 1, None, batch))
     assert taken == pytest.approx(probe_memory(model, 1, 4), rel=0.03)
@@ -142,10 +143,10 @@ def test_a_pass_without_directions_holds_one_side_only() -> None:
 
 def test_what_the_probe_keeps_of_a_micro_batch_is_what_is_said() -> None:
     model = tiny_lm()
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     for wanted in (None, 128, 200, 256, 300):
         for length in (9, 100, 128, 129, 256, 300):
-            config = SnipConfig(probe_tokens=wanted)
+            config = fp4_config(probe_tokens=wanted)
             found = run_probe(model, Batch.of(tokens(1, length)), {}, ProbeSettings(0, wanted))
             assert {sample.x.shape[0] for sample in found.layers.values()} == {kept_tokens(config, length)}
 
@@ -157,7 +158,7 @@ def test_the_controller_probes_a_part_of_the_micro_batch_and_predicts_what_it_ke
     calls = noted_divergences(monkeypatch)
     model = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters())
-    config = SnipConfig(probe_tokens=None, probe_batch_tokens=asked, **{**SCHEDULE, "first_refresh": 1})
+    config = fp4_config(probe_tokens=None, probe_batch_tokens=asked, **{**SCHEDULE, "first_refresh": 1})
     controller = SnipController(model, optimizer, config, None, tmp_path)
     for step in range(1, 4):
         controller.capture(text(4, 256, step))
@@ -207,7 +208,7 @@ def test_on_cuda_the_peak_is_measured_and_the_prediction_is_a_bound_beyond_the_a
 def test_a_token_of_experts_counts_with_all_its_rows(experts: Any) -> None:
     """What samples of a single pass hold is what the figure grows by with their tokens."""
     model = experts(0)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     samples = run_probe(model, Batch.of(text(1, 128)), {}, ProbeSettings(0, None)).layers.values()
     held = sum(4 * (sample.x.numel() + sample.grad_output.numel()) for sample in samples)
     found = probe_memory(model, 0, 128) - probe_memory(model, 0, 0)
@@ -259,7 +260,7 @@ def test_blocks_that_run_twice_and_weights_that_are_made_again_change_no_bit(cas
     if model_config is not None:
         model_config.use_cache = case == "a cache of keys"
     batch = Batch.of(tokens(2, 9) if model_config is None else words(2, 12))
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     plain, frugal = (probe_with(model, batch, savings, 2) for savings in (NO_SAVINGS, everything(model)))
     assert_same(plain, frugal)
     assert all("forward" not in vars(module) for module in model.modules())
@@ -271,7 +272,7 @@ def test_a_small_bound_gives_the_same_divergences(
 ) -> None:
     caplog.set_level(logging.INFO, "snip_hf")
     model, batch = tiny_llama(hidden=32).train(), text(2, 40)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     stepped = None
     if optimizer is not None:
         matrices = [layer.weight for layer in snip_linears(model).values()]
@@ -299,7 +300,7 @@ def test_a_small_bound_gives_the_same_divergences(
 
 def test_what_is_done_twice_is_not_held() -> None:
     model = tiny_llama(hidden=64, layers=4)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     batch = Batch.of(text(2, 256))
     plain, frugal = (
         peak_mib(partial(probe_with, model, batch, savings)) for savings in (NO_SAVINGS, everything(model))
@@ -326,7 +327,7 @@ class Shaped(nn.Module):
 
 
 def swapped(model: nn.Module) -> dict[str, SnipLayer]:
-    convert_model(model, SnipConfig(backend="emulated"))
+    convert_model(model, fp4_config(backend="emulated"))
     return snip_linears(model)
 
 
@@ -350,7 +351,7 @@ def test_the_step_memory_follows_from_model_and_micro_batch(
 
 def test_a_small_model_holds_everything() -> None:
     model = tiny_llama(hidden=128, layers=3)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     layers = snip_linears(model)
     assert step_memory(model, layers, 512) == 1024 * MIB
     assert find_savings(model, layers, list(layers), 1024 * MIB, PassSizes(512, 512, 1)) == NO_SAVINGS
@@ -359,7 +360,7 @@ def test_a_small_model_holds_everything() -> None:
 def test_a_model_that_recomputes_its_blocks_only_makes_weights_again() -> None:
     model = tiny_llama(hidden=128, layers=3)
     checkpoint_activations(model, reentrant=False)
-    convert_model(model.train(), SnipConfig())
+    convert_model(model.train(), fp4_config())
     layers = snip_linears(model)
     savings = find_savings(model, layers, list(layers), 0.0, PassSizes(512, 512, 1))
     assert savings == Savings((), frozenset(layers))
@@ -381,7 +382,7 @@ def test_on_cuda_passes_stay_within_their_bound() -> None:
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).train()
         batch = Batch.of(dict.fromkeys(("input_ids", "labels"), torch.randint(32000, (2, 2048))))
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     layers = snip_linears(model)
 
     def taken(savings: Savings) -> float:

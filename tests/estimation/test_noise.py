@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from small import tiny_lm, tokens
 from torch import Tensor, nn
 
-from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.noise import PLACES, Noise
 from snip_hf.estimation.probe import Probe, ProbeSettings, run_probe
@@ -106,7 +106,7 @@ def test_a_linear_answers_with_the_expected_size(place: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Straight()
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     sample = probed(model, 0.01, probes=60).layers["layers.0.up"]
     x, g = sample.x.double(), sample.grad_output.double()
     found = []
@@ -126,7 +126,7 @@ def test_two_passes_per_draw_differ_from_the_one_without_noise(reentrant: bool |
     samples = []
     for noise in (1e-2, 1e-3):
         model = tiny_lm(dropout=0.2, reentrant=reentrant)
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         torch.manual_seed(4)  # of the dropout, which is the same in every pass
         samples.append(probed(model, noise, probes=2, seed=3).layers["layers.0.up"])
     one, other = samples
@@ -136,7 +136,7 @@ def test_two_passes_per_draw_differ_from_the_one_without_noise(reentrant: bool |
     # Noise in the backward pass changes no input.
     assert [bool(x_dot.any()) for x_dot in one.x_dot] == [True, False, True, False]
     model = tiny_lm(dropout=0.2)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     torch.manual_seed(4)
     plain = probed(model, 1e-2, probes=2, seed=3).layers["layers.0.up"]
     assert torch.allclose(one.grad_output_dot[0], plain.grad_output_dot[0], rtol=1e-4, atol=1e-7)
@@ -145,7 +145,7 @@ def test_two_passes_per_draw_differ_from_the_one_without_noise(reentrant: bool |
 def test_the_loss_is_that_of_the_pass_without_noise() -> None:
     model, inputs = tiny_lm(), tokens(rows=2, length=16)
     expected = model(**inputs)["loss"].item()
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     assert probed(model, 0.5, probes=3).loss == pytest.approx(expected, rel=1e-6)
 
 
@@ -164,6 +164,6 @@ class Dropping(Straight):
 def test_other_tokens_in_a_pass_with_noise_are_refused() -> None:
     """Also with two draws, whose pairs of differences would be complete without one pass of each."""
     model = Dropping(itertools.count())
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     with pytest.raises(ValueError, match=r"Layer 'layers\.0\.up' saw other tokens in a pass with noise"):
         probed(model, 0.01, probes=2)

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from small import adamw_after, text, tiny_llama
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from snip_hf import SnipConfig, SnipController, estimate_divergence, measure_divergence
+from snip_hf import SnipController, estimate_divergence, measure_divergence
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.objective import Objective, copied, objective_of
 from snip_hf.estimation.passes import forward_inputs, run_forward, run_pass
 from snip_hf.parallel.ranks import Processes
 
-EXACT = SnipConfig(probe_tokens=None, probe_batch_tokens=None)
+EXACT = fp4_config(probe_tokens=None, probe_batch_tokens=None)
 
 
 def model_loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -136,7 +137,7 @@ def test_what_is_no_loss_is_refused() -> None:
 def test_a_loop_of_ones_own_gives_its_loss_to_capture() -> None:
     model = tiny_llama(hidden=32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = SnipConfig(first_refresh=2, refresh_every=None, apply_delay=1, solver="greedy")
+    config = fp4_config(first_refresh=2, refresh_every=None, apply_delay=1, solver="greedy")
     controller = SnipController(model, optimizer, config)
     for step in range(1, 4):
         for index in range(2):
@@ -155,7 +156,7 @@ def test_a_loop_of_ones_own_gives_its_loss_to_capture() -> None:
 def test_a_loss_without_a_gradient_costs_the_refresh(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_llama(hidden=32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    controller = SnipController(model, optimizer, SnipConfig(first_refresh=1, solver="greedy"))
+    controller = SnipController(model, optimizer, fp4_config(first_refresh=1, solver="greedy"))
     for factor in (0, 1):  # as with advantages of a group whose rewards are all the same
         batch = {"input_ids": text(2, 16, factor)["input_ids"], "factor": factor}
 
@@ -195,7 +196,7 @@ def test_the_tokens_of_a_loss_of_ones_own_are_counted_for_the_coverage() -> None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
     for loss in (None, model_loss):
-        controller = SnipController(model, optimizer, SnipConfig())
+        controller = SnipController(model, optimizer, fp4_config())
         controller.capture(text(2, 16), loss)
         model(**text(2, 16)).loss.backward()
         controller.before_optimizer_step(1)
@@ -206,7 +207,7 @@ def test_the_tokens_of_a_loss_of_ones_own_are_counted_for_the_coverage() -> None
 
 def test_a_loss_of_ones_own_is_refused_in_a_pipeline_which_computes_its_own() -> None:
     model = tiny_llama(hidden=32)
-    controller = SnipController(model, torch.optim.AdamW(model.parameters()), SnipConfig())
+    controller = SnipController(model, torch.optim.AdamW(model.parameters()), fp4_config())
     controller.processes = Processes(run=lambda batch: None)
     with pytest.raises(ValueError, match=r"^Pipeline.run computes the loss of a pipeline, and not compute_loss"):
         controller.capture(text(2, 16), model_loss)

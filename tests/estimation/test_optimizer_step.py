@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from configs import fp4_config
 from torch import nn
 
-from snip_hf.config import SnipConfig
 from snip_hf.estimation.optimizer_step import OptimizerStep, RelativeUpdates, UpdateChange, of_matrices
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
@@ -20,7 +20,7 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("clip_factor", [1.0, 0.25])
 def test_the_change_in_full_is_the_difference_of_two_updates_after_clipping(clip_factor: float) -> None:
     model = nn.Sequential(nn.Linear(6, 4))
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     layers = snip_linears(model)
     weight = layers["0"].weight
     optimizer = torch.optim.Muon([weight], lr=0.1)
@@ -43,7 +43,7 @@ def test_the_change_in_full_is_the_difference_of_two_updates_after_clipping(clip
 
 def test_elementwise_updates_stay_factors() -> None:
     model = nn.Sequential(nn.Linear(6, 4))
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     layers = snip_linears(model)
     weight = layers["0"].weight
     answers = responses(torch.optim.AdamW([weight]), {"0": weight})

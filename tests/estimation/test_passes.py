@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from small import TinyLM, adamw_after, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
 from tiny_runs import differing
 from torch import Tensor, nn
 from torch._dynamo import eval_frame
 from transformers import LlamaForCausalLM
 
-from snip_hf import SnipConfig, is_probing
+from snip_hf import is_probing
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import estimate_divergence
 from snip_hf.estimation.ground_truth import measure_assignment
@@ -99,7 +100,7 @@ def test_a_block_that_runs_three_times_and_has_two_names_trains_on() -> None:
 def test_every_way_to_probe_leaves_an_aliased_model_alone() -> None:
     model = aliased(tiny_llama(hidden=32, layers=2))
     optimizer = adamw_after(model, 1, rows=2, length=8)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     state, batch = State(model), text(2, 8)
     layers = snip_linears(model)
     pullbacks = {name: torch.ones_like(layer.weight).mul for name, layer in layers.items()}
@@ -110,7 +111,7 @@ def test_every_way_to_probe_leaves_an_aliased_model_alone() -> None:
 
 def test_a_stand_in_that_is_asked_for_by_any_name_is_used_under_all() -> None:
     model, batch = tiny_lm(), tokens()
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     model.register_parameter("alias", model.layers[0].up.weight)
     weight = model.layers[0].up.weight.detach().clone().requires_grad_()
     assert next(iter(model.named_parameters()))[0] == "alias"
@@ -207,7 +208,7 @@ def test_passes_that_overlap_in_any_order_leave_torch_as_it_was(order: tuple[int
     before = of_torch()
     models = [tiny_lm(seed) for seed in range(2)]
     for model in models:
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         model.layers[0].norm = Waiting()
     if fails:
         models[1].head.forward = None

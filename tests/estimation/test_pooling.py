@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from configs import fp4_config
 from small import Batch as Inputs
 from small import tiny_llama, tiny_lm, tokens
 from thread_ranks import on_ranks
 from torch import Tensor, nn
 
-from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.pooling import pooled
 from snip_hf.estimation.probe import ProbeSettings, run_probe
@@ -173,7 +173,7 @@ def test_what_the_ranks_probe_of_their_parts_is_together_what_one_probes_of_the_
     size: int, probe_tokens: int | None, build: Callable[[], nn.Module]
 ) -> None:
     model, inputs = build(), tokens(rows=4, length=256)  # runs of 128: 8
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     pullbacks = {name: torch.ones_like(layer.weight).mul for name, layer in snip_linears(model).items()}
     settings = ProbeSettings(probes=2, probe_tokens=probe_tokens, seed=1, step=5)
     whole = run_probe(model, Batch.of(inputs), pullbacks, settings)

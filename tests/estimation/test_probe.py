@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from small import Batch as Inputs
 from small import checkpoint_activations, exact_tensors, relative_error, text, tiny_llama, tiny_lm, tokens, watched
 from torch import Tensor, nn
 from transformers import Olmo2Config, Olmo2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from snip_hf.config import SnipConfig
 from snip_hf.estimation import probe as probe_module
 from snip_hf.estimation import samples as samples_module
 from snip_hf.estimation.batch import Batch
@@ -52,7 +52,7 @@ def probed(
 ) -> tuple[Probe, list[dict[str, Tensor]]]:
     """The probe of a converted copy, and the directions d = D * z that it took."""
     converted = copy.deepcopy(model)
-    convert_model(converted, SnipConfig())
+    convert_model(converted, fp4_config())
     sensitivity = options.pop("sensitivity", None) or sensitivity_of(model, list(snip_linears(converted)))
     drawn: list[Tensor] = []
     randn = torch.randn
@@ -144,7 +144,7 @@ def test_x_and_g_are_those_that_hooks_see_on_the_plain_model() -> None:
 def test_without_probes_or_directions_one_pass_shows_x_and_g_and_no_derivatives(nothing: str) -> None:
     model, inputs = tiny_lm(), tokens()
     loss, seen = seen_by_hooks(model, inputs)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     calls = watched(model.embed, type)
     if nothing == "probes":
         probe = run_probe(model, Batch.of(inputs), pullbacks_of(sensitivity_of(model)), ProbeSettings(probes=0))
@@ -499,7 +499,7 @@ def test_both_sides_of_a_probe_draw_the_same_dropout_masks() -> None:
 def test_the_masks_are_those_of_the_training_pass_whose_generator_state_the_batch_holds() -> None:
     model, inputs = tiny_lm(dropout=0.5), tokens()
     converted = copy.deepcopy(model)
-    convert_model(converted, SnipConfig())
+    convert_model(converted, fp4_config())
     batch = Batch.of(inputs)
     seen: list[Tensor] = []
     model.layers[1].down.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
@@ -581,7 +581,7 @@ def test_a_probe_runs_where_gradients_are_switched_off() -> None:
 def test_the_formats_in_force_do_not_reach_the_probe(start_format: str) -> None:
     model, inputs = tiny_lm(), tokens()
     wanted = probed(model, inputs)[0]
-    convert_model(model, SnipConfig(start_format=start_format))
+    convert_model(model, fp4_config(start_format=start_format))
     for layer in snip_linears(model).values():
         layer.set_formats({"forward": "fp4", "grad_input": "fp8", "grad_weight": "fp4"})
     assert_same_probe(run_probe(model, Batch.of(inputs), pullbacks_of(sensitivity_of(model))), wanted)
@@ -609,7 +609,7 @@ def test_every_layer_is_recorded_where_no_norm_comes_first_and_the_embedding_is_
     )
     model = Olmo2ForCausalLM(config)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    converted = convert_model(copy.deepcopy(model), SnipConfig())
+    converted = convert_model(copy.deepcopy(model), fp4_config())
     for checkpointing in (False, True):
         if checkpointing:
             model.train()
@@ -631,7 +631,7 @@ def test_a_layer_that_takes_no_part_is_left_out() -> None:
 def test_a_forward_alone_gives_the_loss_of_the_formats_in_force(formats: tuple[str, str, str]) -> None:
     model, inputs = tiny_lm(dropout=0.2), tokens()
     plain = copy.deepcopy(model)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     for layer in snip_linears(model).values():
         layer.set_formats(dict(zip(("forward", "grad_input", "grad_weight"), formats, strict=True)))
     batch = Batch.of(inputs)
@@ -960,7 +960,7 @@ def test_stages_agree_on_the_size_of_the_step_before_any_of_them_begins_a_pass()
             return [value, value]
 
     model = tiny_llama(hidden=32)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     pullbacks = pullbacks_of(sensitivity_of(model, list(snip_linears(model))))
     run_probe(model, Batch.of(text(2, 16)), pullbacks, ProbeSettings(), Processes(pipeline=Stage()))
     assert before_a_pass == [True]
@@ -969,7 +969,7 @@ def test_stages_agree_on_the_size_of_the_step_before_any_of_them_begins_a_pass()
 def test_a_probe_leaves_no_tensors_for_the_garbage_collector() -> None:
     """It rests meanwhile."""
     model = tiny_llama(hidden=32)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     given = Batch.of(text(2, 16)), pullbacks_of(sensitivity_of(model, list(snip_linears(model))))
     gc.collect()
     with collecting_no_garbage():
@@ -990,7 +990,7 @@ def test_torch_s_attention_is_its_own_again_after_a_pass_and_after_a_failed_one(
 
 def test_biases_and_weights_of_norms_get_no_gradient_and_embeddings_do() -> None:
     model = tiny_llama(hidden=32)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     frozen = frozen_in_a_pass(model)
     asking = {name for name, parameter in model.named_parameters() if id(parameter) not in frozen}
     assert asking == {"model.embed_tokens.weight"}
@@ -998,7 +998,7 @@ def test_biases_and_weights_of_norms_get_no_gradient_and_embeddings_do() -> None
 
 def test_layers_show_the_same_where_nothing_before_them_asks_for_a_gradient() -> None:
     model, inputs = tiny_llama(hidden=32), text(2, 16)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     embedded = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach(), "labels": inputs["labels"]}
     pullbacks = pullbacks_of(sensitivity_of(model, list(snip_linears(model))))
     found, expected = (run_probe(model, Batch.of(one), pullbacks) for one in (embedded, inputs))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from configs import fp4_config
 from expert_models import routed_lm, tiny_gpt_oss, tiny_qwen3_moe
 from small import checkpoint_activations, convert_in_formats, text, tokens
 from torch import Tensor
 
-from snip_hf.config import SnipConfig
 from snip_hf.estimation import samples as samples_module
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.memory import Savings
@@ -28,7 +28,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 def up_of_four() -> tuple[SnipLayer, Tensor]:
     model = routed_lm(4, hidden=6, inner=5)
-    convert_in_formats(model, SnipConfig(start_format="bf16"))
+    convert_in_formats(model, fp4_config(start_format="bf16"))
     layer = snip_linears(model)["layers.0.experts.up_proj"]
     weight = layer.weight.detach().copy_(drawn(4, 5, 6, seed=3))
     return layer, weight
@@ -96,7 +96,7 @@ def test_what_passes_do_twice_changes_no_number(build: object) -> None:
 
     def probe(savings: bool, is_checkpointed: bool) -> Probe:
         model = build(0)  # type: ignore[operator]
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         if is_checkpointed:
             checkpoint_activations(model, reentrant=False)
             model.train()
@@ -124,7 +124,7 @@ def test_what_passes_do_twice_changes_no_number(build: object) -> None:
 def test_both_sides_of_a_probe_have_the_same_rows_though_their_scores_choose_others() -> None:
     """With directions as large as the weights, so that all tokens would be sent elsewhere."""
     model = routed_lm(4, 2)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     pullbacks = {name: torch.ones_like(layer.weight).mul for name, layer in snip_linears(model).items()}
     probe = run_probe(model, Batch.of(tokens(4, 64)), pullbacks, ProbeSettings(probes=2, relative_step=0.5))
     assert all(len(sample.x_dot) == 2 for sample in probe.layers.values())

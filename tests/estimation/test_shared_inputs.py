@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from models import batch, build
 from own_loop import CONFIG, Loop
 from small import tiny_llama, tokens
@@ -44,7 +45,7 @@ def as_sets(ties: Ties) -> set[frozenset[str]]:
 def test_ties_are_found_in_the_models_of_a_family(family: str, expected: Ties) -> None:
     model = build(family)
     assert as_sets(ties_in(model, batch())) == as_sets(expected)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     assert as_sets(usual_ties(snip_linears(model))) == as_sets(expected)
 
 
@@ -154,7 +155,7 @@ def test_what_a_probe_finds_takes_the_place_of_usual_names(caplog: pytest.LogCap
 
 
 def test_ties_that_nobody_has_found_are_an_error() -> None:
-    config = SnipConfig.preset("hopper")
+    config = fp4_config(ties="auto")
     flops = {"layers.0.q": {"forward": 1.0, "grad_input": 1.0, "grad_weight": 1.0}}
     with pytest.raises(ValueError, match=r"^ties='auto' has to be found in the model first, "):
         siblings(Setting(config, flops, (("layers.0.q",),)))

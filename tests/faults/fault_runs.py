@@ -11,13 +11,13 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+from configs import fp4_config
 from tiny_runs import SCHEDULE, Run, differing, weights, without_seconds
 
-from snip_hf import SnipConfig
 from snip_hf.planning.solver.process import SolverProcess
 
-CONFIG = SnipConfig(**SCHEDULE)
-WITHOUT_FIRST = SnipConfig(**SCHEDULE | {"first_refresh": 6})
+CONFIG = fp4_config(**SCHEDULE)
+WITHOUT_FIRST = fp4_config(**SCHEDULE | {"first_refresh": 6})
 SHORT = {"max_steps": 8}
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 

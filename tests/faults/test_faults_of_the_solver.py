@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import fp4_config
 from fault_runs import CONFIG, SHORT, assert_cost_only_the_first_refresh, children, first_start
 from processes import members, wait_until
 from slow_cases import slow_but
 from tiny_runs import SCHEDULE, Run, begun_late, differing, train, weights, without_seconds
 from transformers import TrainerCallback
 
-from snip_hf import SnipCallback, SnipConfig
+from snip_hf import SnipCallback
 from snip_hf.planning.solver import ilp
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.training.refresh import Solving
@@ -163,7 +164,7 @@ def test_a_solver_that_hangs_is_waited_for_no_longer_than_its_limit(
     monkeypatch.setattr(SolverProcess, "result", timed)
     stop = [_Signal(started, signal.SIGSTOP)] if how == "is stopped" else []
     # The limit is no part of what decides a run, so that the runs compare.
-    config = SnipConfig(**SCHEDULE, solver_time_limit=1.0)
+    config = fp4_config(**SCHEDULE, solver_time_limit=1.0)
     callback = SnipCallback(config, solving=Solving(grace=0.2))
     run = train(tmp_path, callback=callback, callbacks=stop, **SHORT)
     reason = "SolverError: The solver ran past the 1.2 s that it had and was killed."
@@ -191,7 +192,7 @@ def test_a_solver_ends_at_once_when_an_error_ends_training(
     """The error, the frames that it holds, the Trainer and the model all stay, as in a notebook."""
     started = first_start(monkeypatch, lambda problem: START(problem, ["sh", "-c", "sleep 600 & sleep 600"]))
     with pytest.raises(type(error)) as caught:
-        train(tmp_path, SnipConfig(**SCHEDULE), callbacks=[_Breaks(error)], **SHORT)
+        train(tmp_path, fp4_config(**SCHEDULE), callbacks=[_Breaks(error)], **SHORT)
     assert caught.value.__traceback__ is not None
     group = started[0]._process.pid
     wait_until(lambda: members(group) == [], 10.0)

@@ -9,10 +9,10 @@ from pathlib import Path
 import mip
 import pytest
 import scipy
+from configs import fp4_config
 from small_problem import make_problem
 from tiny_runs import SCHEDULE, train
 
-from snip_hf import SnipConfig
 from snip_hf.config import POLICIES
 from snip_hf.planning.solver import process as solver
 from snip_hf.planning.solver.process import SolverError, SolverProcess
@@ -77,7 +77,7 @@ def test_a_solver_that_is_not_there_is_refused_before_training(
 ) -> None:
     failing({name: "missing"})
     with pytest.raises(ValueError, match=f"{name} missing"):
-        train(tmp_path, SnipConfig(**SCHEDULE | {"solver": name}), **SHORT)
+        train(tmp_path, fp4_config(**SCHEDULE | {"solver": name}), **SHORT)
     assert not (tmp_path / "snip").exists()
 
 
@@ -87,8 +87,8 @@ def test_the_solver_that_a_policy_asks_for_is_the_one_that_is_tried_out(
     tried = failing({})
     with POLICIES.restored():
         register_policy(Policy(name="exact", cost=lambda config, table: lambda row: row.flops, solver="highs"))
-        assert solver.check_solver(SnipConfig(policy="exact", solver="greedy"), LOG) == "highs"
-    assert solver.check_solver(SnipConfig(policy="greedy", solver="cbc"), LOG) == "greedy"
+        assert solver.check_solver(fp4_config(policy="exact", solver="greedy"), LOG) == "highs"
+    assert solver.check_solver(fp4_config(policy="greedy", solver="cbc"), LOG) == "greedy"
     assert tried == ["highs"]
 
 
@@ -96,7 +96,7 @@ def test_a_trial_that_fails_otherwise_is_told_and_training_goes_on(
     failing: Callable[[dict[str, str]], list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     failing({"highs": "crashed"})
-    assert solver.check_solver(SnipConfig(solver="highs"), LOG) == "highs"
+    assert solver.check_solver(fp4_config(solver="highs"), LOG) == "highs"
     assert notes(caplog) == [
         (
             logging.WARNING,
@@ -122,7 +122,7 @@ def test_auto_goes_on_with_highs_and_warns_if_cbc_is_there_and_fails(
 ) -> None:
     caplog.set_level(logging.INFO, "snip_hf")
     failing(reasons)
-    assert solver.check_solver(SnipConfig(solver="auto"), LOG) == asked
+    assert solver.check_solver(fp4_config(solver="auto"), LOG) == asked
     assert [at for at, _ in notes(caplog)] == [level]
 
 
@@ -130,7 +130,7 @@ def test_a_solver_that_works_is_tried_out_once_and_named_in_the_log(caplog: pyte
     caplog.set_level(logging.INFO, "snip_hf")
     for _ in range(2):
         for name in ("auto", "cbc", "highs", "greedy"):
-            solver.check_solver(SnipConfig(solver=name), LOG)
+            solver.check_solver(fp4_config(solver=name), LOG)
     assert solver.try_out.cache_info().misses == 2
     cbc, highs = f"'cbc' (mip {mip.__version__})", f"'highs' (scipy {scipy.__version__})"
     taken = [f"solver='auto' takes {cbc}", f"solver='cbc' takes {cbc}", f"solver='highs' takes {highs}"]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from configs import fp4_config
 from fault_runs import CONFIG, SAVING, SHORT
 from tiny_runs import Run, differing, train, weights
 
-from snip_hf import SnipConfig
 from snip_hf import json_io as json_io_module
 from snip_hf.costs.gemm_timing import GemmShape, Machine, gemm_times
 from snip_hf.costs.measured_cost import MeasuredCost
@@ -27,7 +27,7 @@ from snip_hf.records.events import RefreshBegun
 from snip_hf.records.run_folder import RunFolder
 from snip_hf.training.checkpoint import PendingRefresh
 
-CHOICES = SnipConfig().formats[::-1]
+CHOICES = fp4_config().formats[::-1]
 # Linears of DeepSeek-V3, whose experts are counted one by one.
 LARGEST = 45_032
 
@@ -38,7 +38,7 @@ class Decided:
     def __init__(self, layers: int) -> None:
         rng = random.Random(0)
         names = [f"model.layers.{i // 770}.mlp.experts.{i % 770}.down_proj" for i in range(layers)]
-        config = SnipConfig(granularity="gemm")
+        config = fp4_config(granularity="gemm")
         flops = {name: dict.fromkeys(GEMMS, 2.0 * 7168 * 2048) for name in names}
         setting = Setting(config, flops, find_stages(names, config))
         self.table = DivergenceTable(

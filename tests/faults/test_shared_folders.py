@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from events import refresh_event, small_plan, start_event
 from fault_runs import CONFIG, SHORT
 from tiny_runs import SCHEDULE, Run, history, model_with_dropout, train
 from transformers import TrainerCallback
 
-from snip_hf import SnipConfig, SnipController
+from snip_hf import SnipController
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.json_io import append_json_line, write_json_atomic
 from snip_hf.records import lock
@@ -336,7 +337,7 @@ def test_a_run_that_changes_to_another_folder_goes_on_with_its_record_and_its_ti
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    config = SnipConfig(**SCHEDULE, budget="measured", timing_file="times.json")
+    config = fp4_config(**SCHEDULE, budget="measured", timing_file="times.json")
     train(Path("out"), config, callbacks=[_ChangeFolder(tmp_path / "there")], **SHORT)
     assert Path.cwd() == tmp_path / "there"
     assert list(Path.cwd().iterdir()) == []

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from conv1d_twins import gpt2
 from mixtures import build
 from safetensors.torch import load_file
@@ -20,15 +21,15 @@ from tiny_runs import SCHEDULE, arguments, data, differing, model_with_dropout, 
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
-from snip_hf import SnipCallback, SnipConfig
+from snip_hf import SnipCallback
 from snip_hf.kernels.emulated import Emulated
 from snip_hf.layers.layer import SnipLayer
 from snip_hf.layers.run_hooks import marks_on
 from snip_hf.layers.state import snip_linears
 
-CONFIG = SnipConfig(**SCHEDULE)
+CONFIG = fp4_config(**SCHEDULE)
 # A plan before the first step, so that few steps do.
-AT_ONCE = SnipConfig(policy="uniform-fp4")
+AT_ONCE = fp4_config(policy="uniform-fp4")
 BEST: dict[str, Any] = {
     "load_best_model_at_end": True,
     "eval_strategy": "steps",
@@ -208,7 +209,7 @@ def test_a_run_that_does_not_come_to_its_end_gives_the_plain_model_back(
     how: str, is_added_later: bool, tmp_path: Path
 ) -> None:
     error, options = ENDS[how]
-    callback = SnipCallback(SnipConfig(first_refresh=1, apply_delay=9))
+    callback = SnipCallback(fp4_config(first_refresh=1, apply_delay=9))
     run = prepare(tmp_path / "failed", callback=None if is_added_later else callback, max_steps=4, **options)
     if is_added_later:
         run.trainer.add_callback(callback)
@@ -292,7 +293,7 @@ class Inner(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 6:
-            inside = SnipCallback(SnipConfig(policy="uniform-fp8"))
+            inside = SnipCallback(fp4_config(policy="uniform-fp8"))
             train(self.folder, callback=inside, model=kwargs["model"], max_steps=1)
             layers = snip_linears(kwargs["model"]).values()
             self.formats = {name for layer in layers for name in layer.formats.values()}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from configs import fp4_config
 from mixtures import build
 from tiny_runs import FAST, Run, data, differing, train, weights
 from torch import nn
@@ -15,11 +16,11 @@ from snip_hf import SnipConfig, restore_model
 from snip_hf.layers.state import snip_linears
 
 # Decided without a probe: the last layers in FP4.
-CONFIG = SnipConfig(policy="layer-position", target_fp4_fraction=0.5)
+CONFIG = fp4_config(policy="layer-position", target_fp4_fraction=0.5)
 
 
 # One refresh, whose plan is applied after the second step.
-PROBED = SnipConfig(first_refresh=1, apply_delay=1, refresh_every=9, **FAST)
+PROBED = fp4_config(first_refresh=1, apply_delay=1, refresh_every=9, **FAST)
 
 
 def run(folder: Path, model: nn.Module, resume: Path | None = None, config: SnipConfig = CONFIG) -> Run:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from snip_hf.cli import main
-from snip_hf.config import SnipConfig
 from snip_hf.costs.flops import linear_flops
 from snip_hf.integrations import export_checkpoint
 from snip_hf.integrations.export_checkpoint import WEIGHT_KINDS
@@ -41,10 +41,10 @@ def save_plan(path: Path, formats: dict[str, str], **changes: Any) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(path / "model")
-    layers = convert_model(model, SnipConfig())
+    layers = convert_model(model, fp4_config())
     forward = {layer: next((formats[end] for end in formats if layer.endswith(end)), "bf16") for layer in layers}
     assignment = {layer: dict(zip(GEMMS, (forward[layer], "fp8", "fp8"), strict=True)) for layer in layers}
-    provenance = PlanProvenance(step=1, policy="snip", config=SnipConfig().to_dict())
+    provenance = PlanProvenance(step=1, policy="snip", config=fp4_config().to_dict())
     PrecisionPlan(assignment, linear_flops(model), (tuple(layers),), provenance).save(path / "plan.json")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from configs import fp4_config
 from small import tiny_llama
 from tiny_runs import SCHEDULE, train
 from transformers.models.llama import modeling_llama
@@ -25,7 +26,7 @@ def test_a_loss_by_liger_s_kernels_is_probed_as_torch_s_is(tmp_path: Path, monke
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
     tables = []
     for uses in (False, True):
-        folder, config = tmp_path / str(uses), SnipConfig(**SCHEDULE)
+        folder, config = tmp_path / str(uses), fp4_config(**SCHEDULE)
         options = {"use_cpu": False, "use_liger_kernel": uses, "max_steps": 4}
         finished = train(folder, config, model=tiny_llama(hidden=64), **options)
         assert [(line["step"], line["status"]) for line in finished.refreshes] == [(2, "applied")]
@@ -50,7 +51,7 @@ def test_the_preset_trains_with_liger_s_kernels_as_bf16_does(
         "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true"
     )  # a whole model of Liger's does not compile
     torch._dynamo.reset()
-    config = SnipConfig.preset("hopper", formats=formats, **SCHEDULE)
+    config = SnipConfig(formats=formats, **SCHEDULE)
     options = {"use_cpu": False, "use_liger_kernel": True, "bf16": True, "torch_compile": compiles, "max_steps": 6}
     finished, plain = (
         train(tmp_path / name, chosen, model=tiny_llama(hidden=256, layers=2), **options)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import fp4_config
 from tiny_runs import SCHEDULE, one_thread, train
 from transformers import TrainingArguments
 from transformers.utils import logging as transformers_logging
 
-from snip_hf import SnipConfig
 from snip_hf.integrations.messages import follow_transformers
 
 PACKAGE = logging.getLogger("snip_hf")
@@ -47,7 +47,7 @@ def test_a_run_with_log_level_info_says_what_it_begins_with_each_refresh_and_wha
 ) -> None:
     stderr = standard_error(monkeypatch)
     with one_thread():
-        train(tmp_path, SnipConfig(start_format="bf16", **SCHEDULE), max_steps=5, log_level="info")
+        train(tmp_path, fp4_config(start_format="bf16", **SCHEDULE), max_steps=5, log_level="info")
     text = stderr.getvalue()
     begin = text[text.index("snip-hf: training under SNIP.") :].splitlines()[1:8]
     assert begin == [
@@ -73,7 +73,7 @@ def test_a_run_shows_no_messages_of_that_kind_by_default_but_warnings(
 ) -> None:
     stderr = standard_error(monkeypatch)
     with one_thread():
-        train(tmp_path, SnipConfig(**SCHEDULE), max_steps=2)
+        train(tmp_path, fp4_config(**SCHEDULE), max_steps=2)
     text = stderr.getvalue()
     assert "snip-hf: training under" not in text
     assert text.startswith("snip-hf: training ends at step 2, before the first plan would be applied after step 4")

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
+from configs import fp4_config
 from events import counted_event
 from tiny_runs import SCHEDULE, train
 from torch import nn
 from transformers import Trainer
 
-from snip_hf import SnipConfig, keep_model_card
+from snip_hf import keep_model_card
 from snip_hf.estimation.coverage import Coverage
 from snip_hf.integrations.hub import prepare_push, tag_model
 from snip_hf.integrations.model_card import completed, model_tags, repository_name, trained_section
@@ -62,7 +63,7 @@ def metadata(card: str) -> dict[str, Any]:
 
 
 def test_the_section_tells_policy_target_share_config_arithmetic_device_and_source() -> None:
-    config = SnipConfig(refresh_every=77).to_dict()
+    config = fp4_config(refresh_every=77).to_dict()
     text = section(plan("fp4", "fp4", "fp8", config=config), device="Some GPU [a]")
     rows = dict(re.findall(r"^\| (.+?) \| (.*) \|$", text, re.MULTILINE))
     assert rows["policy"] == "`snip`" and rows["target"] == "at least 50.0% of the linear FLOPs in FP4"
@@ -187,7 +188,7 @@ def test_a_card_that_the_trainer_creates_without_a_push_has_the_section(tmp_path
             keep_model_card(self)
             self.create_model_card()
 
-    run = train(tmp_path, SnipConfig(**SCHEDULE), trainer_class=Kept, max_steps=4)
+    run = train(tmp_path, fp4_config(**SCHEDULE), trainer_class=Kept, max_steps=4)
     assert "How this model was trained" not in (tmp_path / "README.md").read_text()
     run.trainer.create_model_card()
     card = (tmp_path / "README.md").read_text()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from families import build
 from slow_cases import slow
 from small import convert_in_formats, text, tiny_llama
@@ -62,10 +63,10 @@ def adapted(method: str = "LoRA", seed: int = 0, **options: Any) -> Any:
 
 
 def run(folder: Path, model: nn.Module, config: SnipConfig | None = None, **options: Any) -> Run:
-    return train(folder, config or SnipConfig(**SCHEDULE), model=model, **options)
+    return train(folder, config or fp4_config(**SCHEDULE), model=model, **options)
 
 
-BARE = [name for name, reason in skip_reasons(tiny_llama(), SnipConfig()).items() if reason is None]
+BARE = [name for name, reason in skip_reasons(tiny_llama(), fp4_config()).items() if reason is None]
 
 
 # -------------------------------------------------------------------------------------------------- names and selection
@@ -74,21 +75,21 @@ BARE = [name for name, reason in skip_reasons(tiny_llama(), SnipConfig()).items(
 @pytest.mark.parametrize("method", METHODS)
 def test_layers_are_named_as_without_adapters_of_which_nothing_is_swapped(method: str) -> None:
     model = adapted(method)
-    reasons = skip_reasons(model, SnipConfig())
+    reasons = skip_reasons(model, fp4_config())
     assert [name for name, reason in reasons.items() if reason is None] == BARE
     assert {reason for reason in reasons.values() if reason is not None} <= {"output head", "adapter"}
-    assert convert_model(model, SnipConfig(skip_modules=("*.mlp.up_proj",))) == [n for n in BARE if "up_proj" not in n]
+    assert convert_model(model, fp4_config(skip_modules=("*.mlp.up_proj",))) == [n for n in BARE if "up_proj" not in n]
 
 
 def test_encoders_of_prompts_are_not_swapped() -> None:
     config = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, encoder_hidden_size=8)
     model = peft.get_peft_model(tiny_llama(hidden=32), config)
-    assert convert_model(model, SnipConfig()) == BARE
+    assert convert_model(model, fp4_config()) == BARE
 
 
 def test_a_layer_whose_adapter_multiplies_with_a_weight_of_its_own_is_not_swapped() -> None:
     model = peft.get_peft_model(tiny_llama(hidden=32), peft.HRAConfig(r=2, target_modules=["v_proj"]))
-    reasons = skip_reasons(model, SnipConfig())
+    reasons = skip_reasons(model, fp4_config())
     assert {name: reason for name, reason in reasons.items() if "v_proj" in name} == {
         f"model.layers.{index}.self_attn.v_proj": "not run, since HRA multiplies with a weight of its own"
         for index in range(2)
@@ -97,7 +98,7 @@ def test_a_layer_whose_adapter_multiplies_with_a_weight_of_its_own_is_not_swappe
 
 def test_a_weight_that_its_adapter_changes_is_not_swapped() -> None:
     config = peft.LoraConfig(r=2, target_parameters=["mlp.up_proj.weight"])
-    reasons = skip_reasons(peft.get_peft_model(tiny_llama(hidden=32), config), SnipConfig())
+    reasons = skip_reasons(peft.get_peft_model(tiny_llama(hidden=32), config), fp4_config())
     assert reasons["model.layers.0.mlp.up_proj"] == "target_parameters: its adapter changes the weight itself"
     assert reasons["model.layers.0.mlp.gate_proj"] is None
 
@@ -107,13 +108,13 @@ def test_of_modules_to_save_the_copy_that_runs_is_swapped() -> None:
     model = peft.get_peft_model(tiny_llama(hidden=32), config)
     model.add_adapter("other", config)
     name = "model.layers.0.mlp.down_proj"
-    reasons = skip_reasons(model, SnipConfig())
+    reasons = skip_reasons(model, fp4_config())
     assert {other: reason for other, reason in reasons.items() if other.startswith(name)} == {
         f"{name}.original_module": "not run, since modules_to_save has a copy in its place",
         f"{name}.modules_to_save.default": None,
         f"{name}.modules_to_save.other": "not run, since another adapter is active",
     }
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     trained = {name for name, layer in snip_linears(model).items() if layer.weight.requires_grad}
     assert trained == {f"model.layers.{index}.mlp.down_proj.modules_to_save.default" for index in range(2)}
 
@@ -122,7 +123,7 @@ def test_a_quantized_base_is_refused_with_what_to_do() -> None:
     model = adapted()
     model.base_model.model.config.quantization_config = {"quant_method": "bitsandbytes"}
     with pytest.raises(ValueError) as error:
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
     assert str(error.value) == (
         "The model is already quantized (dict); expected ordinary weights. Load it without a quantization_config, or "
         "dequantize it first. In place of QLoRA, train the adapters on a base in BF16: snip-hf multiplies with its "
@@ -149,7 +150,7 @@ def test_the_frozen_base_is_planned_by_what_its_errors_do_to_the_adapters_update
 
 @pytest.mark.slow
 def test_by_gemm_the_program_has_no_gradient_of_a_frozen_weight(tmp_path: Path) -> None:
-    config = SnipConfig(granularity="gemm", ties=(("q_proj", "k_proj", "v_proj"),), stages=2, **SCHEDULE)
+    config = fp4_config(granularity="gemm", ties=(("q_proj", "k_proj", "v_proj"),), stages=2, **SCHEDULE)
     finished = run(tmp_path, adapted(), config, max_steps=4)
     (line,) = finished.refreshes
     assert line["status"] == "applied"
@@ -165,7 +166,7 @@ def test_by_gemm_the_program_has_no_gradient_of_a_frozen_weight(tmp_path: Path) 
 @pytest.mark.parametrize("policy", ["uniform-fp4", "first2-last8", "fisher", "min-abs-err"])
 def test_other_policies_work_on_a_frozen_base(policy: str, tmp_path: Path) -> None:
     schedule = SCHEDULE if policy in ("fisher", "min-abs-err") else {}
-    finished = run(tmp_path, adapted(), SnipConfig(policy=policy, **schedule), max_steps=4)
+    finished = run(tmp_path, adapted(), fp4_config(policy=policy, **schedule), max_steps=4)
     assert finished.callback.controller.plan.fp4_fraction >= 0.75  # type: ignore[union-attr]
 
 
@@ -179,7 +180,7 @@ def test_the_log_says_that_one_direction_is_noisy_on_a_frozen_base(
     model = adapted() if is_adapted else tiny_llama(hidden=32)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with caplog.at_level(logging.INFO, "snip_hf"):
-        SnipController(model, torch.optim.AdamW(trained), SnipConfig(**fields)).close()
+        SnipController(model, torch.optim.AdamW(trained), fp4_config(**fields)).close()
     said = [record for record in caplog.records if record.getMessage().startswith("snip-hf: the swapped weights are")]
     assert bool(said) == is_said
     for record in said:
@@ -193,7 +194,7 @@ def test_the_log_says_that_one_direction_is_noisy_on_a_frozen_base(
 def test_a_resumed_run_is_the_whole_run_to_the_bit(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", adapted(), max_steps=5, save_strategy="steps", save_steps=3)
     checkpoint = tmp_path / "whole" / "checkpoint-3"
-    callback = SnipCallback(SnipConfig(**SCHEDULE))
+    callback = SnipCallback(fp4_config(**SCHEDULE))
     again = train(tmp_path / "again", callback=callback, model=adapted(), max_steps=5, resume=checkpoint)
     assert differing(weights(whole.model), weights(again.model)) == []
     assert {step: loss for step, loss in whole.losses.items() if step > 3} == {
@@ -219,7 +220,7 @@ def test_recomputed_activations_give_the_same_training_to_the_bit(tmp_path: Path
 def test_adapters_may_come_before_or_after_the_swap(tmp_path: Path) -> None:
     before = run(tmp_path / "before", adapted(), max_steps=4)
     model = tiny_llama(hidden=32)
-    convert_model(model, SnipConfig(**SCHEDULE))
+    convert_model(model, fp4_config(**SCHEDULE))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         later = peft.get_peft_model(model, METHODS["LoRA"]())
@@ -264,7 +265,7 @@ def test_without_the_adapter_the_base_runs_in_the_plan_s_formats() -> None:
             if "lora_B" in name:
                 parameter.normal_()
     for one in (model, base):
-        convert_in_formats(one, SnipConfig(start_format="fp8"))
+        convert_in_formats(one, fp4_config(start_format="fp8"))
     batch = text(2, 24)
     with torch.no_grad():
         expected = base(**batch).loss
@@ -397,7 +398,7 @@ def test_a_loss_whose_reference_has_the_adapters_off_is_refreshed(checkpoints: b
 
 
 def test_a_weight_that_its_adapter_changes_lets_the_others_be_probed_as_beside_its_own_products() -> None:
-    config = SnipConfig(skip_modules=("*.q_proj",), probe_tokens=None, probe_batch_tokens=None)
+    config = fp4_config(skip_modules=("*.q_proj",), probe_tokens=None, probe_batch_tokens=None)
     tables = []
     for options in ({"target_modules": ["q_proj"]}, {"target_modules": [], "target_parameters": ["q_proj.weight"]}):
         model = peft.get_peft_model(tiny_llama(hidden=32), peft.LoraConfig(r=4, **options))
@@ -429,7 +430,7 @@ def test_the_products_of_weights_that_adapters_change_are_counted() -> None:
 
 
 def test_grad_inputs_in_front_of_the_first_adapter_count_nothing(tmp_path: Path) -> None:
-    config = SnipConfig(granularity="gemm", **SCHEDULE)
+    config = fp4_config(granularity="gemm", **SCHEDULE)
     plan = run(tmp_path, adapted(), config, max_steps=4).callback.controller.plan  # type: ignore[union-attr]
     first = {f"model.layers.0.self_attn.{name}_proj" for name in "qkv"}
     idle = {"forward": 1.0, "grad_input": 0.0}

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from families import HIDDEN, INNER, LAYERS, build, text
 from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from snip_hf import SnipConfig, convert_model, coverage
+from snip_hf import convert_model, coverage
 from snip_hf.layers.adapters import ADAPTER
 
 peft = pytest.importorskip("peft")
@@ -67,7 +68,7 @@ def test_the_shared_projections_of_vera_are_counted_by_hand(converts: bool, leng
     """Each layer takes as much of them as it has features, which may be as much as there are tokens."""
     model = adapted(peft.VeraConfig(r=RANK, target_modules=["q_proj", "down_proj"]))
     if converts:
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
     found = coverage(model, text(length=length))
     tokens = 2 * length
     # Forward and grad_input of both projections, but for the input of the first q_proj, which needs no gradient.

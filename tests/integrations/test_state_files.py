@@ -11,14 +11,15 @@ from typing import Any
 
 import optuna
 import pytest
+from configs import fp4_config
 from small import tiny_llama
 from tiny_runs import SCHEDULE, Run, differing, one_thread, prepare, weights, without_seconds
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from snip_hf import SnipCallback, SnipConfig
+from snip_hf import SnipCallback
 
-CONFIG = SnipConfig(**SCHEDULE)
+CONFIG = fp4_config(**SCHEDULE)
 STEPS = 6
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": STEPS}
 

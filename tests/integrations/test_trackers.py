@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import fp4_config
 from slow_cases import slow
 from tiny_runs import SCHEDULE, one_thread, train
 from tracker_files import Stored, of_tensorboard, of_trackio, of_wandb, use_trackio_in, use_wandb_offline
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
-from snip_hf import SnipConfig
-
-CONFIG = SnipConfig(start_format="bf16", **SCHEDULE)
+CONFIG = fp4_config(start_format="bf16", **SCHEDULE)
 STEPS = 5
 # The plan of step 2 is applied after step 4.
 SHARES = [(1, 0.0), (2, 0.0), (3, 0.0), (4, 0.754), (5, 0.754)]

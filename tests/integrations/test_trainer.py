@@ -19,6 +19,7 @@ import tiny_runs
 import torch
 import transformers
 from accelerate import FullyShardedDataParallelPlugin
+from configs import fp4_config
 from divergence_files import records_of
 from safetensors.torch import load_file
 from slow_cases import slow
@@ -49,7 +50,7 @@ from snip_hf.records.load import load_run
 from snip_hf.reporting.run_report import reason_table
 from snip_hf.training.refresh import Solving
 
-CONFIG = SnipConfig(stages=2, **SCHEDULE)
+CONFIG = fp4_config(stages=2, **SCHEDULE)
 SHORT = 5
 
 
@@ -210,7 +211,7 @@ def test_the_probed_loss_is_the_models_on_the_steps_first_micro_batch(tmp_path: 
         model=model,
         args=arguments(tmp_path, max_steps=4),
         train_dataset=data(),
-        callbacks=[SnipCallback(SnipConfig(start_format="bf16", **SCHEDULE))],
+        callbacks=[SnipCallback(fp4_config(start_format="bf16", **SCHEDULE))],
     )
     trainer.train()
     (line,) = history(tmp_path)[1:]
@@ -239,7 +240,7 @@ def test_a_plan_is_applied_exactly_after_its_step_and_stays_until_the_next(run: 
 
 def test_without_a_delay_a_plan_is_applied_after_the_step_it_was_probed_in(tmp_path: Path) -> None:
     watch = Watch()
-    config = SnipConfig(first_refresh=1, refresh_every=2, apply_delay=0, granularity="gemm", **FAST)
+    config = fp4_config(first_refresh=1, refresh_every=2, apply_delay=0, granularity="gemm", **FAST)
     run = train(tmp_path, config, callbacks=[watch], max_steps=3)
     assert [(line["step"], line["applied_step"], line["decided_step"]) for line in run.refreshes] == [
         (1, 1, 1),
@@ -252,7 +253,7 @@ def test_without_a_delay_a_plan_is_applied_after_the_step_it_was_probed_in(tmp_p
 
 @pytest.mark.parametrize("policy", ["min-rel-err"])
 def test_the_local_error_baselines_are_refreshed_like_snip(policy: str, run: Run, tmp_path: Path) -> None:
-    baseline = train(tmp_path, SnipConfig(policy=policy, stages=2, **SCHEDULE), max_steps=5)
+    baseline = train(tmp_path, fp4_config(policy=policy, stages=2, **SCHEDULE), max_steps=5)
     (line,) = baseline.refreshes
     assert (line["step"], line["applied_step"]) == (2, 4)
     assert all(share >= 0.75 for share in line["stage_fp4_fractions"])
@@ -264,7 +265,7 @@ def test_the_local_error_baselines_are_refreshed_like_snip(policy: str, run: Run
 @pytest.mark.parametrize("policy", ["uniform-fp4", "layer-type"])
 def test_a_policy_without_a_probe_is_in_force_before_the_first_step_and_stays(policy: str, tmp_path: Path) -> None:
     watch = Watch()
-    config = SnipConfig(policy=policy, target_fp4_fraction=0.5, **SCHEDULE)
+    config = fp4_config(policy=policy, target_fp4_fraction=0.5, **SCHEDULE)
     run = train(tmp_path, config, callbacks=[watch], max_steps=3)
     (start,) = run.history
     assert all(assignment == start["plan"] for assignment in (*watch.before.values(), *watch.after.values()))
@@ -279,7 +280,7 @@ def test_a_plan_file_is_held_fixed(run: Run, tmp_path: Path) -> None:
     watch = Watch()
     fixed = train(
         tmp_path,
-        SnipConfig(fixed_plan=str(run.folder / "snip" / "plan.json"), **SCHEDULE),
+        fp4_config(fixed_plan=str(run.folder / "snip" / "plan.json"), **SCHEDULE),
         callbacks=[watch],
         max_steps=SHORT,
     )
@@ -327,7 +328,7 @@ def test_a_recomputed_forward_does_not_count_as_another_micro_batch(short: Run, 
 
 def test_the_divergences_are_told_the_trainers_clip_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = noted_divergences(monkeypatch)
-    config = SnipConfig(first_refresh=2, refresh_every=1, apply_delay=1, **FAST)
+    config = fp4_config(first_refresh=2, refresh_every=1, apply_delay=1, **FAST)
     run = train(tmp_path, config, trainer={"train_dataset": data(10)}, max_steps=4)
     norms = [run.losses[step][1] for step in (2, 3)]
     assert min(norms) > 0.6
@@ -482,7 +483,7 @@ def test_what_accelerate_was_told_is_checked_before_anything_is_swapped(
 @pytest.mark.parametrize("policy", ["snip", "uniform-fp8"])
 @pytest.mark.parametrize("added_later", [False, True])
 def test_data_parallel_is_refused_with_every_policy(added_later: bool, policy: str, tmp_path: Path) -> None:
-    model, args, callback = model_with_dropout(), arguments(tmp_path), SnipCallback(SnipConfig(policy=policy))
+    model, args, callback = model_with_dropout(), arguments(tmp_path), SnipCallback(fp4_config(policy=policy))
     args._n_gpu = 2
     with pytest.raises(ValueError) as caught:
         trainer = Trainer(model=model, args=args, train_dataset=data(), callbacks=[] if added_later else [callback])
@@ -500,7 +501,7 @@ def test_an_optimizer_that_cannot_be_differentiated_is_refused(tmp_path: Path) -
     rprop = {"optimizers": (torch.optim.Rprop(model.parameters()), None)}
     message = refused(tmp_path, TypeError, model=model, trainer=rprop)
     assert message.startswith("Cannot differentiate the update of torch.optim.rprop.Rprop: its update does not depend")
-    run = train(tmp_path, SnipConfig(policy="layer-type"), model=model, max_steps=2, trainer=rprop)
+    run = train(tmp_path, fp4_config(policy="layer-type"), model=model, max_steps=2, trainer=rprop)
     assert len(run.losses) == 2
 
 
@@ -508,7 +509,7 @@ def test_a_plan_file_of_another_model_or_a_damaged_one_is_refused(run: Run, tmp_
     path = tmp_path / "plan.json"
     document = json.loads((run.folder / "snip" / "plan.json").read_text())
     path.write_text(json.dumps(document))
-    config = SnipConfig(fixed_plan=str(path))
+    config = fp4_config(fixed_plan=str(path))
     assert refused(tmp_path / "out", ValueError, config, tiny_llama(hidden=32, layers=1)) == (
         f"fixed_plan={str(path)!r} does not fit the model: The plan names layer 'model.layers.1.self_attn.q_proj', "
         "which is no swapped layer of the model (it has 7, e.g. 'model.layers.0.self_attn.q_proj'). Was it "
@@ -585,7 +586,7 @@ def test_every_kind_of_failure_in_one_run_keeps_the_plan_and_leaves_no_process(
         "print('garbage')",
         "import time; time.sleep(60)",
     )
-    config = SnipConfig(first_refresh=1, refresh_every=2, apply_delay=1, solver_time_limit=0.3, solver="greedy")
+    config = fp4_config(first_refresh=1, refresh_every=2, apply_delay=1, solver_time_limit=0.3, solver="greedy")
     callback = SnipCallback(config, solving=Solving(grace=0.0), keep_formats=True)
     one = {"gradient_accumulation_steps": 1}
     run = train(tmp_path, callback=callback, model=model, callbacks=[NanLoss()], max_steps=10, **one)
@@ -688,7 +689,7 @@ print(json.dumps(run.refreshes))
 
 def test_a_folder_to_resume_from_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"resume='.*checkpoint-5' is not supported; give the checkpoint's folder to "):
-        SnipCallback(SnipConfig(), resume=tmp_path / "checkpoint-5")  # type: ignore[arg-type]
+        SnipCallback(fp4_config(), resume=tmp_path / "checkpoint-5")  # type: ignore[arg-type]
 
 
 class OwnStep(Trainer):
@@ -723,7 +724,7 @@ def test_a_loss_that_nobody_sees_is_refused_before_the_first_step(tmp_path: Path
         "compute_loss_func, or in the model, or use a policy that needs no probe, such as policy='layer-position'."
     )
     assert differing(weights(trainer.model), before) == []
-    own_step(tmp_path, SnipConfig(policy="layer-position"), steps=1).train()
+    own_step(tmp_path, fp4_config(policy="layer-position"), steps=1).train()
 
 
 def test_a_refused_run_leaves_the_record_of_the_run_before_it(tmp_path: Path) -> None:
@@ -731,7 +732,7 @@ def test_a_refused_run_leaves_the_record_of_the_run_before_it(tmp_path: Path) ->
     before = {path.name: path.read_bytes() for path in (tmp_path / "snip").iterdir()}
     assert "divergence-2.json" in before
     with pytest.raises(ValueError, match="does not fit"):
-        train(tmp_path, SnipConfig(fixed_plan=str(tmp_path / "snip" / "plan.json")), model=tiny_llama(hidden=64))
+        train(tmp_path, fp4_config(fixed_plan=str(tmp_path / "snip" / "plan.json")), model=tiny_llama(hidden=64))
     assert {path.name: path.read_bytes() for path in (tmp_path / "snip").iterdir()} == before
 
 
@@ -740,7 +741,7 @@ def test_two_forward_passes_before_one_backward_pass_train(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OwnStep, "twice", True)
-    trainer = own_step(tmp_path, SnipConfig(policy=policy, **SCHEDULE))
+    trainer = own_step(tmp_path, fp4_config(policy=policy, **SCHEDULE))
     trainer.train()
     assert trainer.state.global_step == trainer.args.max_steps
 
@@ -749,7 +750,7 @@ def test_a_plan_file_of_a_model_with_other_sizes_is_refused(tmp_path: Path) -> N
     train(tmp_path / "small", CONFIG, max_steps=4)
     plan = tmp_path / "small" / "snip" / "plan.json"
     with pytest.raises(ValueError) as caught:
-        train(tmp_path / "large", SnipConfig(fixed_plan=str(plan)), model=tiny_llama(hidden=64))
+        train(tmp_path / "large", fp4_config(fixed_plan=str(plan)), model=tiny_llama(hidden=64))
     assert str(caught.value) == (
         f"fixed_plan={str(plan)!r} does not fit the model: The plan is for a layer 'model.layers.0.self_attn.q_proj' "
         "of 2048 FLOPs per token, the model's has 8192. Was it made for another model? Run `snip-hf inspect PLAN "
@@ -758,11 +759,11 @@ def test_a_plan_file_of_a_model_with_other_sizes_is_refused(tmp_path: Path) -> N
 
 
 def test_a_start_that_is_refused_leaves_the_model_plain_unless_the_user_converted_it(tmp_path: Path) -> None:
-    config = SnipConfig(fixed_plan=str(tmp_path / "missing.json"))
+    config = fp4_config(fixed_plan=str(tmp_path / "missing.json"))
     for is_converted in (False, True):
         model = tiny_llama(hidden=32)
         if is_converted:
-            convert_model(model, SnipConfig())
+            convert_model(model, fp4_config())
         with pytest.raises(ValueError, match=r"missing\.json"):
             train(tmp_path / "run", config, model=model)
         assert bool(snip_linears(model)) == is_converted
@@ -782,7 +783,7 @@ def test_two_snip_callbacks_of_one_trainer_are_refused_and_one_that_an_error_lef
     short: Run, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError) as caught:
-        train(tmp_path / "two", CONFIG, callbacks=[SnipCallback(SnipConfig(policy="uniform-fp8"))])
+        train(tmp_path / "two", CONFIG, callbacks=[SnipCallback(fp4_config(policy="uniform-fp8"))])
     assert str(caught.value) == "The Trainer has two SnipCallbacks; expected one. Remove the other."
     model = tiny_llama(hidden=32)
     with pytest.raises(ValueError):
@@ -791,7 +792,7 @@ def test_two_snip_callbacks_of_one_trainer_are_refused_and_one_that_an_error_lef
 
 
 def test_a_run_that_ends_before_its_first_plan_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(tmp_path, SnipConfig(), max_steps=2)
+    train(tmp_path, fp4_config(), max_steps=2)
     assert (
         "snip-hf: training ends at step 2, before the first plan would be applied after step 110 (first_refresh + "
         "apply_delay): everything stays in fp8."
@@ -805,7 +806,7 @@ def test_a_config_that_is_none_is_refused_by_its_type() -> None:
 
 
 def test_the_report_says_why_with_the_prices_of_the_program_that_was_solved(tmp_path: Path) -> None:
-    train(tmp_path, SnipConfig(stages=2, granularity="layer", **SCHEDULE), max_steps=4)
+    train(tmp_path, fp4_config(stages=2, granularity="layer", **SCHEDULE), max_steps=4)
     table = reason_table(load_run(tmp_path))
     assert table is not None
     cells = [list(column.cells) for column in table.columns]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from tiny_runs import SCHEDULE, Run, arguments, data, differing, model_with_dropout, one_thread, train, weights
 from torch import nn
 from transformers import Trainer, TrainerCallback
@@ -36,7 +37,7 @@ def threads() -> Iterator[None]:
 
 
 def config(**changes: Any) -> SnipConfig:
-    return SnipConfig(**{**OPTIONS, **changes})
+    return fp4_config(**{**OPTIONS, **changes})
 
 
 class Provoke(TrainerCallback):

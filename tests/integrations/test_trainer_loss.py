@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from own_loss_worker import by_items
 from slow_cases import slow
 from small import tiny_llama
@@ -25,9 +26,9 @@ from snip_hf import SnipCallback, SnipConfig
 from snip_hf.integrations.trainer_loss import find_trainer, terms_of
 from snip_hf.layers.state import snip_linears
 
-CONFIG = SnipConfig(**SCHEDULE)
+CONFIG = fp4_config(**SCHEDULE)
 # Until a plan is applied, nothing differs from a run without SNIP.
-UNTOUCHED = SnipConfig(start_format="bf16", **SCHEDULE)
+UNTOUCHED = fp4_config(start_format="bf16", **SCHEDULE)
 SHORT: dict[str, Any] = {"max_steps": 5}
 
 
@@ -70,7 +71,7 @@ def test_the_models_loss_from_a_compute_loss_of_the_users_gives_the_same_diverge
 @pytest.mark.parametrize("tokens", [None, 128])
 def test_the_models_loss_from_a_function_gives_nearly_the_same_divergences(tokens: int | None, tmp_path: Path) -> None:
     """Also of a part of the micro-batch, which has the count of its own labels."""
-    config, rows = SnipConfig(**SCHEDULE, probe_batch_tokens=tokens), data(24, 80)
+    config, rows = fp4_config(**SCHEDULE, probe_batch_tokens=tokens), data(24, 80)
     train(tmp_path / "own", config, trainer={"train_dataset": rows}, **SHORT)
     train(tmp_path / "function", config, trainer={"train_dataset": rows, "compute_loss_func": by_items}, **SHORT)
     torch.testing.assert_close(figures(tmp_path / "function"), figures(tmp_path / "own"), rtol=1e-3, atol=0)
@@ -296,7 +297,7 @@ def test_labels_of_another_name_are_probed_and_counted_as_labels_are(
     trainer_class: type[Trainer], tmp_path: Path
 ) -> None:
     """Also in a part of the micro-batch."""
-    config, rows = SnipConfig(**SCHEDULE, probe_batch_tokens=128), data(24, 80)
+    config, rows = fp4_config(**SCHEDULE, probe_batch_tokens=128), data(24, 80)
     options: dict[str, Any] = {"trainer_class": trainer_class, **SHORT}
     named = train(tmp_path / "labels", config, model=of_class(Labelled), trainer={"train_dataset": rows}, **options)
     renamed = [{"input_ids": row["input_ids"], "targets": row["labels"]} for row in rows]
@@ -322,7 +323,7 @@ def test_the_trainer_is_found_by_its_state_from_within_its_training_loop(tmp_pat
             super().on_step_begin(args, state, control, **kwargs)
             found.append(find_trainer(state))
 
-    run = train(tmp_path, callback=Asking(SnipConfig(policy="uniform-fp8")), max_steps=1)
+    run = train(tmp_path, callback=Asking(fp4_config(policy="uniform-fp8")), max_steps=1)
     assert found == [run.trainer]
     assert find_trainer(run.trainer.state) is None
 

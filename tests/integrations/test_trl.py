@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import fp4_config
 from tiny_runs import differing, history, weights
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
@@ -28,7 +29,7 @@ from trl_runs import (
     saved_model,
 )
 
-from snip_hf import SnipCallback, SnipConfig
+from snip_hf import SnipCallback
 from snip_hf.layers.state import snip_linears
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -131,7 +132,7 @@ def test_a_reference_of_other_layers_is_refused_before_training(model: str, tmp_
     own = model_for("SFT").config.to_dict()
     other = LlamaForCausalLM(LlamaConfig(**own | {"intermediate_size": own["intermediate_size"] + 16}))
     with pytest.raises(ValueError) as caught:
-        run(tmp_path, "DPO", SnipConfig(policy="layer-position"), model=model, more={"ref_model": other})
+        run(tmp_path, "DPO", fp4_config(policy="layer-position"), model=model, more={"ref_model": other})
     assert str(caught.value) == (
         "The reference model has other layers than the trained one: 'model.layers.0.mlp.gate_proj' is "
         f"{own['intermediate_size'] + 16}x32 there and {own['intermediate_size']}x32 here. Use SnipCallback(..., "

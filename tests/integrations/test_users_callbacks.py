@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from configs import fp4_config
 from slow_cases import slow
 from small import text, tiny_llama
 from tiny_runs import SCHEDULE, Run, arguments, data, differing, one_thread, train, weights, without_seconds
@@ -22,13 +23,13 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from transformers import Trainer, TrainerCallback
 
-from snip_hf import SnipCallback, SnipConfig, SnipController
+from snip_hf import SnipCallback, SnipController
 from snip_hf.layers.convert import restore_model
 from snip_hf.layers.run_hooks import marks_on
 from snip_hf.layers.state import set_step, snip_linears
 
 # Two refreshes, applied after steps 4 and 7.
-CONFIG = SnipConfig(**SCHEDULE | {"refresh_every": 3})
+CONFIG = fp4_config(**SCHEDULE | {"refresh_every": 3})
 ACCUMULATED = {"gradient_accumulation_steps": 2}
 SHORT = {"max_steps": 7, **ACCUMULATED}
 Act = Callable[[nn.Module], Any]
@@ -53,7 +54,7 @@ class At(TrainerCallback):
 
 
 def run(folder: Path, *callbacks: TrainerCallback, policy: str = "snip", **changes: Any) -> Run:
-    config = CONFIG if policy == "snip" else SnipConfig(policy=policy)
+    config = CONFIG if policy == "snip" else fp4_config(policy=policy)
     return train(folder, config, model=tiny_llama(hidden=32), callbacks=callbacks, **SHORT | changes)
 
 
@@ -288,7 +289,7 @@ def test_copies_in_mid_run_train_and_evaluate_without_touching_the_run(
 
 def test_a_copy_holds_neither_the_run_nor_its_batches() -> None:
     model = tiny_llama(hidden=32)
-    controller = SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1), SnipConfig(first_refresh=1))
+    controller = SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1), fp4_config(first_refresh=1))
     controller.capture(text(2, 16))
     copied = copy.deepcopy(model)
     gone = weakref.ref(controller)
@@ -365,8 +366,8 @@ class Inner(TrainerCallback):
 
 INNER: dict[str, Callable[[], SnipCallback | None]] = {
     "without SNIP": lambda: None,
-    "under a plan of its own": lambda: SnipCallback(SnipConfig(policy="uniform-fp4")),
-    "with layers left out": lambda: SnipCallback(SnipConfig(policy="uniform-fp8", skip_modules=("*.down_proj",))),
+    "under a plan of its own": lambda: SnipCallback(fp4_config(policy="uniform-fp4")),
+    "with layers left out": lambda: SnipCallback(fp4_config(policy="uniform-fp8", skip_modules=("*.down_proj",))),
 }
 
 

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from configs import fp4_config
 from slow_cases import slow_but
 from tiny_runs import SCHEDULE, STEPS, Run, data, differing, model_with_dropout, solve_with, train, weights
 from transformers import LlamaForCausalLM, TrainerCallback
 
-from snip_hf import SnipConfig
-
-UNTOUCHED = SnipConfig(start_format="bf16", **SCHEDULE)
+UNTOUCHED = fp4_config(start_format="bf16", **SCHEDULE)
 
 
 def outcome(run: Run) -> dict[str, Any]:
@@ -96,7 +95,7 @@ class Ends(TrainerCallback):
 
 @pytest.mark.slow
 def test_a_refresh_that_is_never_due_leaves_no_trace(tmp_path: Path) -> None:
-    never = SnipConfig(
+    never = fp4_config(
         start_format="bf16", first_refresh=2, refresh_every=100, apply_delay=100, probes=2, solver="greedy"
     )
     expected = train(tmp_path / "plain", callbacks=[Ends()], max_steps=200)

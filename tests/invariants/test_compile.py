@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
+from configs import fp4_config
 from models import CONFIGS, batch
 from slow_cases import slow_but
 from small import checkpoint_activations, relative_error, text, tiny_llama
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config, Trainer
 
-from snip_hf import SnipCallback, SnipConfig, SnipController
+from snip_hf import SnipCallback, SnipController
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.linear import SnipLinear
 from snip_hf.layers.state import set_step, snip_linears
@@ -38,7 +39,7 @@ needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler on a CPU"
 )
 
-CONFIG = SnipConfig(**SCHEDULE)
+CONFIG = fp4_config(**SCHEDULE)
 SHORT = {"max_steps": 5}  # Probe at step 2, plan applied after step 4: one step under it.
 
 
@@ -184,7 +185,7 @@ def test_a_compiled_recomputation_draws_the_same_random_numbers(reentrant: bool)
     runs = []
     for checkpointed in (False, True):
         model = llama()
-        convert_model(model, SnipConfig(policy="uniform-fp4"))
+        convert_model(model, fp4_config(policy="uniform-fp4"))
         if checkpointed:
             checkpoint_activations(model, reentrant)
         for layer in snip_linears(model).values():
@@ -208,7 +209,7 @@ def test_a_step_that_is_set_between_forward_and_backward_is_never_silently_taken
     grads = []
     for compiled in (False, True):
         model = llama()
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         for layer in snip_linears(model).values():
             layer.set_formats(dict.fromkeys(GEMMS, "fp4"))
         call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model

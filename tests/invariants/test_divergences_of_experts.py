@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from expert_models import RoutedLM, routed_lm, tiny_gpt_oss, tiny_qwen3_moe
 from small import adamw_after, text, tokens
 from thread_ranks import on_ranks
@@ -30,7 +31,7 @@ PROJECTIONS = ("up", "down")
 
 def config_of(**options: Any) -> SnipConfig:
     # The estimate's gradients, as those of the truth, are in high precision.
-    return SnipConfig(probe_tokens=None, probe_batch_tokens=None, start_format="bf16", **options)
+    return fp4_config(probe_tokens=None, probe_batch_tokens=None, start_format="bf16", **options)
 
 
 def rows_of(table: DivergenceTable) -> Rows:
@@ -164,7 +165,7 @@ def test_experts_that_adam_has_all_but_forgotten_do_not_fill_the_direction() -> 
 
 def table_on(ranks: Ranks, model: nn.Module, **options: Any) -> DivergenceTable:
     """The table of the whole batch, of which each rank probes its part."""
-    config = SnipConfig(probe_batch_tokens=None, **options)
+    config = fp4_config(probe_batch_tokens=None, **options)
     own, inputs = copy.deepcopy(model), tokens(4, 256)
     count = 4 // ranks.size
     part = {name: value[ranks.rank * count : (ranks.rank + 1) * count] for name, value in inputs.items()}

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from tiny_runs import SCHEDULE, Run, differing, model_with_dropout, one_thread, solve_with, train, weights
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from snip_hf import SnipConfig, is_probing
 
-CONFIG = SnipConfig(**SCHEDULE)
-UNTOUCHED = SnipConfig(start_format="bf16", **SCHEDULE)
+CONFIG = fp4_config(**SCHEDULE)
+UNTOUCHED = fp4_config(start_format="bf16", **SCHEDULE)
 SHORT = {"max_steps": 8}
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 

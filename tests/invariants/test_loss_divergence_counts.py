@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from configs import fp4_config
 from rounded import fake_quantize
 from slow_cases import slow
 from small import adamw_after, text, tiny_llama
@@ -31,7 +32,7 @@ from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import ROW_TILE, SQUARE_TILE
 from snip_hf.parallel.ranks import Processes, Ranks
 
-CHOICES = SnipConfig().formats[::-1]
+CHOICES = fp4_config().formats[::-1]
 HIDDEN, INNER, VOCABULARY, LENGTH = 12, 20, 17, 33
 # An estimator of the loss divergence ("norm": that of the policy "snip-paper"), or the criterion of a policy.
 FORMS = ("token-fisher", "saliency", "norm", "fisher")
@@ -121,7 +122,7 @@ def masked(labels: Tensor, share: float) -> Tensor:
 def config_of(form: str) -> SnipConfig:
     policies = {"fisher": {"policy": "fisher"}, "norm": {"policy": "snip-paper"}}
     options = policies.get(form, {"loss_estimator": form})
-    return SnipConfig(probe_tokens=None, probe_batch_tokens=None, **options)
+    return fp4_config(probe_tokens=None, probe_batch_tokens=None, **options)
 
 
 def gradients_in(model: nn.Module, inputs: Inputs) -> Inputs:
@@ -398,10 +399,10 @@ def test_weight_divergences_of_experts_and_of_shared_layers_are_the_measured_one
 ) -> None:
     """Their sums hold products of X and G alone, and no number of tokens. Calls and experts see whole tiles of 128."""
     model, inputs, seeds = pointwise(**options), inputs_of(512, share=share), 6
-    measured = measure_divergence(model, inputs, config=SnipConfig(), draws=1, gemms=("grad_weight", LAYER))
+    measured = measure_divergence(model, inputs, config=fp4_config(), draws=1, gemms=("grad_weight", LAYER))
     squares: dict[tuple[str, str], float] = {}
     for seed in range(seeds):
-        config = SnipConfig(probe_tokens=None, probe_batch_tokens=None, seed=seed)
+        config = fp4_config(probe_tokens=None, probe_batch_tokens=None, seed=seed)
         for row in estimate_divergence(model, inputs, config=config).rows:
             if row.format == "fp8":
                 key = row.layer, row.gemm
@@ -467,7 +468,7 @@ def test_the_loss_of_a_step_s_tokens_leaves_the_divergence_as_it_is() -> None:
 # ------------------------------------------------------------ losses that are means over tokens, sequences or pairs
 
 # The policy takes gradients that are 0, as where preferences of either kind balance.
-BY_GRADIENTS = SnipConfig(
+BY_GRADIENTS = fp4_config(
     policy="fisher", loss_estimator="token-fisher", probe_tokens=None, probe_batch_tokens=None, probes=1
 )
 ROWS, BETA = 64, 0.1

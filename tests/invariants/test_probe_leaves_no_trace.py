@@ -14,10 +14,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from configs import fp4_config
 from small import TinyLM, checkpoint_activations, convert_in_formats, text, tiny_llama, tiny_lm, tokens, watched
 from torch import Tensor, nn
 
-from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import divergences_at, estimate_divergence
 from snip_hf.estimation.ground_truth import measure_assignment, measure_divergence, measure_loss
@@ -29,7 +29,7 @@ from snip_hf.layers.state import set_step, snip_linears
 from snip_hf.optimizers.response import responses
 
 Inputs = dict[str, Tensor]
-CONFIG = SnipConfig(probe_tokens=128, probe_batch_tokens=128)
+CONFIG = fp4_config(probe_tokens=128, probe_batch_tokens=128)
 
 
 class Noisy(TinyLM):
@@ -379,7 +379,7 @@ def accelerated_run(probe_at: int | None, action: str = "refresh") -> tuple[list
     np.random.seed(7)
     random.seed(7)
     model = tiny_llama(hidden=32, layers=1, attention_dropout=0.2).train()
-    convert_in_formats(model, SnipConfig(start_format="fp8"))
+    convert_in_formats(model, fp4_config(start_format="fp8"))
     for layer in list(snip_linears(model).values())[::2]:
         layer.set_formats(dict.fromkeys(("forward", "grad_input", "grad_weight"), "fp4"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

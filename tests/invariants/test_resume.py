@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_runs
+from configs import fp4_config
 from safetensors.torch import load_file
 from slow_cases import slow
 from tiny_runs import (
@@ -33,9 +34,9 @@ from snip_hf.integrations import state_files
 from snip_hf.layers.state import snip_linears
 from snip_hf.planning.solver import process as process_module
 
-CONFIG = SnipConfig(stages=2, **SCHEDULE)
+CONFIG = fp4_config(stages=2, **SCHEDULE)
 BACK_TO_BACK = SCHEDULE | {"refresh_every": 3, "apply_delay": 3}
-OTHER = SnipConfig(stages=2, granularity="gemm", target_fp4_fraction=0.5, probes=2, **BACK_TO_BACK)
+OTHER = fp4_config(stages=2, granularity="gemm", target_fp4_fraction=0.5, probes=2, **BACK_TO_BACK)
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 STEPS = 8
 ACCUMULATED = {"bf16": True, "gradient_accumulation_steps": 2}
@@ -103,7 +104,7 @@ def test_the_comparison_notices_a_state_of_another_seed(full: Run, tmp_path: Pat
     saved = state(tmp_path, 5)
     saved["config"]["seed"] = 1
     (checkpoint / "snip_state.json").write_text(json.dumps(saved))
-    resumed = train(tmp_path, SnipConfig(stages=2, seed=1, **SCHEDULE), resume=checkpoint, **SAVING)
+    resumed = train(tmp_path, fp4_config(stages=2, seed=1, **SCHEDULE), resume=checkpoint, **SAVING)
     assert resumed.losses[5] == full.losses[5]
     assert resumed.losses[6] != full.losses[6]
 
@@ -215,7 +216,7 @@ def test_a_checkpoint_trained_without_snip_is_continued_with_it(
 
     # With a plan that stays bf16 it is the run without SNIP, to the bit.
     solve_with(monkeypatch, "raise SystemExit(1)")
-    untouched = SnipConfig(start_format="bf16", **SCHEDULE)
+    untouched = fp4_config(start_format="bf16", **SCHEDULE)
     shutil.rmtree(tmp_path / "checkpoint-10")
     again = train(tmp_path, untouched, resume=tmp_path / "checkpoint-5", **saving)
     assert again.losses == plain.losses
@@ -227,7 +228,7 @@ def test_resume_false_starts_a_new_plan_from_the_weights(
 ) -> None:
     caplog.set_level(logging.WARNING, "snip_hf")
     checkpoint = interrupted(full, 7, tmp_path)
-    callback = SnipCallback(SnipConfig(**SCHEDULE | {"refresh_every": 2, "apply_delay": 1}), resume=False)
+    callback = SnipCallback(fp4_config(**SCHEDULE | {"refresh_every": 2, "apply_delay": 1}), resume=False)
     resumed = train(tmp_path, callback=callback, resume=checkpoint, max_steps=9)
     start, *refreshes = resumed.history
     assert (start["step"], {fmt for formats in start["plan"].values() for fmt in formats.values()}) == (7, {"fp8"})
@@ -250,7 +251,7 @@ def refused(folder: Path, callback: SnipCallback, resume: Path, kind: type[Excep
 
 def test_a_checkpoint_of_another_configuration_is_refused(full: Run, tmp_path: Path) -> None:
     checkpoint = interrupted(full, 7, tmp_path)
-    config = SnipConfig(stages=2, target_fp4_fraction=0.5, seed=3, **SCHEDULE)
+    config = fp4_config(stages=2, target_fp4_fraction=0.5, seed=3, **SCHEDULE)
     model = model_with_dropout()
     assert refused(tmp_path, SnipCallback(config), checkpoint, model=model) == (
         f"Cannot resume from {checkpoint}/snip_state.json: The checkpoint was trained with seed=0, this run asks "
@@ -264,7 +265,7 @@ def test_a_checkpoint_of_another_configuration_is_refused(full: Run, tmp_path: P
 
 def test_the_solvers_time_limit_may_differ_on_resume(full: Run, tmp_path: Path) -> None:
     checkpoint = interrupted(full, 7, tmp_path)
-    resumed = train(tmp_path, SnipConfig(stages=2, solver_time_limit=5.0, **SCHEDULE), resume=checkpoint, **SAVING)
+    resumed = train(tmp_path, fp4_config(stages=2, solver_time_limit=5.0, **SCHEDULE), resume=checkpoint, **SAVING)
     assert resumed.losses == full.losses
     assert differing(weights(resumed.model), weights(full.model)) == []
     assert without_seconds(resumed.refreshes) == without_seconds(full.refreshes)
@@ -308,7 +309,7 @@ def test_a_state_of_another_step_is_refused(full: Run, tmp_path: Path) -> None:
 
 
 def test_a_state_of_another_model_is_refused(full: Run, tmp_path: Path) -> None:
-    config = SnipConfig(**SCHEDULE)
+    config = fp4_config(**SCHEDULE)
     bigger = train(tmp_path / "bigger", config, model=tiny_llama(hidden=32, layers=3), max_steps=1, **SAVING)
     plain = train(tmp_path / "run", max_steps=1, **SAVING)
     checkpoint = plain.folder / "checkpoint-1"

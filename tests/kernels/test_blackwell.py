@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from snip_hf import SnipConfig, SnipLinear, convert_model
+from snip_hf import SnipLinear, convert_model
 from snip_hf.kernels import emulated, trials
 from snip_hf.kernels.blackwell import operators, packing
 from snip_hf.kernels.blackwell.backend import BLACKWELL
@@ -195,7 +196,7 @@ def layer_of(formats: tuple[str, ...], bias: bool = True, dtype: torch.dtype = B
     """The same layer twice: on this backend, and emulated."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(181, 77, bias=bias).to(dtype)])})
-    convert_model(model, SnipConfig(backend="emulated"))
+    convert_model(model, fp4_config(backend="emulated"))
     ours = model["layers"][0]
     set_step({"layer": ours}, 5, 40, 2)
     ours.set_formats(dict(zip(GEMMS, formats, strict=True)))
@@ -351,7 +352,7 @@ def block() -> Iterator[Block]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Block().to(BF16)
-    convert_model(model, SnipConfig(backend="emulated"))
+    convert_model(model, fp4_config(backend="emulated"))
     for layer in model.layers:
         layer.set_formats(dict.fromkeys(GEMMS, "mxfp8"))
         layer.use_backend(BLACKWELL)

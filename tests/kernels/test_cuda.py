@@ -12,11 +12,12 @@ from unittest import mock
 import pytest
 import torch
 from backends import select_backend
+from configs import fp4_config
 from rounded import quantize
 from small import convert_in_formats
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from snip_hf import SnipCallback, SnipConfig, estimate_divergence, measure_divergence
+from snip_hf import SnipCallback, estimate_divergence, measure_divergence
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import E2M1, E4M3
 from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE
@@ -67,7 +68,7 @@ def test_a_layer_in_bf16_gives_the_bits_of_nn_linear(dtype: torch.dtype) -> None
     x = torch.randn(3, 50, 200, device="cuda", dtype=dtype, requires_grad=True)
     parameters = [x, *block.parameters()]
     expected = torch.autograd.grad(block[0](x).square().sum(), parameters)
-    convert_in_formats(block, SnipConfig(start_format="bf16"))
+    convert_in_formats(block, fp4_config(start_format="bf16"))
     for ours, theirs in zip(torch.autograd.grad(block[0](x).square().sum(), parameters), expected, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -75,7 +76,7 @@ def test_a_layer_in_bf16_gives_the_bits_of_nn_linear(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("fmt", ["fp4", "bf16"])
 def test_an_emulated_layer_waits_for_the_device_once(fmt: str) -> None:
     block = torch.nn.ModuleList([torch.nn.Linear(128, 128)]).cuda()
-    convert_in_formats(block, SnipConfig(backend="emulated"))
+    convert_in_formats(block, fp4_config(backend="emulated"))
     block[0].set_formats(dict.fromkeys(GEMMS, fmt))
     x = torch.randn(128, 128, device="cuda", requires_grad=True)
     block[0](x).sum().backward()  # what is allocated or compiled once
@@ -92,7 +93,7 @@ def test_an_emulated_layer_waits_for_the_device_once(fmt: str) -> None:
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True, "capturable": True}, {}], ids=str)
 def test_a_probe_leaves_no_trace_on_cuda(options: dict[str, bool]) -> None:
     model = llama()
-    convert_in_formats(model, SnipConfig())
+    convert_in_formats(model, fp4_config())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
     batch = {"input_ids": tokens(4).cuda(), "labels": tokens(4).cuda()}
     model(**batch).loss.backward()
@@ -162,7 +163,7 @@ def test_a_resumed_bf16_run_is_the_run(tmp_path: Path, backend: str) -> None:
             disable_tqdm=True,
             full_determinism=True,
         )
-        config = SnipConfig(first_refresh=2, refresh_every=4, apply_delay=2, stages=2, solver="highs", backend=backend)
+        config = fp4_config(first_refresh=2, refresh_every=4, apply_delay=2, stages=2, solver="highs", backend=backend)
         trainer = Trainer(
             llama(4),
             args,

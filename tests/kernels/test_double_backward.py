@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from configs import fp4_config
 from models import CONFIGS, batch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from snip_hf import SnipConfig, convert_model
+from snip_hf import convert_model
 from snip_hf.kernels.linear import linear_function
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
@@ -19,7 +20,7 @@ def model(family: str, format: str | None) -> nn.Module:
     torch.manual_seed(0)
     found = AutoModelForCausalLM.from_config(_config(family), attn_implementation="eager").train()
     if format is not None:
-        convert_model(found, SnipConfig())
+        convert_model(found, fp4_config())
         for layer in snip_linears(found).values():
             layer.set_formats(dict.fromkeys(GEMMS, format))
     return found

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from functorch.compile import make_boxed_func
 from small import tiny_llama
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ class Graphs:
 def mlp_of(formats: Mapping[str, tuple[str, ...]] | None = None, ties: bool = True) -> nn.Module:
     """A MLP on the backend, tied or not; formats by the linears' last names."""
     model = tiny_llama(hidden=HIDDEN, layers=1).train()
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     found = {name: layer for name, layer in snip_linears(model).items() if ".mlp." in name}
     for name, layer in found.items():
         layer.use_backend(TENSOR_SCALED)
@@ -289,7 +290,7 @@ def test_an_activation_that_is_replaced_is_seen_at_the_next_call(change: Callabl
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_blocks_alike_are_compiled_once() -> None:
     model = tiny_llama(hidden=HIDDEN, layers=3).train()
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     layers = snip_linears(model)
     for layer in layers.values():
         layer.use_backend(TENSOR_SCALED)

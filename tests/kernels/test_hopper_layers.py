@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch._inductor.config
 from backends import hopper_lacks
+from configs import fp4_config
 from models import batch, build
 from rounded import quantize
 from slow_cases import pairwise
@@ -24,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from snip_hf import SnipConfig, SnipController, SnipLinear, convert_model
+from snip_hf import SnipController, SnipLinear, convert_model
 from snip_hf.kernels import hopper
 from snip_hf.kernels.backend import BACKENDS
 from snip_hf.kernels.emulated import EMULATED, STATE_SIZE
@@ -183,7 +184,7 @@ def linear(bias: bool = True, dtype: torch.dtype = BF16, device: str = "cpu") ->
 def layer_of(plain: nn.Linear, formats: tuple[str, ...], backend: str) -> SnipLinear:
     """A copy as a SnipLinear on a backend, with a key of its own."""
     model = nn.ModuleDict({"layers": nn.ModuleList([copy.deepcopy(plain)])})
-    convert_model(model, SnipConfig(backend="emulated"))
+    convert_model(model, fp4_config(backend="emulated"))
     layer = model["layers"][0]
     layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
     layer.use_backend(BACKENDS[backend])
@@ -808,7 +809,7 @@ FAMILIES = ["llama", "gpt-neox", "opt", "falcon", "gpt2"]
 def model_on(backend: str, family: str, device: str, formats: tuple[str, ...] | None, dtype: torch.dtype) -> Any:
     """A converted model in training mode; formats None draws FP8 or FP4 for each GEMM."""
     model = build(family).to(device, dtype)
-    convert_model(model, SnipConfig(backend="emulated"))
+    convert_model(model, fp4_config(backend="emulated"))
     draw = torch.Generator().manual_seed(3)
     layers = snip_linears(model)
     pack_states(layers)
@@ -950,7 +951,7 @@ def on_hopper(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> StandIn:
 def driven(**config: Any) -> tuple[Any, SnipController]:
     model = build("llama")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return model, SnipController(model, optimizer, SnipConfig(**{"policy": "uniform-fp4"} | config))
+    return model, SnipController(model, optimizer, fp4_config(**{"policy": "uniform-fp4"} | config))
 
 
 def output_of(layer: SnipLinear) -> Tensor:
@@ -1027,7 +1028,7 @@ class TestController:
         assert all(layer.snip_cache.weights for layer in layers.values())
         del first  # without close()
         optimizer = torch.optim.AdamW(model.parameters())
-        SnipController(model, optimizer, SnipConfig(policy="uniform-fp8"))
+        SnipController(model, optimizer, fp4_config(policy="uniform-fp8"))
         assert all(layer.snip_cache.weights == () and layer.snip_cache.tied is None for layer in layers.values())
 
     def test_layers_on_another_kind_of_device_run_emulated(self, on_hopper: StandIn) -> None:
@@ -1046,7 +1047,7 @@ class TestController:
     ) -> None:
         model = build("llama").float()
         accelerator = SimpleNamespace(mixed_precision=precision, num_processes=1, distributed_type="NO")
-        SnipController(model, torch.optim.AdamW(model.parameters()), SnipConfig(policy="uniform-fp4"), accelerator)
+        SnipController(model, torch.optim.AdamW(model.parameters()), fp4_config(policy="uniform-fp4"), accelerator)
         warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert warnings == warns * [
             "snip-hf: the GPU has FP8 tensor cores, but the model does not compute in BF16 (mixed_precision='no', "
@@ -1056,7 +1057,7 @@ class TestController:
     def test_a_model_that_is_converted_elsewhere_says_that_it_is_emulated_yet(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        convert_model(build("llama"), SnipConfig(backend="hopper"))
+        convert_model(build("llama"), fp4_config(backend="hopper"))
         assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
             "snip-hf: backend='hopper' cannot run where the model is now (the model is on 'cpu', expected a CUDA "
             "device of compute capability 9.0 (H100, H200)); its layers are emulated until a controller finds it on "
@@ -1111,7 +1112,7 @@ def test_layers_are_one_graph_and_new_plans_and_steps_compile_nothing(
 ) -> None:
     monkeypatch.setattr(hopper, "operators", Unrounded, raising=False)
     model = Siblings()
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     layers = snip_linears(model)
     pack_states(layers)
     for layer in layers.values():
@@ -1145,7 +1146,7 @@ def test_each_pattern_of_bf16_is_a_graph_of_its_own_and_returning_to_one_compile
     assert HOPPER.recompiles_for_bf16
     monkeypatch.setattr(hopper, "operators", Unrounded, raising=False)
     model = Siblings()
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     layers = snip_linears(model)
     pack_states(layers)
     for layer in layers.values():
@@ -1185,7 +1186,7 @@ class TestCompiled:
     def block(tied: bool) -> tuple[nn.Module, dict[str, SnipLinear], Callable[[Callable[..., Any]], dict[str, Tensor]]]:
         """A decoder layer of a Llama, its linears, and a function that passes the same data through it."""
         model = tiny_llama(hidden=256, layers=1).to("cuda", BF16)
-        convert_model(model, SnipConfig(backend="hopper"))
+        convert_model(model, fp4_config(backend="hopper"))
         layers = snip_linears(model)
         pack_states(layers)
         of_formats(layers, "fp8", "fp8", "fp8")

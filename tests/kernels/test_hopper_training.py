@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from backends import hopper_lacks
+from configs import fp4_config
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from snip_hf import SnipCallback, SnipConfig
+from snip_hf import SnipCallback
 from snip_hf.layers.state import snip_linears
 
 pytestmark = [
@@ -74,7 +75,7 @@ def run(folder: Path, compiled: bool, steps: int = 11, resume: str | None = None
         report_to=[],
         seed=0,
     )
-    ours, watch = SnipCallback(SnipConfig(**SNIP | snip)), NothingCompiledAfter(2)
+    ours, watch = SnipCallback(fp4_config(**SNIP | snip)), NothingCompiledAfter(2)
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = Trainer(llama(), arguments, train_dataset=data, callbacks=[ours, watch])
     trainer.train(resume_from_checkpoint=resume)
@@ -138,7 +139,7 @@ def test_weights_are_kept_only_where_a_step_has_several_micro_batches(tmp_path: 
         rows = torch.randint(0, 256, (32, 64), generator=torch.Generator().manual_seed(1))
         data = [{"input_ids": row, "labels": row} for row in rows]
         model = llama()
-        callbacks = [SnipCallback(SnipConfig(policy="uniform-fp4")), look]
+        callbacks = [SnipCallback(fp4_config(policy="uniform-fp4")), look]
         Trainer(model, arguments, train_dataset=data, callbacks=callbacks).train()
         assert all(layer.snip_cache.weights == () for layer in snip_linears(model).values())
         seen[micro_batches] = look.kept

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from small import tiny_llama
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snip_hf import SnipConfig, convert_model
+from snip_hf import convert_model
 from snip_hf.kernels.tensor_core import share_inputs
 from snip_hf.kernels.tensor_scaled import linear
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
@@ -56,7 +57,7 @@ class Block:
         gated: bool = False,
     ):
         model = tiny_llama(hidden=HIDDEN, layers=1).train()
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         self.layers = snip_linears(model)
         for layer in self.layers.values():
             layer.use_backend(TENSOR_SCALED)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from expert_models import tiny_gpt_oss, tiny_qwen3_moe
 from kernel_runs import dump, interpreting, load
 from kernels.test_hopper_layers import Operators, assert_close, assert_same, randn
@@ -18,7 +19,7 @@ from kernels.test_tensor_scaled_layers import SNIP, everywhere, on_gpu  # noqa: 
 from models import batch
 from torch import Tensor, nn
 
-from snip_hf import SnipConfig, SnipController
+from snip_hf import SnipController
 from snip_hf.kernels.backend import BACKENDS, Backend
 from snip_hf.kernels.emulated import EMULATED
 from snip_hf.kernels.tensor_core import keep_quantized
@@ -321,7 +322,7 @@ def test_a_model_trains_as_emulated(model: Any, compiles: bool, everywhere: None
     for name in ("emulated", TENSOR_SCALED.name):
         built = model().to(torch.bfloat16)
         optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
-        controller = SnipController(built, optimizer, SnipConfig(**{**SNIP, "backend": name}))
+        controller = SnipController(built, optimizer, fp4_config(**{**SNIP, "backend": name}))
         assert {layer.snip_backend.name for layer in snip_linears(built).values()} == {name}
         for layer in built.model.layers if compiles else ():
             layer.compile(backend="aot_eager", fullgraph=True)
@@ -346,10 +347,10 @@ def test_experts_that_it_cannot_run_are_emulated_and_the_log_says_why(
     experts = built.model.layers[0].mlp.experts
     experts.gate_up_proj = nn.Parameter(torch.zeros(8, 72, 64))
     experts.down_proj = nn.Parameter(torch.zeros(8, 64, 36))
-    controller = SnipController(built, torch.optim.SGD(built.parameters()), SnipConfig(backend="emulated"))
+    controller = SnipController(built, torch.optim.SGD(built.parameters()), fp4_config(backend="emulated"))
     layers = snip_linears(built)
     with caplog.at_level(logging.WARNING, "snip_hf"):
-        use_backend(layers, BACKENDS[TENSOR_SCALED.name], Ranks(), None, SnipConfig(), logging.getLogger("snip_hf"))
+        use_backend(layers, BACKENDS[TENSOR_SCALED.name], Ranks(), None, fp4_config(), logging.getLogger("snip_hf"))
     emulated = [name for name, layer in layers.items() if layer.snip_backend is EMULATED]
     assert emulated == [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
     assert (

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from kernels.test_hopper_layers import assert_close, assert_same, gradients, layer_of, linear, randn
 from models import batch
 from slow_cases import pairwise, slow
@@ -18,7 +19,7 @@ from small import checkpoint_activations, tiny_llama
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from snip_hf import SnipConfig, SnipController, SnipLinear
+from snip_hf import SnipController, SnipLinear
 from snip_hf.kernels.backend import BACKENDS
 from snip_hf.kernels.tensor_core import drop_quantized, keep_quantized, share_inputs
 from snip_hf.kernels.tensor_scaled import exponents, operators, trial
@@ -236,7 +237,7 @@ class Run:
         if wraps is not None:
             wraps(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.controller = SnipController(self.model, self.optimizer, SnipConfig(**SNIP | snip))
+        self.controller = SnipController(self.model, self.optimizer, fp4_config(**SNIP | snip))
 
     def train(self, steps: int, micro_batches: int = 1) -> list[float]:
         """Goes on for some steps; returns the losses."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from conv1d_twins import NAMES, as_linears, gpt2, state_as_linears
 from small import convert_in_formats, tokens
 from tiny_runs import SCHEDULE, differing, train, weights
@@ -18,7 +19,6 @@ from transformers.pytorch_utils import Conv1D
 from snip_hf import (
     PrecisionPlan,
     SnipCallback,
-    SnipConfig,
     convert_model,
     estimate_divergence,
     measure_divergence,
@@ -53,7 +53,7 @@ def conv1d(dtype: torch.dtype = torch.float32) -> Conv1D:
 
 def swapped(layer: nn.Module, formats: tuple[str, ...]) -> nn.Module:
     model = alone(copy.deepcopy(layer))
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     (found,) = snip_linears(model).values()
     found.set_formats(dict(zip(GEMMS, formats, strict=True)))
     return found
@@ -98,7 +98,7 @@ def test_it_stays_a_conv1d_with_its_keys_and_says_its_formats() -> None:
 def test_copies_share_nothing_and_restoring_gives_the_class_back() -> None:
     model = gpt2()
     before, keys = model.state_dict(), list(model.state_dict())
-    assert convert_in_formats(model, SnipConfig(start_format="fp4")) == NAMES
+    assert convert_in_formats(model, fp4_config(start_format="fp4")) == NAMES
     twin = copy.deepcopy(model)
     restore_model(model)
     assert {type(model.get_submodule(name)) for name in NAMES} == {Conv1D}
@@ -114,7 +114,7 @@ def test_subclasses_and_the_head_are_left_alone_with_the_reason() -> None:
 
     model = gpt2()
     model.transformer.h[0].mlp.c_fc = Scaled(128, 32)
-    reasons = skip_reasons(model, SnipConfig(skip_modules=("*.c_attn",)))
+    reasons = skip_reasons(model, fp4_config(skip_modules=("*.c_attn",)))
     assert reasons.pop("transformer.h.0.mlp.c_fc") == "class Scaled" and reasons.pop("lm_head") == "output head"
     assert {name for name, reason in reasons.items() if reason == "skip_modules"} == {NAMES[0], NAMES[4]}
     assert len([name for name, reason in reasons.items() if reason is None]) == 5
@@ -125,7 +125,7 @@ def plan_of(folder: Path) -> PrecisionPlan:
 
 
 def test_gpt2_is_probed_planned_trained_saved_and_restored_as_its_twin_of_linears(tmp_path: Path) -> None:
-    config = SnipConfig(**SCHEDULE, target_fp4_fraction=0.5, granularity="gemm")
+    config = fp4_config(**SCHEDULE, target_fp4_fraction=0.5, granularity="gemm")
     accumulated = {"gradient_accumulation_steps": 2}
     run = train(
         tmp_path / "conv1d", config, model=gpt2(), save_strategy="steps", save_steps=3, max_steps=5, **accumulated
@@ -152,7 +152,7 @@ def test_gpt2_is_probed_planned_trained_saved_and_restored_as_its_twin_of_linear
 
 
 def test_a_run_that_stays_in_bf16_is_one_without_snip_to_the_bit(tmp_path: Path) -> None:
-    config = SnipConfig(**SCHEDULE, start_format="bf16")
+    config = fp4_config(**SCHEDULE, start_format="bf16")
     expected = train(tmp_path / "plain", model=gpt2(dropout=0.1), max_steps=4)
     run = train(tmp_path / "snip", config, model=gpt2(dropout=0.1), max_steps=4)
     assert run.losses == expected.losses and differing(weights(run.model), weights(expected.model)) == []
@@ -178,7 +178,7 @@ def after_two_steps(kind: type[torch.optim.Optimizer], model: nn.Module) -> torc
 )
 def test_divergences_are_those_of_linears(kind: type[torch.optim.Optimizer], policy: str, noise: float) -> None:
     """Differences of passes, which the policy snip takes, multiply FP32's rounding by 1000."""
-    config = SnipConfig(policy=policy, loss_estimator="token-fisher", **EXACT)
+    config = fp4_config(policy=policy, loss_estimator="token-fisher", **EXACT)
     found = []
     for layer in (Conv1D, nn.Linear):
         model = gpt2(layer)
@@ -198,7 +198,7 @@ def test_the_measured_truth_is_that_of_linears() -> None:
     for layer in (Conv1D, nn.Linear):
         model = gpt2(layer)
         optimizer = after_two_steps(torch.optim.AdamW, model)
-        found.append(measure_divergence(model, BATCH, optimizer, SnipConfig(**EXACT), draws=1, gemms=("layer",)).rows)
+        found.append(measure_divergence(model, BATCH, optimizer, fp4_config(**EXACT), draws=1, gemms=("layer",)).rows)
     assert len(found[0]) == len(NAMES) * 2
     for one, other in zip(*found, strict=True):
         assert one.loss_divergence == pytest.approx(other.loss_divergence, rel=1e-2, abs=1e-6), one
@@ -211,7 +211,7 @@ def test_a_matrix_wise_optimizer_is_asked_for_its_update_of_the_weight_as_the_mo
     for kind in (Conv1D, nn.Linear):
         model = gpt2(kind)
         optimizer = torch.optim.Muon([model.get_submodule(name).weight for name in NAMES])
-        rows = estimate_divergence(model, BATCH, optimizer, SnipConfig(**EXACT)).rows
+        rows = estimate_divergence(model, BATCH, optimizer, fp4_config(**EXACT)).rows
         found.append([row for row in rows if row.gemm == "grad_weight"])
     assert len(found[0]) == 2 * len(NAMES)
     ratios = {"c_attn": 3, "c_fc": 4}
@@ -227,7 +227,7 @@ def test_recomputed_activations_and_autocast_change_no_number(reentrant: bool) -
     for checkpoints in (True, False):
         model = gpt2().train()
         model.config.use_cache = False
-        convert_in_formats(model, SnipConfig(start_format="fp4"))
+        convert_in_formats(model, fp4_config(start_format="fp4"))
         set_step(snip_linears(model), 0, 1, 0)
         if checkpoints:
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -243,8 +243,8 @@ def test_recomputed_activations_and_autocast_change_no_number(reentrant: bool) -
 
 def exported_plan() -> PrecisionPlan:
     model = gpt2()
-    convert_model(model, SnipConfig())
-    provenance = PlanProvenance(step=1, policy="snip", config=SnipConfig().to_dict())
+    convert_model(model, fp4_config())
+    provenance = PlanProvenance(step=1, policy="snip", config=fp4_config().to_dict())
     formats = dict.fromkeys(GEMMS, "nvfp4")
     return PrecisionPlan(dict.fromkeys(NAMES, formats), linear_flops(model), (tuple(NAMES),), provenance)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from mixtures import CONFIGS, EXPERTS, HIDDEN, INNER, VOCABULARY, build
 from small import convert_in_formats
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch._dynamo.utils import counters
 from torchao.quantization import quantize_
 from transformers import PreTrainedModel
 
-from snip_hf import SnipConfig, SnipLinearConfig, convert_model, restore_model
+from snip_hf import SnipLinearConfig, convert_model, restore_model
 from snip_hf.kernels.backend import BACKENDS, Backend, register_backend
 from snip_hf.kernels.emulated import EMULATED, Emulated, forward_gemm
 from snip_hf.layers.experts import SnipExperts
@@ -29,7 +30,7 @@ from snip_hf.numerics.random_streams import matrix_keys
 from snip_hf.parallel.ranks import Ranks
 from snip_hf.training.swapped_layers import use_backend
 
-HIGH = SnipConfig(start_format="bf16")
+HIGH = fp4_config(start_format="bf16")
 FP4 = dict.fromkeys(GEMMS, "fp4")
 each_family = pytest.mark.parametrize("family", CONFIGS)
 
@@ -66,7 +67,7 @@ def in_fp4(family: str) -> PreTrainedModel:
 def test_a_swap_names_the_projections_as_checkpoints_do_and_changes_no_key(family: str) -> None:
     model = build(family)
     keys, parameters = list(model.state_dict()), {name: id(p) for name, p in model.named_parameters()}
-    names = convert_model(model, SnipConfig())
+    names = convert_model(model, fp4_config())
     found = experts_of(model)
     assert set(found) == {name for name in keys if name.endswith(("experts.gate_up_proj", "experts.down_proj"))}
     assert [name for name in names if name in found] == list(found)
@@ -208,7 +209,7 @@ class TestTheConfig:
     def test_only_swapped_modules_name_the_implementation(self, tmp_path: Path) -> None:
         model = build("mixtral")
         before = model.config.to_dict()
-        convert_in_formats(model, SnipConfig())
+        convert_in_formats(model, fp4_config())
         assert {module.config._experts_implementation for module in owners(model)} == {"snip"}
         assert model.config.to_dict() == before and model.get_experts_implementation() == {"": "grouped_mm"}
         model.save_pretrained(tmp_path)
@@ -217,7 +218,7 @@ class TestTheConfig:
 
     def test_what_the_user_sets_holds_for_the_model_once_it_is_restored(self) -> None:
         model = build("mixtral")
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         model.set_experts_implementation("eager")
         assert {module.config._experts_implementation for module in owners(model)} == {"snip"}
         layers = list(experts_of(model).values())
@@ -233,7 +234,7 @@ class TestTheConfig:
     def test_another_model_of_the_same_config_is_left_alone(self) -> None:
         model = build("mixtral")
         other = type(model)(model.config)
-        convert_in_formats(model, SnipConfig())
+        convert_in_formats(model, fp4_config())
         assert all(module.config is model.config for module in owners(other))
 
 
@@ -271,14 +272,14 @@ class TestCopies:
 class TestSelection:
     def test_one_projection_can_be_left_in_high_precision(self) -> None:
         model, skipped = build("gpt-oss"), "model.layers.*.mlp.experts.gate_up_proj"
-        convert_in_formats(model, SnipConfig(start_format="bf16", skip_modules=(skipped,)))
+        convert_in_formats(model, fp4_config(start_format="bf16", skip_modules=(skipped,)))
         assert [name.rpartition(".")[2] for name in experts_of(model)] == ["down_proj"] * 2
         plain = build("gpt-oss")
         convert_in_formats(plain, HIGH)
         assert loss_and_gradients(model)[0] == loss_and_gradients(plain)[0]
         convert_in_formats(model, HIGH)  # takes the other one too, and leaves the first as it is
         assert len(experts_of(model)) == 4
-        convert_in_formats(model, SnipConfig(start_format="bf16", skip_modules=("*.experts.*",)))
+        convert_in_formats(model, fp4_config(start_format="bf16", skip_modules=("*.experts.*",)))
         assert not experts_of(model) and all(module.config is model.config for module in owners(model))
 
     def test_torchao_s_quantize_swaps_all_projections_of_a_module(self) -> None:
@@ -300,7 +301,7 @@ class TestSelection:
         bare._parameters["down_proj"] = None
         alike.forward = alike.forward
         blocks = nn.ModuleDict({"layers": nn.ModuleList([parallel, odd, without, bare, alike])})
-        reasons = skip_reasons(blocks, SnipConfig())
+        reasons = skip_reasons(blocks, fp4_config())
         assert [reasons[f"layers.{index}.down_proj"] for index in range(5)] == [
             "experts spread over processes (expert parallelism)",
             "class Odd has a forward of its own",
@@ -319,7 +320,7 @@ class TestBackends:
         with BACKENDS.restored():
             register_backend(Alone())
             model = build("mixtral")
-            convert_model(model, SnipConfig(backend="alone"))
+            convert_model(model, fp4_config(backend="alone"))
             found = {name: layer.snip_backend.name for name, layer in snip_linears(model).items()}
         assert {name for name, backend in found.items() if backend == "emulated"} == set(experts_of(model))
         assert set(found.values()) == {"alone", "emulated"}
@@ -335,11 +336,11 @@ class TestBackends:
             runs_groups = False
 
         model = build("mixtral")
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         layers = snip_linears(model)
         logger = logging.getLogger("snip_hf")
         with caplog.at_level(logging.INFO, "snip_hf"):
-            use_backend(layers, Alone(), Ranks(), None, SnipConfig(), logger)
+            use_backend(layers, Alone(), Ranks(), None, fp4_config(), logger)
         assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
             "snip-hf: backend alone runs no grouped products: 4 layers, such as "
             "model.layers.0.mlp.experts.gate_up_proj, run emulated, slower than BF16. Name them in skip_modules to "
@@ -347,7 +348,7 @@ class TestBackends:
         ]
         caplog.clear()
         with caplog.at_level(logging.INFO, "snip_hf"):
-            use_backend(layers, EMULATED, Ranks(), None, SnipConfig(), logger)
+            use_backend(layers, EMULATED, Ranks(), None, fp4_config(), logger)
         assert "runs no grouped products" not in caplog.text
 
     def test_the_emulated_backend_runs_them(self) -> None:

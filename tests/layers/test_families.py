@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from causal_families import DENSE, EXPERTS, FAMILIES, HYBRID, VOCABULARY, batch, build, class_of, type_of
+from configs import fp4_config
 from families_table import BEGIN, END, PAGE, documented, names_without_a_row, row, shares, table, versions
 from slow_cases import slow_but
 from small import convert_in_formats
@@ -18,7 +19,7 @@ from tiny_runs import SCHEDULE, data, train
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from snip_hf import PrecisionPlan, SnipConfig, convert_model, estimate_divergence, restore_model
+from snip_hf import PrecisionPlan, convert_model, estimate_divergence, restore_model
 from snip_hf.layers.state import set_step, snip_linears
 
 # One that stores its weights transposed, one with a state space, one with experts.
@@ -42,7 +43,7 @@ def committed() -> str:
 def test_a_step_of_training_in_fp4_leaves_a_model_that_plain_transformers_loads(family: str, tmp_path: Path) -> None:
     model = build(family)
     plain = copy.deepcopy(model)
-    names = convert_in_formats(model, SnipConfig(start_format="fp4"))
+    names = convert_in_formats(model, fp4_config(start_format="fp4"))
     assert not [name for name in names if CHOICES.search(name)]
     set_step(snip_linears(model), 0, 1, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -65,8 +66,8 @@ def test_a_step_of_training_in_fp4_leaves_a_model_that_plain_transformers_loads(
 def test_every_layer_that_runs_and_is_trained_has_finite_divergences(family: str) -> None:
     model = build(family)
     model(**batch()).loss.backward()
-    table = estimate_divergence(model, batch(), torch.optim.AdamW(model.parameters(), lr=1e-3), SnipConfig())
-    convert_model(model, SnipConfig())
+    table = estimate_divergence(model, batch(), torch.optim.AdamW(model.parameters(), lr=1e-3), fp4_config())
+    convert_model(model, fp4_config())
     trained = {name for name, layer in snip_linears(model).items() if layer.weight.grad is not None}
     uncalled = {name for name in trained if DIRECT.search(name) or OTHER_ADAPTERS.search(name)}
     assert {entry.layer for entry in table.rows} == trained - uncalled
@@ -75,7 +76,7 @@ def test_every_layer_that_runs_and_is_trained_has_finite_divergences(family: str
 
 def test_a_layer_that_a_model_never_calls_has_no_part_in_the_fp4_share(tmp_path: Path) -> None:
     rows = [{name: [token % VOCABULARY for token in row] for name, row in one.items()} for one in data()]
-    config = SnipConfig(**SCHEDULE, granularity="layer", target_fp4_fraction=0.5)
+    config = fp4_config(**SCHEDULE, granularity="layer", target_fp4_fraction=0.5)
     train(tmp_path, config, model=build("mamba"), trainer={"train_dataset": rows}, max_steps=5)
     plan = PrecisionPlan.load(tmp_path / "snip" / "plan.json")
     uncalled = {layer for layer in plan.assignment if layer.endswith(".dt_proj")}

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from small import tiny_llama
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from snip_hf import SnipConfig, convert_model, restore_model
+from snip_hf import convert_model, restore_model
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
 from snip_hf.layers.gated import GATED_MLPS, gate_up_down, is_gated, put_gates, register_gated_mlp, remove_gates
 from snip_hf.layers.state import snip_linears
@@ -26,7 +27,7 @@ LOG = logging.getLogger("snip_hf.test")
 
 def swapped(model: nn.Module) -> nn.Module:
     """The model with its linears on the backend that runs gates."""
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     for layer in snip_linears(model).values():
         layer.use_backend(TENSOR_SCALED)
     return model
@@ -54,7 +55,7 @@ def test_each_known_class_computes_the_formula(name: str) -> None:
 
 def test_those_of_llama_are_found_where_their_backend_runs_gates() -> None:
     model = tiny_llama(layers=2)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     assert put_gates(model, LOG) == 0  # the emulated backend runs none
     for layer in snip_linears(model).values():
         layer.use_backend(TENSOR_SCALED)

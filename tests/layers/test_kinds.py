@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from configs import fp4_config
 from small import convert_in_formats
 from torch import Tensor, nn
 
@@ -59,7 +60,7 @@ def block(**modules: nn.Module) -> nn.ModuleDict:
 
 def test_the_weight_of_a_linear_is_its_one_matrix() -> None:
     model = block(up=nn.Linear(8, 4))
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     (layer,) = snip_linears(model).values()
     assert type(layer) is SnipLinear and layer.matrix is layer.weight
     assert layer.matrices(layer.weight) == (layer.weight,) and layer.laid_out([layer.weight]) is layer.weight
@@ -82,13 +83,13 @@ def test_a_weight_that_is_parametrized_is_not_asked_for() -> None:
 
 def test_a_kind_that_is_added_decides_on_its_modules_and_says_why_not() -> None:
     model = block(up=nn.Linear(8, 8), small=Scale(8), large=Scale(16))
-    assert skip_reasons(model, SnipConfig()) == {"layers.0.up": None}
+    assert skip_reasons(model, fp4_config()) == {"layers.0.up": None}
     register_layer_kind(ScaleKind())
     reasons = {"layers.0.up": None, "layers.0.small": None, "layers.0.large": "16 wide"}
-    assert skip_reasons(model, SnipConfig()) == reasons
-    assert convert_model(model, SnipConfig()) == ["layers.0.up", "layers.0.small"]
-    assert skip_reasons(model, SnipConfig()) == reasons
-    assert convert_model(model, SnipConfig(skip_modules=("*.small",))) == ["layers.0.up"]
+    assert skip_reasons(model, fp4_config()) == reasons
+    assert convert_model(model, fp4_config()) == ["layers.0.up", "layers.0.small"]
+    assert skip_reasons(model, fp4_config()) == reasons
+    assert convert_model(model, fp4_config(skip_modules=("*.small",))) == ["layers.0.up"]
     assert type(model["layers"][0]["small"]) is Scale
     restore_model(model)
     assert {type(module) for module in model["layers"][0].values()} == {nn.Linear, Scale}
@@ -112,7 +113,7 @@ def test_several_matrices_in_one_weight_need_a_forward_of_their_own() -> None:
     kind.layer = Halves
     register_layer_kind(kind)
     model = block(small=Scale(8))
-    convert_in_formats(model, SnipConfig(backend="emulated"))
+    convert_in_formats(model, fp4_config(backend="emulated"))
     with pytest.raises(ValueError) as error:
         model["layers"][0]["small"](torch.ones(1, 8))
     assert str(error.value) == (
@@ -135,7 +136,7 @@ def test_a_layer_that_refuses_a_backend_runs_emulated() -> None:
     model = block(up=nn.Linear(8, 8), small=Scale(8))
     with BACKENDS.restored():
         register_backend(Alone())
-        convert_in_formats(model, SnipConfig(backend="alone"))
+        convert_in_formats(model, fp4_config(backend="alone"))
     assert [layer.snip_backend.name for layer in snip_linears(model).values()] == ["alone", "emulated"]
     assert model["layers"][0]["small"](torch.ones(1, 8)).shape == (1, 8)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from models import CONFIGS, LINEARS, batch, build
 from oracles.rounding import stream_halves
 from oracles.three_gemms import GRAD_OUTPUT, Layer
@@ -28,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from snip_hf import SnipConfig, SnipLinear, SnipLinearConfig, convert_model, restore_model
+from snip_hf import SnipLinear, SnipLinearConfig, convert_model, restore_model
 from snip_hf.layers.kinds import LAYER_KINDS
 from snip_hf.layers.selection import skip_reasons
 from snip_hf.layers.state import PackedStates, pack_states, plain_name, set_rank, set_step, snip_linears
@@ -214,7 +215,7 @@ class TestBf16:
     @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
     def test_a_converted_model_trains_with_the_bits_of_the_plain_one(self, family: str, autocast: bool) -> None:
         plain, converted = build(family), build(family)
-        convert_in_formats(converted, SnipConfig(start_format="bf16"))
+        convert_in_formats(converted, fp4_config(start_format="bf16"))
         losses = []
         for model in (plain, converted):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -265,7 +266,7 @@ class TestStep:
     def test_setting_the_step_writes_the_oracle_s_keys_and_leaves_formats_alone(self) -> None:
         """Keys of both signs, whether the states are one tensor (`pack_states`) or one each, or some of either."""
         model = build("llama")
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         layers = snip_linears(model)
         for index, layer in enumerate(layers.values()):
             layer.set_formats(dict(zip(GEMMS, COMBINATIONS[index], strict=True)))
@@ -293,7 +294,7 @@ class TestStep:
     def test_a_layer_moved_out_of_the_common_tensor_is_still_keyed(self) -> None:
         """As by `module.to(device)`, which gives the buffer a tensor of its own."""
         model = build("llama")
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         layers = snip_linears(model)
         pack_states(layers)
         moved = list(layers)[3]
@@ -305,7 +306,7 @@ class TestStep:
     def test_packed_states_are_written_as_one_until_a_layer_gets_another_state(self) -> None:
         model, twin = build("llama"), build("llama")
         for one in (model, twin):
-            convert_model(one, SnipConfig())
+            convert_model(one, fp4_config())
         layers, expected = snip_linears(model), snip_linears(twin)
         assert not PackedStates(layers).set_step(1, 2, 3)  # each layer has a tensor of its own
         pack_states(dict(reversed(layers.items())))
@@ -330,7 +331,7 @@ class TestStep:
                 return function(*args, **(kwargs or {}))
 
         model = build("llama")
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         layers = snip_linears(model)
         for layer in layers.values():
             layer.snip_state = layer.snip_state.to("meta")
@@ -343,7 +344,7 @@ class TestStep:
 
     def test_packing_keeps_states_and_formats_can_still_be_written(self) -> None:
         model = build("llama")
-        convert_model(model, SnipConfig(seed=9))
+        convert_model(model, fp4_config(seed=9))
         layers = snip_linears(model)
         before = states(model)
         pack_states(layers)
@@ -355,7 +356,7 @@ class TestStep:
     @pytest.mark.parametrize("packed", [False, True])
     def test_the_rank_stays_what_it_was_set_to(self, packed: bool) -> None:
         model = build("llama")
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         layers = snip_linears(model)
         if packed:
             pack_states(layers)
@@ -435,7 +436,7 @@ class TestCheckpointing:
     def test_a_model_in_fp4_has_the_same_gradients(self, family: str, reentrant: bool) -> None:
         def run(recompute: bool) -> dict[str, Tensor]:
             model = build(family)
-            convert_model(model, SnipConfig())
+            convert_model(model, fp4_config())
             for layer in snip_linears(model).values():
                 layer.set_formats(dict.fromkeys(GEMMS, "fp4"))
             if recompute:
@@ -589,20 +590,20 @@ def states(model: nn.Module) -> dict[str, list[int]]:
 class TestConvert:
     def test_swaps_exactly_the_linears_of_the_blocks(self, family: str) -> None:
         model = build(family)
-        assert set(convert_model(model, SnipConfig())) == LINEARS[family]
+        assert set(convert_model(model, fp4_config())) == LINEARS[family]
         assert set(snip_linears(model)) == LINEARS[family]
 
     def test_returns_the_names_in_the_model_s_order(self, family: str) -> None:
         model = build(family)
         order = [name for name, _ in model.named_modules() if name in LINEARS[family]]
-        assert convert_model(model, SnipConfig()) == order == list(snip_linears(model))
+        assert convert_model(model, fp4_config()) == order == list(snip_linears(model))
 
     def test_leaves_parameters_ties_buffers_and_keys_as_they_were(self, family: str) -> None:
         model = build(family)
         before = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
         keys, buffers = list(model.state_dict()), {name for name, _ in model.named_buffers()}
         weights = {key: value.clone() for key, value in model.state_dict().items()}
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         assert {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)} == before
         assert list(model.state_dict()) == keys
         assert_same(model.state_dict(), weights)
@@ -613,7 +614,7 @@ class TestConvert:
         model = build(family)
         handles = [module.register_forward_hook(lambda *_: None) for module in list(model.modules())[-3:]]
         before = snapshot(model)
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         assert snapshot(model) != before
         restore_model(model)
         assert snapshot(model) == before
@@ -623,15 +624,15 @@ class TestConvert:
 
     def test_twice_is_once(self, family: str) -> None:
         model = build(family)
-        names = convert_model(model, SnipConfig(seed=4))
+        names = convert_model(model, fp4_config(seed=4))
         snip_linears(model)[names[0]].set_formats(dict.fromkeys(GEMMS, "fp4"))
         before, numbers = snapshot(model), states(model)
-        assert convert_model(model, SnipConfig(seed=4)) == names
+        assert convert_model(model, fp4_config(seed=4)) == names
         assert snapshot(model) == before and states(model) == numbers
 
     def test_starts_plainly_with_the_config_s_seed_and_a_key_from_the_name(self, family: str) -> None:
         model = build(family)
-        convert_model(model, SnipConfig(seed=2**40 + 3))
+        convert_model(model, fp4_config(seed=2**40 + 3))
         for name, layer in snip_linears(model).items():
             assert layer.snip_is_plain and layer.formats == dict.fromkeys(GEMMS, "bf16")
             assert layer.snip_state.tolist() == [0] * 3 + [key_number(2**40 + 3, 0, 0, layer.snip_key), 0, 1]
@@ -640,7 +641,7 @@ class TestConvert:
 
     def test_a_deep_copy_is_a_converted_model_of_its_own(self, family: str) -> None:
         model = build(family)
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         twin = copy.deepcopy(model)
         assert list(snip_linears(twin)) == list(snip_linears(model))
         for layer in snip_linears(model).values():
@@ -654,7 +655,7 @@ class TestConvert:
     def test_is_invisible_in_saved_checkpoints(self, family: str, tmp_path: Path) -> None:
         """save_pretrained writes the same files; plain transformers loads them and computes what it did."""
         plain, model = build(family), build(family)
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         plain.save_pretrained(tmp_path / "plain")
         model.save_pretrained(tmp_path / "converted")
         for path in (tmp_path / "plain").iterdir():
@@ -678,7 +679,7 @@ class TestHooks:
         layer.weight.register_hook(lambda grad: seen.append(f"weight {tuple(grad.shape)}"))
         model(**batch()).loss.backward()
         plain, seen[:] = list(seen), []
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         model(**batch()).loss.backward()
         assert sorted(seen) == sorted(plain) and len(plain) == 4
 
@@ -692,7 +693,7 @@ class TestDevicesAndDtypes:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
     def test_casting_a_converted_model_leaves_the_state_alone(self, dtype: torch.dtype) -> None:
         model = build("llama")
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         before = states(model)
         model.to(dtype)
         assert states(model) == before and next(model.parameters()).dtype == dtype
@@ -708,7 +709,7 @@ class TestDevicesAndDtypes:
 
 def test_tied_weights_stay_one_parameter_also_after_restoring() -> None:
     model = build("llama-tied")
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     assert model.lm_head.weight is model.model.embed_tokens.weight and type(model.lm_head) is nn.Linear
     restore_model(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -719,7 +720,7 @@ def test_a_weight_shared_by_two_linears_stays_shared_and_sums_both_gradients() -
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)])})
     first, second = model["layers"]
     second.weight = first.weight
-    assert convert_model(model, SnipConfig()) == ["layers.0", "layers.1"]
+    assert convert_model(model, fp4_config()) == ["layers.0", "layers.1"]
     assert first.weight is second.weight
     x = randn(5, 8)
     alone = [gradients(layer, x)["weight"] for layer in (first, second)]
@@ -732,7 +733,7 @@ def test_a_weight_shared_by_two_linears_stays_shared_and_sums_both_gradients() -
 def test_a_layer_under_two_names_is_swapped_once_and_stays_one_layer() -> None:
     block = nn.ModuleDict({"up": nn.Linear(8, 8)})
     model = nn.ModuleDict({"layers": nn.ModuleList([block, block])})
-    assert convert_model(model, SnipConfig()) == ["layers.0.up"]
+    assert convert_model(model, fp4_config()) == ["layers.0.up"]
     assert model["layers"][0]["up"] is model["layers"][1]["up"]
     restore_model(model)
     assert type(model["layers"][1]["up"]) is nn.Linear
@@ -768,48 +769,48 @@ class TestSkipping:
                 return self.layers[0]["out"]
 
         model = Odd()
-        assert skip_reasons(model, SnipConfig()) == {
+        assert skip_reasons(model, fp4_config()) == {
             "layers.0.up": None,
             "layers.0.out": "output head",
             "lm_head": "outside the transformer blocks",
         }
-        assert convert_model(model, SnipConfig()) == ["layers.0.up"]
+        assert convert_model(model, fp4_config()) == ["layers.0.up"]
 
     @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt-neox", "opt"])
     def test_the_heads_of_real_models_are_skipped_also_when_tied(self, family: str) -> None:
         model = build(family)
         heads = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
-        reasons = skip_reasons(model, SnipConfig())
+        reasons = skip_reasons(model, fp4_config())
         assert {name for name, reason in reasons.items() if reason == "output head"} == heads and len(heads) == 1
-        convert_model(model, SnipConfig())
+        convert_model(model, fp4_config())
         assert type(model.get_output_embeddings()) is nn.Linear
 
     def test_linears_outside_the_blocks_are_skipped(self) -> None:
         """OPT's projections between embeddings and blocks."""
-        reasons = skip_reasons(build("opt"), SnipConfig())
+        reasons = skip_reasons(build("opt"), fp4_config())
         outside = {name for name, reason in reasons.items() if reason == "outside the transformer blocks"}
         assert outside == {"model.decoder.project_in", "model.decoder.project_out"}
 
     def test_subclasses_with_another_forward_are_skipped_by_class(self) -> None:
         model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(8, 8), "gate": Router(8, 4)})])})
-        assert skip_reasons(model, SnipConfig()) == {"layers.0.up": None, "layers.0.gate": "class Router"}
-        convert_model(model, SnipConfig())
+        assert skip_reasons(model, fp4_config()) == {"layers.0.up": None, "layers.0.gate": "class Router"}
+        convert_model(model, fp4_config())
         assert type(model["layers"][0]["gate"]) is Router
 
     def test_adapters_stay_in_high_precision_and_their_base_layer_does_not(self) -> None:
         model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q_proj": Lora()})])})
-        assert skip_reasons(model, SnipConfig()) == {
+        assert skip_reasons(model, fp4_config()) == {
             "layers.0.q_proj": None,
             "layers.0.q_proj.lora_A.default": "adapter",
             "layers.0.q_proj.lora_B.default": "adapter",
         }
-        assert convert_model(model, SnipConfig()) == ["layers.0.q_proj"]
+        assert convert_model(model, fp4_config()) == ["layers.0.q_proj"]
 
     def test_a_reason_does_not_depend_on_being_converted_already(self) -> None:
         model = build("falcon")
-        before = skip_reasons(model, SnipConfig())
-        convert_model(model, SnipConfig())
-        assert skip_reasons(model, SnipConfig()) == before
+        before = skip_reasons(model, fp4_config())
+        convert_model(model, fp4_config())
+        assert skip_reasons(model, fp4_config()) == before
 
     @pytest.mark.parametrize(
         ("patterns", "skipped"),
@@ -824,14 +825,14 @@ class TestSkipping:
     )
     def test_skip_modules_take_exact_names_and_globs(self, patterns: list[str], skipped: set[str]) -> None:
         model = build("llama")
-        names = convert_model(model, SnipConfig(skip_modules=tuple(patterns)))
+        names = convert_model(model, fp4_config(skip_modules=tuple(patterns)))
         assert set(names) == LINEARS["llama"] - skipped
 
     @pytest.mark.parametrize("pattern", ["down_proj", "layers.1", "model.layers.1", "*.DOWN_PROJ", "model.norm"])
     def test_a_pattern_is_never_a_substring_and_one_that_matches_nothing_is_named(self, pattern: str) -> None:
         model = build("llama")
         with pytest.raises(ValueError) as error:
-            convert_model(model, SnipConfig(skip_modules=("*.up_proj", pattern)))
+            convert_model(model, fp4_config(skip_modules=("*.up_proj", pattern)))
         assert str(error.value) == (
             f"skip_modules: {pattern!r} matches no linear layer; the layers are named like "
             "'model.layers.0.self_attn.q_proj'. Use exact names or globs over the whole name, such as '*.down_proj'."
@@ -840,7 +841,7 @@ class TestSkipping:
 
     def test_what_is_swapped_and_skipped_is_logged_with_reasons(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
-            convert_model(build("llama"), SnipConfig(skip_modules=("*.self_attn.*",)))
+            convert_model(build("llama"), fp4_config(skip_modules=("*.self_attn.*",)))
         assert caplog.messages == [
             "snip-hf swapped 6 layers; skipped 9 (skip_modules: 8, output head: 1).",
             "snip-hf: these weights stay in high precision (embeddings and output head aside): "
@@ -857,7 +858,7 @@ class TestSkipping:
             if compiled:
                 model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
             assert any("_orig_mod" in name for name, _ in model.named_modules()) == compiled
-            names.append(convert_model(model, SnipConfig()))
+            names.append(convert_model(model, fp4_config()))
             assert list(snip_linears(model)) == names[-1]
             keys.append(list(states(model).values()))
         assert names[0] == names[1] and set(names[0]) == LINEARS["llama"]
@@ -894,7 +895,7 @@ class TestSkipping:
 
     def test_skipping_a_layer_leaves_the_random_numbers_of_the_others_alone(self) -> None:
         keys = []
-        for config in (SnipConfig(), SnipConfig(skip_modules=("model.layers.0.*",))):
+        for config in (fp4_config(), fp4_config(skip_modules=("model.layers.0.*",))):
             model = build("llama")
             convert_model(model, config)
             keys.append({name: numbers[3] for name, numbers in states(model).items()})
@@ -907,7 +908,7 @@ class TestRefusals:
         model = nn.ModuleDict({"layers": nn.ModuleList([nn.Conv1d(8, 8, 3)]), "out": nn.Linear(8, 8)})
         before = snapshot(model)
         with pytest.raises(ValueError) as error:
-            convert_model(model, SnipConfig())
+            convert_model(model, fp4_config())
         assert str(error.value) == (
             "No layer of ModuleDict can be swapped: 1 linears are skipped (outside the transformer blocks: out); "
             "modules with weights are of the classes Conv1d, Linear. Expected at least one nn.Linear inside a "
@@ -918,7 +919,7 @@ class TestRefusals:
 
     def test_skipping_everything_says_so(self) -> None:
         with pytest.raises(ValueError) as error:
-            convert_model(build("llama"), SnipConfig(skip_modules=("model.layers.*",)))
+            convert_model(build("llama"), fp4_config(skip_modules=("model.layers.*",)))
         assert str(error.value) == (
             "No layer of LlamaForCausalLM can be swapped: 15 linears are skipped (skip_modules: "
             "model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj, ...; "
@@ -929,7 +930,7 @@ class TestRefusals:
 
     def test_a_model_without_weights_says_so(self) -> None:
         with pytest.raises(ValueError, match=r"0 linears are skipped \(none\); .* of the classes none\."):
-            convert_model(nn.Sequential(nn.GELU()), SnipConfig())
+            convert_model(nn.Sequential(nn.GELU()), fp4_config())
 
     def quantized(self, **attributes: Any) -> PreTrainedModel:
         model = build("llama")
@@ -941,7 +942,7 @@ class TestRefusals:
     def test_a_model_with_a_quantization_config_is_refused(self) -> None:
         model = self.quantized(quantization_config={"quant_method": "bitsandbytes"})
         with pytest.raises(ValueError) as error:
-            convert_model(model, SnipConfig())
+            convert_model(model, fp4_config())
         assert str(error.value) == (
             "The model is already quantized (dict); expected ordinary weights. Load it without a quantization_config, "
             "or dequantize it first."
@@ -950,7 +951,7 @@ class TestRefusals:
 
     def test_a_model_marked_as_quantized_is_refused(self) -> None:
         with pytest.raises(ValueError) as error:
-            convert_model(self.quantized(is_quantized=True), SnipConfig())
+            convert_model(self.quantized(is_quantized=True), fp4_config())
         assert str(error.value) == (
             "The model is already quantized (is_quantized is set); expected ordinary weights. Load it without a "
             "quantization_config, or dequantize it first."
@@ -961,7 +962,7 @@ class TestRefusals:
         layer = model.model.layers[1].mlp.up_proj
         layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
         with pytest.raises(ValueError) as error:
-            convert_model(model, SnipConfig())
+            convert_model(model, fp4_config())
         assert str(error.value) == (
             "Layer 'model.layers.1.mlp.up_proj' has torch.int8 weights of the type Parameter; expected ordinary "
             "floating-point weights. Load the model without quantization."
@@ -973,13 +974,13 @@ class TestRefusals:
         with pytest.raises(
             ValueError, match=r"'model.layers.0.self_attn.q_proj' has torch.float32 weights of the type Int8"
         ):
-            convert_model(model, SnipConfig())
+            convert_model(model, fp4_config())
         assert not snip_linears(model)
 
     def test_a_layer_that_a_second_config_skips_is_restored(self) -> None:
         model = build("llama")
-        convert_model(model, SnipConfig())
-        names = convert_model(model, SnipConfig(skip_modules=("*.down_proj",)))
+        convert_model(model, fp4_config())
+        names = convert_model(model, fp4_config(skip_modules=("*.down_proj",)))
         assert names == list(snip_linears(model)) and len(names) == 12
         assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
 

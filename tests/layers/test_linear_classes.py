@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from torch import Tensor, nn
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
-from snip_hf import SnipConfig, SnipLinear, convert_model, register_linear_class, restore_model
+from snip_hf import SnipLinear, convert_model, register_linear_class, restore_model
 from snip_hf.layers.linear import LINEAR_CLASSES, SnipConv1D
 from snip_hf.layers.selection import skip_reasons
 
@@ -43,12 +44,12 @@ def block(**modules: nn.Module) -> nn.ModuleDict:
 
 def test_modules_of_a_registered_class_run_as_linears_until_they_are_restored() -> None:
     model = block(own=Same(8), child=Child(8))
-    assert skip_reasons(model, SnipConfig()) == {"layers.0.own": "class Same", "layers.0.child": "class Child"}
+    assert skip_reasons(model, fp4_config()) == {"layers.0.own": "class Same", "layers.0.child": "class Child"}
     random = torch.get_rng_state()
     assert register_linear_class(Same) is Same
     assert torch.equal(torch.get_rng_state(), random)
-    assert skip_reasons(model, SnipConfig()) == {"layers.0.own": None, "layers.0.child": "class Child"}
-    assert convert_model(model, SnipConfig()) == ["layers.0.own"]
+    assert skip_reasons(model, fp4_config()) == {"layers.0.own": None, "layers.0.child": "class Child"}
+    assert convert_model(model, fp4_config()) == ["layers.0.own"]
     assert type(model["layers"][0]["own"]) is SnipLinear
     restore_model(model)
     assert type(model["layers"][0]["own"]) is Same
@@ -56,7 +57,7 @@ def test_modules_of_a_registered_class_run_as_linears_until_they_are_restored() 
 
 def test_falcon_s_is_registered_by_its_name_so_that_remote_code_s_is_too() -> None:
     remote = type("FalconLinear", (nn.Linear,), {})
-    assert skip_reasons(block(a=FalconLinear(8, 8), b=remote(8, 8)), SnipConfig()) == {
+    assert skip_reasons(block(a=FalconLinear(8, 8), b=remote(8, 8)), fp4_config()) == {
         "layers.0.a": None,
         "layers.0.b": None,
     }

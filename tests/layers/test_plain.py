@@ -8,12 +8,13 @@ from typing import Any
 import mixtures
 import pytest
 import torch
+from configs import fp4_config
 from conv1d_twins import gpt2
 from slow_cases import slow
 from small import tiny_llama
 from torch import Tensor, nn
 
-from snip_hf import SnipConfig, SnipController
+from snip_hf import SnipController
 from snip_hf.layers.convert import SnipLinearConfig, convert_model, quantize_
 from snip_hf.layers.state import set_step, snip_linears
 from snip_hf.numerics.gemms import GEMMS
@@ -53,7 +54,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 def test_a_converted_model_gives_the_bits_of_the_plain_one_until_it_gets_formats(name: str, autocast: bool) -> None:
     model = MODELS[name]()
     expected = loss_and_gradients(model, autocast)
-    convert_model(model, SnipConfig(start_format="fp4"))
+    convert_model(model, fp4_config(start_format="fp4"))
     layers = snip_linears(model)
     set_step(layers, 0, 1, 0)
     assert same(loss_and_gradients(model, autocast), expected)
@@ -83,7 +84,7 @@ def test_plans_compile_nothing_and_plainness_is_one_more_graph(name: str) -> Non
         model, x = MODELS[name](), batch()["input_ids"]
         run = model
     plain = torch.compile(copy.deepcopy(run), backend="aot_eager", fullgraph=True)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
 
     def output(of: Any) -> Tensor:
@@ -106,7 +107,7 @@ def test_plans_compile_nothing_and_plainness_is_one_more_graph(name: str) -> Non
 
 def test_a_loop_s_layers_are_plain_before_its_controller_and_after_its_end() -> None:
     model = tiny_llama(hidden=32)
-    config = SnipConfig(policy="uniform-fp4")
+    config = fp4_config(policy="uniform-fp4")
     with torch.no_grad():
         expected = model(**batch()).loss
         convert_model(model, config)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from configs import fp4_config
 from models import build
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -89,7 +90,7 @@ GATE_UP, DOWN, ROUTER = (LAYERS * EXPERTS * size for size in (2 * INNER * HIDDEN
 def test_experts_are_swapped_and_routers_are_not(family: str, caplog: pytest.LogCaptureFixture) -> None:
     model = build_mixture(family)
     with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
-        covered = convert_model(model, SnipConfig())
+        covered = convert_model(model, fp4_config())
     assert (len(covered), swapped(model)) == (6 * LAYERS, LINEARS_OF_MIXTURE + GATE_UP + DOWN)
     assert summary(model) == {"model.layers.*.mlp.gate": ("router", "router", LAYERS, ROUTER)}
     assert lines(caplog) == [
@@ -104,7 +105,7 @@ def test_experts_that_are_refused_are_named(family: str, caplog: pytest.LogCaptu
     for block in model.model.layers:
         block.mlp.experts._is_expert_parallel = True
     with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
-        covered = convert_model(model, SnipConfig())
+        covered = convert_model(model, fp4_config())
     experts = "experts spread over processes (expert parallelism)"
     assert (len(covered), swapped(model)) == (4 * LAYERS, LINEARS_OF_MIXTURE)
     assert summary(model) == {
@@ -124,7 +125,7 @@ def test_experts_that_are_refused_are_named(family: str, caplog: pytest.LogCaptu
 def test_of_a_model_of_linears_nothing_is_said(family: str, caplog: pytest.LogCaptureFixture) -> None:
     model = build(family)
     with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
-        names = convert_model(model, SnipConfig())
+        names = convert_model(model, fp4_config())
     modules = dict(model.named_modules())
     assert swapped(model) == sum(modules[name].weight.numel() for name in names)
     assert len(caplog.messages) == 1 and not summary(model)
@@ -133,7 +134,7 @@ def test_of_a_model_of_linears_nothing_is_said(family: str, caplog: pytest.LogCa
 def test_the_encoder_that_is_left_out_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     sizes = {"vocab_size": 80, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     with torch.device("meta"), caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
-        convert_model(T5ForConditionalGeneration(T5Config(**sizes)), SnipConfig())
+        convert_model(T5ForConditionalGeneration(T5Config(**sizes)), fp4_config())
     said, named = caplog.messages
     outside = "outside the language model's decoder (include_modules=('encoder.*',) swaps it)"
     assert said == f"snip-hf swapped 20 layers; skipped 13 ({outside}: 12, output head: 1)."
@@ -144,7 +145,7 @@ def test_the_encoder_that_is_left_out_is_named_once(caplog: pytest.LogCaptureFix
 def test_linears_that_are_skipped_by_rule_have_the_reason_of_the_rule() -> None:
     """OPT's projections between embeddings and blocks, 48 wide."""
     outside = "outside the transformer blocks"
-    assert summary(build("opt"), SnipConfig()) == {
+    assert summary(build("opt"), fp4_config()) == {
         "model.decoder.project_out": ("Linear", outside, 1, 48 * 64),
         "model.decoder.project_in": ("Linear", outside, 1, 48 * 64),
     }
@@ -169,13 +170,13 @@ def test_a_weight_that_is_computed_is_left_alone_and_listed(
     compute: Callable[[nn.Module], nn.Module], names: tuple[str, ...], family: str, layer: str
 ) -> None:
     model = build(family)
-    swapped_before = convert_model(build(family), SnipConfig())
+    swapped_before = convert_model(build(family), fp4_config())
     blocks = "transformer.h" if family == "gpt2" else "model.layers"
     module = model.get_submodule(f"{blocks}.0.{layer}")
     compute(module)
     reason = "its weight is computed from other parameters, e.g. by weight_norm"
-    assert convert_model(model, SnipConfig()) == [name for name in swapped_before if name != f"{blocks}.0.{layer}"]
-    assert skip_reasons(model, SnipConfig())[f"{blocks}.0.{layer}"] == reason
+    assert convert_model(model, fp4_config()) == [name for name in swapped_before if name != f"{blocks}.0.{layer}"]
+    assert skip_reasons(model, fp4_config())[f"{blocks}.0.{layer}"] == reason
     assert not isinstance(module, SnipLayer)
     listed = {(one.name, one.reason) for one in weight_matrices(model, None) if f".{layer}." in one.name}
     assert listed == {(f"{blocks}.*.{layer}.{name}", reason) for name in names}
@@ -187,14 +188,14 @@ def test_a_linear_whose_weight_is_a_buffer_is_swapped() -> None:
     weight = layer.weight.detach()
     del layer.weight
     layer.register_buffer("weight", weight)
-    assert convert_model(model, SnipConfig()) == convert_model(build("llama"), SnipConfig())
+    assert convert_model(model, fp4_config()) == convert_model(build("llama"), fp4_config())
     assert isinstance(layer, SnipLayer)
 
 
 def test_what_an_output_heads_weight_is_computed_from_has_the_heads_reason() -> None:
     model = build("llama")
     nn.utils.parametrizations.weight_norm(model.lm_head)
-    listed = [(one.name, one.reason) for one in weight_matrices(model, SnipConfig()) if "lm_head" in one.name]
+    listed = [(one.name, one.reason) for one in weight_matrices(model, fp4_config()) if "lm_head" in one.name]
     assert listed == [(f"lm_head.parametrizations.weight.original{n}", "output head") for n in (0, 1)]
 
 
@@ -206,7 +207,7 @@ def test_conv1d_is_covered_and_a_subclass_of_it_is_named() -> None:
     assert not summary(model)
     for block in model.transformer.h:
         block.mlp.c_fc.__class__ = Gated
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     assert summary(model) == {"transformer.h.*.mlp.c_fc": ("Gated", "class Gated", 2, 2 * 64 * 256)}
 
 
@@ -221,7 +222,7 @@ def test_convolutions_and_patch_embeddings_are_named_wherever_they_are(inside: b
 
 
 def test_what_the_user_left_out_is_named_with_that_reason() -> None:
-    assert summary(block_of_linears(), SnipConfig(skip_modules=("*.down",))) == {
+    assert summary(block_of_linears(), fp4_config(skip_modules=("*.down",))) == {
         "layers.*.down": ("Linear", "skip_modules", 1, 64)
     }
 
@@ -282,7 +283,7 @@ def test_a_sharded_weight_counts_as_a_whole(two_ranks: None) -> None:
 def test_compiled_blocks_and_conversion_leave_the_names_alone() -> None:
     model = build_mixture("Mixtral", "cpu")
     before = summary(model)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     assert summary(model) == before
     model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
     assert summary(model) == before

@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from configs import fp4_config
 from own_loop import Loop
 from shared import small_models as reference
 from small import text, tiny_llama
@@ -23,7 +24,7 @@ from torch import Tensor, nn, optim
 from torch.optim import SGD, Adam, AdamW
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from snip_hf import SnipConfig, SnipController
+from snip_hf import SnipController
 from snip_hf.optimizers import response, update_rules
 from snip_hf.optimizers.own_step import own_step
 from snip_hf.optimizers.response import Response, check_optimizer, groups_of, parts_of, responses
@@ -858,7 +859,7 @@ def test_every_group_is_tried_with_its_own_hyperparameters() -> None:
         check_optimizer(Sometimes([{"params": [first], "normed": False}, {"params": [second], "normed": True}]))
 
 
-CONFIG = SnipConfig(**SCHEDULE)
+CONFIG = fp4_config(**SCHEDULE)
 
 
 def split(model: nn.Module) -> tuple[optim.Muon, optim.AdamW]:
@@ -942,7 +943,7 @@ def test_a_trainer_with_muon_and_adamw_in_one_object_refreshes_its_plan(tmp_path
 def _own_loop(folder: Path, replaced_at: int) -> list[str]:
     model = tiny_llama(hidden=32)
     both = list(split(model))
-    controller = SnipController(model, both, SnipConfig(**SCHEDULE | {"refresh_every": 12}), output_dir=folder)
+    controller = SnipController(model, both, fp4_config(**SCHEDULE | {"refresh_every": 12}), output_dir=folder)
     with one_thread():
         for step in range(1, 15):
             if step == replaced_at:

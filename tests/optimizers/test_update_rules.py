@@ -13,11 +13,11 @@ from typing import Any
 import optimizer_stand_ins as stand_ins
 import pytest
 import torch
+from configs import fp4_config
 from tiny_runs import FAST, SCHEDULE, Run, differing, model_with_dropout, train, weights, without_seconds
 from torch import Tensor, nn, optim
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-from snip_hf import SnipConfig
 from snip_hf.optimizers import response
 from snip_hf.optimizers.bitsandbytes_states import dequantized
 from snip_hf.optimizers.response import check_optimizer, responses
@@ -275,7 +275,7 @@ def test_a_schedule_free_run_with_evaluations_resumes_to_the_bit(tmp_path: Path)
         optimizer = stand_ins.AdamWScheduleFree(model.parameters(), lr=1e-2)
         scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         # Refreshes at steps 2 and 4, applied after steps 3 and 5.
-        config = SnipConfig(**FAST, first_refresh=2, refresh_every=2, apply_delay=1)
+        config = fp4_config(**FAST, first_refresh=2, refresh_every=2, apply_delay=1)
         often = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
         return train(
             folder,
@@ -316,7 +316,7 @@ def test_the_trainer_s_names_train_and_refresh(package: str, name: str, tmp_path
         pytest.importorskip(package)
         is_low = package in ("galore_torch", "apollo_torch")
         low = {"optim_target_modules": "all-linear", "optim_args": "rank=4,update_proj_gap=5"} if is_low else {}
-        run = train(tmp_path, SnipConfig(**SCHEDULE), optim=name, max_steps=8, **low)
+        run = train(tmp_path, fp4_config(**SCHEDULE), optim=name, max_steps=8, **low)
     assert [line["status"] for line in run.refreshes] == ["applied", "applied"]
     assert run.refreshes[1]["divergence"]["fp4"]["weight"] > 0
 

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from configs import fp4_config
 from small import tiny_llama
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainingArguments
 
-from snip_hf import SnipCallback, SnipConfig
+from snip_hf import SnipCallback
 from snip_hf.parallel.sharding import gather_ahead
 
 
@@ -98,6 +99,6 @@ def test_a_trainer_with_the_callback_trains_with_blocks_that_gather_ahead(
     row = {"input_ids": list(range(8)), "labels": list(range(8))}
     caplog.set_level("INFO", "snip_hf")
     args = TrainingArguments(str(tmp_path), max_steps=1, save_strategy="no", use_cpu=True)
-    Trainer(model, args, train_dataset=[row] * 8, callbacks=[SnipCallback(SnipConfig(policy="uniform-fp8"))]).train()
+    Trainer(model, args, train_dataset=[row] * 8, callbacks=[SnipCallback(fp4_config(policy="uniform-fp8"))]).train()
     assert ahead(blocks)[0] == [[1], [2], []]
     assert "FSDP2 gathers the weights of 2 blocks while the one before each runs" in caplog.text

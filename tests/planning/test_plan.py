@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from torch import nn
 
-from snip_hf.config import SnipConfig
 from snip_hf.costs.flops import linear_flops, relative_tokens
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
@@ -83,7 +83,7 @@ def plan_for(model: nn.Module, **formats: str) -> PrecisionPlan:
 def plan_of(model: nn.Module) -> PrecisionPlan:
     """A plan of FP4 for a model that is not converted."""
     twin = copy.deepcopy(model)
-    convert_model(twin, SnipConfig())
+    convert_model(twin, fp4_config())
     return plan_for(twin, **dict.fromkeys(GEMMS, "fp4"))
 
 
@@ -385,7 +385,7 @@ def test_the_written_file_has_the_permissions_of_any_other_new_file(tmp_path: Pa
 
 def test_apply_sets_every_gemm_of_every_layer_by_exact_name() -> None:
     model = Blocks(11)  # layers.1 and layers.10: names match whole, not by prefix
-    names = convert_model(model, SnipConfig())
+    names = convert_model(model, fp4_config())
     plan = plan_for(model, grad_input="fp4")
     rng = random.Random(0)
     plan = dataclasses.replace(
@@ -397,8 +397,8 @@ def test_apply_sets_every_gemm_of_every_layer_by_exact_name() -> None:
 
 def test_apply_refuses_a_plan_without_one_of_the_models_layers_and_writes_nothing() -> None:
     small, large = Blocks(2), Blocks(3)
-    convert_model(small, SnipConfig())
-    convert_model(large, SnipConfig())
+    convert_model(small, fp4_config())
+    convert_model(large, fp4_config())
     before = [layer.snip_state.clone() for layer in snip_linears(large).values()]
     with pytest.raises(KeyError) as caught:
         plan_for(small, forward="fp4").apply(large)
@@ -417,7 +417,7 @@ def test_apply_refuses_what_does_not_fit_in_one_sentence_and_leaves_the_layers_p
         "Blocks has no swapped layers that a plan could give formats. Call convert_model(model, config) before, with "
         "the skip_modules of the run that made the plan."
     )
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     with pytest.raises(ValueError) as caught:
         plan_of(wide).apply(model)
     assert str(caught.value) == (
@@ -435,8 +435,8 @@ def test_apply_refuses_what_does_not_fit_in_one_sentence_and_leaves_the_layers_p
 
 def test_apply_refuses_a_plan_that_names_a_layer_the_model_does_not_have_and_writes_nothing() -> None:
     small, large = Blocks(2), Blocks(3)
-    convert_model(small, SnipConfig())
-    convert_model(large, SnipConfig())
+    convert_model(small, fp4_config())
+    convert_model(large, fp4_config())
     before = [layer.snip_state.clone() for layer in snip_linears(small).values()]
     with pytest.raises(KeyError) as caught:
         plan_for(large, forward="fp4").apply(small)

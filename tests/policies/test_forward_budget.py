@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import fp4_config
 from oracles.brute_force import best_map
 from own_loop import Loop
 from policy_settings import LISTS, TIES, assert_complete, llama_flops, plain_flops, setting_of
 from rich.console import Console
 from tiny_runs import SCHEDULE, history
 
-from snip_hf import PrecisionPlan, SnipConfig
+from snip_hf import PrecisionPlan
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.estimation.table import ROWS, Divergence, DivergenceTable
@@ -120,7 +121,7 @@ def test_with_measured_time_the_share_is_one_of_the_forward_gemms_time() -> None
     }
     machine = Machine("cpu", "emulated", "float32", "2.0")
     measured = MeasuredCost(machine=machine, tokens=8, seconds=seconds)
-    config = SnipConfig(
+    config = fp4_config(
         policy="last-15-percent", target_fp4_fraction=0.8, budget="measured", timing_tokens=8, **FORWARD
     )
     setting = Setting(config, flops, (tuple(flops),), measured)
@@ -155,7 +156,7 @@ def test_a_plan_that_decides_on_all_gemms_has_no_shares_of_its_own_for_forward_o
 
 def test_a_run_says_everywhere_which_share_counts_what(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="snip_hf")
-    loop = Loop(SnipConfig(**SCHEDULE, **FORWARD, target_fp4_fraction=0.5, stages=2), tmp_path).run(4)
+    loop = Loop(fp4_config(**SCHEDULE, **FORWARD, target_fp4_fraction=0.5, stages=2), tmp_path).run(4)
     assert loop.controller is not None
     plan = loop.controller.plan
     loop.controller.close()

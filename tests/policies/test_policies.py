@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from oracles.brute_force import best_map
 from policy_settings import (
     LISTS,
@@ -53,7 +54,7 @@ def random_table(flops: dict[str, dict[str, float]], seed: int = 0) -> Divergenc
     rng = random.Random(seed)
     rows = []
     for layer, costs in flops.items():
-        for fmt, size in zip(SnipConfig().formats[::-1], (0.05, 1.0), strict=True):
+        for fmt, size in zip(fp4_config().formats[::-1], (0.05, 1.0), strict=True):
             for gemm in ROWS:
                 cost = sum(costs.values()) if gemm == "layer" else costs[gemm]
                 values = [size * rng.uniform(0.2, 2) for _ in range(5)]
@@ -347,18 +348,18 @@ def test_random_draws_each_stage_by_itself() -> None:
 def test_a_number_of_stages_cuts_the_blocks_into_equal_runs() -> None:
     layers = list(llama_flops(8))
     for count in (1, 2, 4, 8):
-        stages = find_stages(layers, SnipConfig(stages=count))
+        stages = find_stages(layers, fp4_config(stages=count))
         assert [layer for stage in stages for layer in stage] == layers
         assert [len(stage) for stage in stages] == [len(layers) // count] * count
-    sizes = [len(stage) // 7 for stage in find_stages(layers, SnipConfig(stages=3))]
+    sizes = [len(stage) // 7 for stage in find_stages(layers, fp4_config(stages=3))]
     assert sum(sizes) == 8
     assert max(sizes) - min(sizes) == 1
 
 
 def test_no_stages_means_one_for_the_whole_model_and_lists_are_kept() -> None:
     layers = list(llama_flops())
-    assert find_stages(layers, SnipConfig()) == (tuple(layers),)
-    assert find_stages(layers, SnipConfig(stages=LISTS)) == LISTS
+    assert find_stages(layers, fp4_config()) == (tuple(layers),)
+    assert find_stages(layers, fp4_config(stages=LISTS)) == LISTS
 
 
 @pytest.mark.parametrize(
@@ -394,7 +395,7 @@ def test_no_stages_means_one_for_the_whole_model_and_lists_are_kept() -> None:
 )
 def test_stages_that_do_not_fit_the_model_are_refused(stages: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        find_stages(["layers.0.fc", "layers.1.fc"], SnipConfig(stages=stages))
+        find_stages(["layers.0.fc", "layers.1.fc"], fp4_config(stages=stages))
 
 
 @pytest.mark.parametrize(
@@ -521,7 +522,7 @@ def test_where_only_the_forward_gemm_costs_something_the_backward_pass_goes_firs
         Divergence(layer, gemm, fmt, 0.0, 0.0, 1.0, criterion=float(fmt == "fp4" and gemm in ("forward", "layer")))
         for layer in flops
         for gemm in ROWS
-        for fmt in SnipConfig().formats[::-1]
+        for fmt in fp4_config().formats[::-1]
     )
     for target in (1 / 3, 2 / 3, 7 / 9):
         options = {"policy": policy, "granularity": "gemm", "target_fp4_fraction": target, "solver": solver}
@@ -566,7 +567,7 @@ def test_a_table_of_zeros_gives_costs_of_zero() -> None:
         row(layer, gemm, fmt, 0.0, 0.0, 0.0, 0.0)
         for layer in flops
         for gemm in ROWS
-        for fmt in SnipConfig().formats[::-1]
+        for fmt in fp4_config().formats[::-1]
     ]
     program = problem(setting_by_layer(flops), DivergenceTable(1.0, tuple(rows)))
     assert costs_of(program) == {"layers.0.fc": [0.0, 0.0], "layers.1.fc": [0.0, 0.0]}
@@ -638,7 +639,7 @@ def test_the_best_plans_by_flops_and_by_time_differ_and_each_meets_its_own_targe
         row(layer, gemm, fmt, cost if fmt == "fp4" else 0.0, 0.0, 0.0, 0.0)
         for layer, cost in costs.items()
         for gemm in ROWS
-        for fmt in SnipConfig().formats[::-1]
+        for fmt in fp4_config().formats[::-1]
     ]
     table = DivergenceTable(1.0, tuple(rows))
     by_flops = setting_by_layer(
@@ -711,13 +712,13 @@ def accepted(policy: str) -> SnipConfig:
 def test_uniform_policies_published_rules_and_plan_files_aim_at_no_share() -> None:
     found = {policy for policy in POLICIES if aims_at_share(accepted(policy))}
     assert found == {*RULES, "backward-first", *PROBED}
-    assert not any(aims_at_share(SnipConfig(policy=policy, fixed_plan="plan.json")) for policy in POLICIES)
+    assert not any(aims_at_share(fp4_config(policy=policy, fixed_plan="plan.json")) for policy in POLICIES)
 
 
 def test_only_the_measuring_policies_need_a_probe_and_a_plan_file_needs_none() -> None:
     found = {policy for policy in POLICIES if needs_probe(accepted(policy))}
     assert found == set(PROBED)
-    assert not any(needs_probe(SnipConfig(policy=policy, fixed_plan="plan.json")) for policy in POLICIES)
+    assert not any(needs_probe(fp4_config(policy=policy, fixed_plan="plan.json")) for policy in POLICIES)
 
 
 def test_groups_members_and_shares_follow_the_granularity() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from expert_models import tiny_qwen3_moe
 from own_loop import Loop
 from rounded import fake_quantize
@@ -44,7 +45,7 @@ from snip_hf.policies.snip_paper import RELATIVE_NOISE, PaperEstimate
 from snip_hf.records.divergences import read_divergence
 
 EVERY: dict[str, Any] = {"probe_tokens": None, "probe_batch_tokens": None}
-PAPER = SnipConfig(policy="snip-paper", **EVERY)
+PAPER = fp4_config(policy="snip-paper", **EVERY)
 Rows = dict[tuple[str, str], Divergence]
 
 
@@ -136,7 +137,7 @@ def test_the_table_is_that_of_loops_over_passes_by_autograd() -> None:
     model, optimizer = trained_tiny_lm()
     inputs = tokens(rows=3, length=11)
     # In high precision also the gradient of the step itself.
-    config = SnipConfig(policy="snip-paper", seed=5, probes=2, start_format="bf16", **EVERY)
+    config = fp4_config(policy="snip-paper", seed=5, probes=2, start_format="bf16", **EVERY)
     table = estimate_divergence(model, inputs, optimizer, config)
     base = seen(model, inputs, None)
     draws = [(5, 0, index) for index in range(2)]
@@ -183,7 +184,7 @@ def test_cost_is_the_sum_of_both_divergences_up_to_a_common_factor() -> None:
         for fmt, loss, weight in (("fp8", 0.001, 0.002), ("fp4", 0.01, 0.06))
     ]
     table = DivergenceTable(2.0, (*rows, Divergence("layers.0.down", LAYER, "fp4", 0.1, 0.03, 1.0)))
-    cost = cost_of(SnipConfig(policy="snip-paper"), table)
+    cost = cost_of(fp4_config(policy="snip-paper"), table)
     found = [cost(row) for row in table.rows if row.gemm == LAYER]
     assert found == pytest.approx([one / (0.07 + 0.13) for one in (0.003, 0.07, 0.13)])
 
@@ -235,7 +236,7 @@ def table_of_step(inputs: dict[str, Tensor], ranks: Ranks | None = None, rows: s
     model = tiny_llama(hidden=32, layers=1)
     optimizer = adamw_after(model, steps=4)
     options = {"probe_tokens": step.pop("probe_tokens", None), "probe_batch_tokens": step.pop("part", None)}
-    config = SnipConfig(policy="snip-paper", probes=step.pop("probes", 1), **options)
+    config = fp4_config(policy="snip-paper", probes=step.pop("probes", 1), **options)
     convert_model(model, config)
     layers = snip_linears(model)
     _, gradients = gradients_of(model, Batch.of(inputs), layers)
@@ -293,7 +294,7 @@ def test_a_step_decides_the_noise() -> None:
     model, optimizer = trained_tiny_lm()
     first, again = (estimate_divergence(model, tokens(), optimizer, PAPER) for _ in range(2))
     assert first == again
-    other = estimate_divergence(model, tokens(), optimizer, SnipConfig(policy="snip-paper", seed=1, **EVERY))
+    other = estimate_divergence(model, tokens(), optimizer, fp4_config(policy="snip-paper", seed=1, **EVERY))
     assert [row.loss_divergence for row in first.rows] == [row.loss_divergence for row in other.rows]
     found = [[row.weight_divergence for row in of_layers(table).values()] for table in (first, other)]
     assert all(a != b for a, b in zip(*found, strict=True))
@@ -314,7 +315,7 @@ def test_memory_counts_what_passes_with_noise_keep_and_no_moved_weights() -> Non
 
 
 def test_a_run_decides_by_the_two_divergences_that_its_file_has(tmp_path: Path) -> None:
-    config = SnipConfig(policy="snip-paper", target_fp4_fraction=0.5, **SCHEDULE)
+    config = fp4_config(policy="snip-paper", target_fp4_fraction=0.5, **SCHEDULE)
     plan = Loop(config, tmp_path).run(4).controller.plan
     assert (plan.provenance.step, plan.provenance.policy) == (2, "snip-paper")
     assert 0.5 <= plan.fp4_fraction < 0.65
@@ -329,13 +330,13 @@ def test_a_run_decides_by_the_two_divergences_that_its_file_has(tmp_path: Path) 
 def test_training_is_that_of_a_run_that_has_the_plans_without_a_probe(tmp_path: Path) -> None:
     """A probe's noise leaves no trace: until a plan applies, losses are those of FP8 alone."""
     config = {**SCHEDULE, "apply_delay": 3}
-    probed = Loop(SnipConfig(policy="snip-paper", **config), tmp_path).run(5)
-    plain = Loop(SnipConfig(policy="uniform-fp8")).run(5)
+    probed = Loop(fp4_config(policy="snip-paper", **config), tmp_path).run(5)
+    plain = Loop(fp4_config(policy="uniform-fp8")).run(5)
     assert probed.losses == plain.losses
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
-    config = SnipConfig(policy="snip-paper", **SCHEDULE | {"refresh_every": 2, "apply_delay": 1})
+    config = fp4_config(policy="snip-paper", **SCHEDULE | {"refresh_every": 2, "apply_delay": 1})
     full = train(tmp_path / "full", config, max_steps=5, save_strategy="steps", save_steps=3)
     for name in ("snip", "checkpoint-3"):
         shutil.copytree(tmp_path / "full" / name, tmp_path / "resumed" / name)
@@ -359,14 +360,14 @@ def test_any_formats_are_chosen_from(formats: tuple[str, ...], tmp_path: Path) -
 def test_experts_and_frozen_weights_are_refused_before_training() -> None:
     experts = tiny_qwen3_moe()
     with pytest.raises(ValueError, match=r"policy='snip-paper' cannot judge layer '.*experts.*', which has several"):
-        SnipController(experts, torch.optim.AdamW(experts.parameters()), SnipConfig(policy="snip-paper", **SCHEDULE))
+        SnipController(experts, torch.optim.AdamW(experts.parameters()), fp4_config(policy="snip-paper", **SCHEDULE))
     model = tiny_llama(hidden=32, layers=1)
     name = "model.layers.0.mlp.up_proj"
     model.get_submodule(name).weight.requires_grad_(False)
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     message = f"goes by the update of every swapped weight, but layer {name!r} is not trained"
     with pytest.raises(ValueError, match=message):
-        SnipController(model, optimizer, SnipConfig(policy="snip-paper", **SCHEDULE))
+        SnipController(model, optimizer, fp4_config(policy="snip-paper", **SCHEDULE))
     with pytest.raises(ValueError, match=message):
         estimate_divergence(model, text(1, 32), optimizer, PAPER)
-    SnipController(model, optimizer, SnipConfig(policy="snip-paper", skip_modules=(name,), **SCHEDULE))
+    SnipController(model, optimizer, fp4_config(policy="snip-paper", skip_modules=(name,), **SCHEDULE))

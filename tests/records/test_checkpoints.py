@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from configs import fp4_config
 from tiny_runs import SCHEDULE, train
 
-from snip_hf import SnipConfig
 from snip_hf.planning.plan import PrecisionPlan
 from snip_hf.records.load import load_recorded, load_run
 
@@ -22,8 +22,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs of 8 steps: by layer in two stages, and by GEMM with measured times."""
     folder = tmp_path_factory.mktemp("runs")
     configs = {
-        "layer": SnipConfig(**SCHEDULE, granularity="layer", stages=2, target_fp4_fraction=0.5),
-        "gemm": SnipConfig(**SCHEDULE, granularity="gemm", budget="measured"),
+        "layer": fp4_config(**SCHEDULE, granularity="layer", stages=2, target_fp4_fraction=0.5),
+        "gemm": fp4_config(**SCHEDULE, granularity="gemm", budget="measured"),
     }
     for name, config in configs.items():
         run = train(folder / name, config, max_steps=8, save_steps=1, save_strategy="steps")

@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+from configs import fp4_config
 from long_run import write_long_run
 from pages import Page, hash_of
 from written_runs import random_assignments, write_divergence, write_losses, write_run
 
-from snip_hf import SnipConfig
 from snip_hf.records.load import load_run
 from snip_hf.reporting.page import blocks, config_code, page, write_page
 from snip_hf.reporting.run_report import run_contents
@@ -116,11 +116,11 @@ def test_two_runs_without_bf16_are_compared_with_the_first_at_a_step_that_both_h
 
 
 def test_the_code_of_a_page_builds_the_configuration_of_the_run() -> None:
-    config = SnipConfig(target_fp4_fraction=((1, 0.9), (800, 0.5)), skip_modules=("a'b",), stages=2)
+    config = fp4_config(target_fp4_fraction=((1, 0.9), (800, 0.5)), skip_modules=("a'b",), stages=2)
     built: dict[str, object] = {}
     exec(config_code(config.to_dict()), built)
     assert built["config"] == config
-    assert "SnipConfig(\n    granularity='gemm',\n)" in config_code(SnipConfig().to_dict())
+    assert "SnipConfig(\n    granularity='gemm',\n)" in config_code(fp4_config().to_dict())
     assert "\n    # of a later version: 1\n" in config_code({"of a later version": 1})
 
 

@@ -186,7 +186,7 @@ def test_a_history_in_an_unknown_format_is_refused_with_file_line_and_advice_als
     path = tmp_path / "snip" / "history.jsonl"
     lines = path.read_text().splitlines()
     for number in (1, len(lines)):
-        before = '"fp8"' if number == 1 else '["fp8", "fp4"]'
+        before = ': "fp8"' if number == 1 else '["fp8", "fp4"]'
         broken = [line.replace(before, before.replace("fp8", "own4"), 1) for line in lines]
         path.write_text("\n".join([*lines[: number - 1], broken[number - 1], *lines[number:]]))
         with pytest.raises(UnknownName) as caught:

@@ -30,7 +30,7 @@ def train(folder: Path) -> list[dict[str, object]]:
     tokens = torch.randint(64, (32, 16), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in tokens]
     args = TrainingArguments(folder, max_steps=8, per_device_train_batch_size=4, use_cpu=True, report_to="none")
-    snip = snip_hf.SnipConfig(first_refresh=2, refresh_every=4, apply_delay=2)
+    snip = snip_hf.SnipConfig(formats=("fp4", "fp8"), ties=(), first_refresh=2, refresh_every=4, apply_delay=2)
     Trainer(LlamaForCausalLM(config), args, train_dataset=data, callbacks=[snip_hf.SnipCallback(snip)]).train()
     return [json.loads(line) for line in (folder / "snip" / "history.jsonl").read_text().splitlines()]
 

@@ -18,7 +18,8 @@ def small_plan(format: str = "fp4") -> PrecisionPlan:
 
 
 def start_event(plan: PrecisionPlan | None = None, **changes: Any) -> Start:
-    values = {"step": 0, "config": {"policy": "snip"}, "plan": plan or small_plan(), "model_name": "tiny"}
+    config = {"policy": "snip", "formats": ["fp4", "fp8"], "ties": []}
+    values = {"step": 0, "config": config, "plan": plan or small_plan(), "model_name": "tiny"}
     return Start(**values | changes)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from configs import fp4_config
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from snip_hf.config import SnipConfig
 from snip_hf.costs.flops import linear_flops
 from snip_hf.layers.convert import convert_model
 from snip_hf.numerics.gemms import GEMMS
@@ -26,12 +26,12 @@ def make_plan(default: str | Formats, config: LlamaConfig | None = None, **forma
     """A plan of a tiny Llama; a keyword is the end of a layer's name, with "_" for ".", after its block."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config or llama())
-    layers = convert_model(model, SnipConfig())
+    layers = convert_model(model, fp4_config())
     assignment = {}
     for layer in layers:
         short = layer.removeprefix(f"{BLOCK}.").replace(".self_attn.", "_").replace(".mlp.", "_")
         chosen = formats.get(f"b{short}", default)
         row = (chosen,) * 3 if isinstance(chosen, str) else chosen
         assignment[layer] = dict(zip(GEMMS, row, strict=True))
-    provenance = PlanProvenance(step=1, policy="snip", config=SnipConfig().to_dict())
+    provenance = PlanProvenance(step=1, policy="snip", config=fp4_config().to_dict())
     return PrecisionPlan(assignment, linear_flops(model), (tuple(layers),), provenance)

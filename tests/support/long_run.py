@@ -7,7 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from snip_hf import SnipConfig
+from configs import fp4_config
+
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
@@ -28,7 +29,7 @@ def write_long_run(folder: Path, blocks: int = 80, refreshes: int = 100, seed: i
     """A run by GEMM, refreshed every 200 steps: a tenth of its GEMMs change each time, every tenth refresh is kept."""
     rng = random.Random(seed)
     layers = [f"model.layers.{block}.{kind}" for block in range(blocks) for kind in KINDS]
-    config = SnipConfig(granularity="gemm", target_fp4_fraction=0.5, refresh_every=EVERY, stages=stages)
+    config = fp4_config(granularity="gemm", target_fp4_fraction=0.5, refresh_every=EVERY, stages=stages)
     plan = {layer: {gemm: rng.choice(("fp8", "fp4")) for gemm in GEMMS} for layer in layers}
     per_stage = len(layers) // stages
     start: dict[str, Any] = {

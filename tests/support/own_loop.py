@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from configs import fp4_config
 from small import text, tiny_llama
 from tiny_runs import SCHEDULE, one_thread
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from snip_hf import SnipConfig, SnipController
 from snip_hf.layers.state import snip_linears
 from snip_hf.training.refresh import Solving
 
-CONFIG = SnipConfig(**SCHEDULE)
+CONFIG = fp4_config(**SCHEDULE)
 
 
 class Loop:

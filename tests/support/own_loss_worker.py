@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from configs import fp4_config
 from tiny_runs import SCHEDULE, data, train
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-
-from snip_hf import SnipConfig
 
 
 def by_items(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -24,7 +23,7 @@ def main(folder: Path) -> None:
         for together in (True, False):
             train(
                 folder / f"{name}-{together}",
-                SnipConfig(**SCHEDULE),
+                fp4_config(**SCHEDULE),
                 trainer={"train_dataset": data(24, 40), **more},
                 max_steps=4,
                 average_tokens_across_devices=together,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from snip_hf.config import SnipConfig
+from configs import fp4_config
+
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.policies.setting import Setting
@@ -36,7 +37,7 @@ def plain_flops(*layers: float) -> dict[str, dict[str, float]]:
 
 
 def setting_of(flops: dict[str, dict[str, float]], **options: Any) -> Setting:
-    config = SnipConfig(**options)
+    config = fp4_config(**options)
     return Setting(config, flops, find_stages(list(flops), config))
 
 

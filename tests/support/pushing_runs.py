@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from configs import fp4_config
 from hub_server import TOKEN, USER
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from snip_hf import SnipCallback, SnipConfig
+from snip_hf import SnipCallback
 from snip_hf.integrations.hub import keep_model_card
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
@@ -44,7 +45,7 @@ def run(output_dir: str, **arguments: Any) -> Trainer:
     )
     tokens = list(range(8))
     # One refresh: probe at step 1, applied after step 2, which is when the checkpoint is saved and pushed.
-    snip = SnipConfig(target_fp4_fraction=0.5, first_refresh=1, apply_delay=1, solver="greedy")
+    snip = fp4_config(target_fp4_fraction=0.5, first_refresh=1, apply_delay=1, solver="greedy")
     figure = Path(output_dir) / "snip" / "plan.png"
     figure.parent.mkdir(parents=True)
     figure.write_bytes(PNG)

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from configs import fp4_config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedModel
@@ -128,7 +129,7 @@ def convert_in_formats(model: nn.Module, config: SnipConfig | None = None) -> li
 
     `convert_model` alone leaves them plain.
     """
-    config = config or SnipConfig()
+    config = config or fp4_config()
     names = convert_model(model, config)
     for layer in snip_linears(model).values():
         layer.set_formats(dict.fromkeys(GEMMS, config.format_at_start))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from configs import fp4_config
 from torch import Tensor
 
-from snip_hf.config import SnipConfig
 from snip_hf.estimation import layer_sums
 from snip_hf.estimation.extrapolation import BatchSizes, Squares
 from snip_hf.estimation.samples import LayerSample
 
 # The most precise first, as a refresh has them.
-DEFAULT = SnipConfig().formats[::-1]
+DEFAULT = fp4_config().formats[::-1]
 
 
 class LayerSums(layer_sums.LayerSums):

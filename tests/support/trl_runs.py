@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from configs import fp4_config
 from small import tiny_llama
 from tiny_runs import SCHEDULE, one_thread
 from transformers import (
@@ -21,9 +22,9 @@ from transformers import (
 
 from snip_hf import SnipCallback, SnipConfig
 
-CONFIG = SnipConfig(**SCHEDULE)
+CONFIG = fp4_config(**SCHEDULE)
 # Until a plan is applied, nothing differs from a run without SNIP.
-UNTOUCHED = SnipConfig(start_format="bf16", **SCHEDULE)
+UNTOUCHED = fp4_config(start_format="bf16", **SCHEDULE)
 PAD, EOS = 124, 125
 
 

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from snip_hf.config import SnipConfig
+from configs import fp4_config
+
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.estimation.table import Divergence, DivergenceTable
@@ -27,7 +28,7 @@ ERRORS = {"a": 1.0, "b": 5.0, "c": 2.0, "d": 9.0}
 
 def plan(in_fp4: str, config: Mapping[str, Any] | None = None, **changes: Any) -> PrecisionPlan:
     """The plan with these layers in FP4, made by minimum absolute error unless `config` says otherwise."""
-    values = SnipConfig(policy="min-abs-err", granularity="layer", target_fp4_fraction=0.2).to_dict() | dict(
+    values = fp4_config(policy="min-abs-err", granularity="layer", target_fp4_fraction=0.2).to_dict() | dict(
         config or {}
     )
     provenance = PlanProvenance(step=10, policy=values["policy"], config=values)

@@ -30,7 +30,8 @@ def write_run(folder: Path, assignments: list[Assignment], kept: tuple[int, ...]
     snip.mkdir(parents=True)
     layers = list(assignments[0])
     flops = {layer: dict.fromkeys(GEMMS, 1.0 + row % 2) for row, layer in enumerate(layers)}
-    config = {"policy": "snip", "granularity": "gemm", "target_fp4_fraction": 0.5, "first_refresh": every}
+    config = {"policy": "snip", "formats": ["fp4", "fp8"], "ties": [], "granularity": "gemm"}
+    config |= {"target_fp4_fraction": 0.5, "first_refresh": every}
     start = {"event": "start", "step": 0, "config": config, "plan": assignments[0], "flops": flops}
     lines: list[dict[str, Any]] = [{**start, "stages": [layers], "model_name": "tiny"}]
     now = assignments[0]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from own_loop import Loop
 from rich.console import Console
 from tiny_runs import SCHEDULE, history
@@ -74,11 +75,11 @@ def probed_steps(config: SnipConfig, until: int, max_steps: int | None = None) -
 )
 def test_a_step_with_a_new_share_is_refreshed(shares: Any, options: dict[str, Any], expected: list[int]) -> None:
     values = {"first_refresh": 10, "refresh_every": 10, "apply_delay": 3, **options}
-    assert probed_steps(SnipConfig(target_fp4_fraction=shares, **values), 40) == expected
+    assert probed_steps(fp4_config(target_fp4_fraction=shares, **values), 40) == expected
 
 
 def test_a_change_whose_plan_would_come_after_the_last_step_is_left_out() -> None:
-    config = SnipConfig(target_fp4_fraction=((1, 0.9), (15, 0.5)), first_refresh=10, refresh_every=20, apply_delay=3)
+    config = fp4_config(target_fp4_fraction=((1, 0.9), (15, 0.5)), first_refresh=10, refresh_every=20, apply_delay=3)
     assert probed_steps(config, 20, max_steps=18) == [10, 15]
     assert probed_steps(config, 20, max_steps=17) == [10]
 
@@ -90,7 +91,7 @@ def test_a_change_whose_plan_would_come_after_the_last_step_is_left_out() -> Non
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Loop, Path]:
     """Refreshes at steps 2 (share 1/4), 5 (3/4) and 9, each applied two steps later."""
     folder = tmp_path_factory.mktemp("run")
-    loop = Loop(SnipConfig(**SCHEDULE, target_fp4_fraction=SHARES, granularity="gemm"), folder).run(8)
+    loop = Loop(fp4_config(**SCHEDULE, target_fp4_fraction=SHARES, granularity="gemm"), folder).run(8)
     assert loop.controller is not None
     loop.controller.close()
     return loop, folder
@@ -130,7 +131,7 @@ def test_the_report_says_the_shares_their_mean_and_why_the_last_plan_is_as_it_is
 @pytest.mark.parametrize("saved_at", [6])
 def test_a_resumed_run_follows_the_same_shares(run: tuple[Loop, Path], saved_at: int, tmp_path: Path) -> None:
     """Before the change, and while its plan waits."""
-    config = SnipConfig(**SCHEDULE, target_fp4_fraction=SHARES, granularity="gemm")
+    config = fp4_config(**SCHEDULE, target_fp4_fraction=SHARES, granularity="gemm")
     first = Loop(config).run(saved_at)
     assert first.controller is not None
     state = json.loads(json.dumps(first.controller.state_dict()))
@@ -155,7 +156,7 @@ def test_a_rule_makes_its_plan_again_without_a_probe(
     caplog.set_level("INFO", logger="snip_hf")
     monkeypatch.setattr(refresh, "divergences_at", lambda *_, **__: pytest.fail("probed"))
     shares = ((1, 0.25), (3, 0.75), (5, 0.5))
-    config = SnipConfig(policy="last-15-percent", granularity="gemm", target_fp4_fraction=shares)
+    config = fp4_config(policy="last-15-percent", granularity="gemm", target_fp4_fraction=shares)
     loop = Loop(config, tmp_path, dropout=0.0)
     assert loop.controller is not None
     attained = []
@@ -178,7 +179,7 @@ def test_a_rule_makes_its_plan_again_without_a_probe(
 
 
 def test_the_report_of_a_policy_without_a_target_has_no_mean_of_it(tmp_path: Path) -> None:
-    loop = Loop(SnipConfig(policy="uniform-fp4", target_fp4_fraction=SHARES), tmp_path, dropout=0.0).run(2)
+    loop = Loop(fp4_config(policy="uniform-fp4", target_fp4_fraction=SHARES), tmp_path, dropout=0.0).run(2)
     assert loop.controller is not None
     loop.controller.close()
     found = replace(load_run(tmp_path), losses={2: {"loss": 1.0}})
@@ -190,7 +191,7 @@ def test_the_report_of_a_policy_without_a_target_has_no_mean_of_it(tmp_path: Pat
 def test_a_rule_that_fails_keeps_its_plan_and_is_not_asked_again_for_the_same_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = SnipConfig(policy="last-15-percent", target_fp4_fraction=((1, 0.25), (2, 0.75)))
+    config = fp4_config(policy="last-15-percent", target_fp4_fraction=((1, 0.25), (2, 0.75)))
     loop = Loop(config, tmp_path, dropout=0.0).run(1)
     assert loop.controller is not None
     before = loop.formats()
@@ -222,7 +223,7 @@ def test_a_failed_refresh_at_a_new_share_is_tried_again_where_there_are_no_regul
 
     monkeypatch.setattr(refresh, "divergences_at", fail_once)
     values = {**SCHEDULE, "refresh_every": None, "target_fp4_fraction": SHARES}
-    loop = Loop(SnipConfig(**values), tmp_path).run(9)
+    loop = Loop(fp4_config(**values), tmp_path).run(9)
     assert loop.controller is not None
     loop.controller.close()
     # first_refresh=2 steps later.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from own_loop import Loop
 from slow_cases import slow
 from small import tiny_llama
@@ -28,7 +29,7 @@ OPTIONS: dict[str, Any] = {**SCHEDULE, "granularity": "gemm"}
 
 
 def config(**changes: Any) -> SnipConfig:
-    return SnipConfig(**{**OPTIONS, "target_fp4_fraction": 0.75} | changes)
+    return fp4_config(**{**OPTIONS, "target_fp4_fraction": 0.75} | changes)
 
 
 def resumed(state: dict[str, Any], first: Loop, asked: SnipConfig, folder: Path) -> Loop:
@@ -103,8 +104,8 @@ def test_before_the_first_refresh_nothing_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_policy_without_a_probe_makes_its_plan_at_once(tmp_path: Path) -> None:
-    first, state = saved(2, SnipConfig(policy="layer-position", target_fp4_fraction=0.75), tmp_path)
-    other = SnipConfig(policy="layer-position", target_fp4_fraction=0.25)
+    first, state = saved(2, fp4_config(policy="layer-position", target_fp4_fraction=0.75), tmp_path)
+    other = fp4_config(policy="layer-position", target_fp4_fraction=0.25)
     second = resumed(state, first, other, tmp_path)
     assert second.controller is not None
     plan = second.controller.plan
@@ -115,7 +116,7 @@ def test_a_policy_without_a_probe_makes_its_plan_at_once(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_speed_up_may_take_the_place_of_a_share_and_other_fields_are_refused_as_before(tmp_path: Path) -> None:
     first, state = saved(4, config(), tmp_path)
-    asked = SnipConfig(**OPTIONS, rates="ideal", target_linear_speedup=2.0)
+    asked = fp4_config(**OPTIONS, rates="ideal", target_linear_speedup=2.0)
     second = resumed(state, first, asked, tmp_path).run(7)
     assert second.controller is not None and second.controller.plan.linear_speedup() >= 2.0
     other = Loop(config(target_fp4_fraction=0.25, seed=3))
@@ -124,7 +125,7 @@ def test_a_speed_up_may_take_the_place_of_a_share_and_other_fields_are_refused_a
         other.controller.load_state_dict(state)
 
 
-CONFIG = SnipConfig(**SCHEDULE)
+CONFIG = fp4_config(**SCHEDULE)
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 9}
 OTHER_WEIGHTS = (
     "Cannot resume from {path}: The SNIP state was saved with other weights than those that were loaded: the two are "
@@ -200,7 +201,7 @@ def test_a_state_that_knows_nothing_of_its_weights_is_still_loaded(copies: tuple
 
 
 def test_a_run_without_a_probe_takes_its_plan_from_its_configuration_and_not_from_weights(tmp_path: Path) -> None:
-    config = SnipConfig(policy="layer-position")
+    config = fp4_config(policy="layer-position")
     train(tmp_path, config, save_strategy="steps", save_steps=1, max_steps=1)
     assert json.loads((tmp_path / "checkpoint-1" / "snip_state.json").read_text())["weights"] is None
     train(tmp_path, config, resume=tmp_path / "checkpoint-1", max_steps=2)

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from own_loop import Loop
 from peft import LoraConfig, inject_adapter_in_model
 from slow_cases import slow
 from small import tiny_llama
 from tiny_runs import SCHEDULE, history
 
-from snip_hf import SnipConfig, SnipController, restore_model
+from snip_hf import SnipController, restore_model
 
-CONFIG = SnipConfig(**SCHEDULE)
+CONFIG = fp4_config(**SCHEDULE)
 
 
 def calls(loop: Loop, step: Any, order: str = "cbsa") -> None:

@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ParallelismConfig
+from configs import fp4_config
 from own_loop import CONFIG, Loop
 from small import text, tiny_llama
 from tiny_runs import (
@@ -156,7 +157,7 @@ def test_accelerate_saves_and_loads_the_controller_in_the_middle_of_a_refresh(
 
 def test_a_controller_without_a_folder_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    loop = Loop(SnipConfig(**SCHEDULE))
+    loop = Loop(fp4_config(**SCHEDULE))
     loop.controller.start()
     loop.run(4)
     assert loop.controller.plan.fp4_fraction >= 0.75
@@ -270,7 +271,7 @@ def test_a_pending_problem_that_was_damaged_costs_the_refresh_and_not_the_run(tm
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_plan_that_is_due_at_the_next_refresh_is_applied_there(every: int, tmp_path: Path) -> None:
     """apply_delay = refresh_every is the longest delay that the configuration allows."""
-    loop = Loop(SnipConfig(first_refresh=2, refresh_every=every, apply_delay=every, **FAST), tmp_path)
+    loop = Loop(fp4_config(first_refresh=2, refresh_every=every, apply_delay=every, **FAST), tmp_path)
     loop.run(2 + 2 * every)
     assert [(line["step"], line["applied_step"]) for line in history(tmp_path)[1:]] == [
         (2, 2 + every),
@@ -280,7 +281,7 @@ def test_a_plan_that_is_due_at_the_next_refresh_is_applied_there(every: int, tmp
 
 
 def test_every_micro_batch_has_rounding_numbers_of_its_own_and_each_step_starts_anew() -> None:
-    loop = Loop(SnipConfig(seed=5, **SCHEDULE), accumulation=2)
+    loop = Loop(fp4_config(seed=5, **SCHEDULE), accumulation=2)
     layer = next(iter(snip_linears(loop.model).values()))
     times = [(step, micro_batch) for step in range(6) for micro_batch in range(4)]
     keys = {stream_key(5, *time, layer.snip_key, 1): time for time in times}  # 1: the output gradient
@@ -322,7 +323,7 @@ def test_the_divergences_are_told_the_tokens_and_labels_of_the_whole_micro_batch
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = noted_divergences(monkeypatch)
-    loop = Loop(SnipConfig(**SCHEDULE, probe_batch_tokens=128))
+    loop = Loop(fp4_config(**SCHEDULE, probe_batch_tokens=128))
 
     def masked(index: int) -> dict[str, Tensor]:
         batch = text(8, 24, index=index)
@@ -355,7 +356,7 @@ def events(folder: Path) -> list[tuple[Any, ...]]:
 def test_a_run_decides_by_the_criterion_that_its_file_of_divergences_has(
     policy: str, granularity: str, tmp_path: Path
 ) -> None:
-    config = SnipConfig(policy=policy, granularity=granularity, target_fp4_fraction=0.5, **SCHEDULE)
+    config = fp4_config(policy=policy, granularity=granularity, target_fp4_fraction=0.5, **SCHEDULE)
     loop = Loop(config, tmp_path).run(4)
     plan = loop.controller.plan
     assert (plan.provenance.step, plan.provenance.policy) == (2, policy)
@@ -384,7 +385,7 @@ def test_a_file_of_divergences_without_the_column_of_criteria_is_read(tmp_path: 
 
 @pytest.mark.parametrize("policy", ["first2-last8", "last-15-percent", "backward-first"])
 def test_a_rule_is_in_force_before_the_first_step_and_stays(policy: str, tmp_path: Path) -> None:
-    loop = Loop(SnipConfig(policy=policy, granularity="gemm", target_fp4_fraction=0.5, **SCHEDULE), tmp_path)
+    loop = Loop(fp4_config(policy=policy, granularity="gemm", target_fp4_fraction=0.5, **SCHEDULE), tmp_path)
     plan = loop.controller.plan
     assert 0.5 <= plan.fp4_fraction < 0.6
     loop.run(4)
@@ -399,13 +400,13 @@ STATIC = {"first_refresh": 2, "refresh_every": None, "apply_delay": 1, **FAST}
 
 
 def test_without_refreshes_the_first_plan_stays(tmp_path: Path) -> None:
-    loop = Loop(SnipConfig(**STATIC), tmp_path).run(3)
+    loop = Loop(fp4_config(**STATIC), tmp_path).run(3)
     plan = loop.controller.plan
     state = json.loads(json.dumps(loop.controller.state_dict()))
     loop.run(6)
     assert events(tmp_path) == [(2, 3)]
     assert loop.controller.plan == plan and plan.provenance.step == 2
-    resumed = Loop(SnipConfig(**STATIC), tmp_path)
+    resumed = Loop(fp4_config(**STATIC), tmp_path)
     resumed.controller.load_state_dict(state)
     resumed.step = 3
     assert events(tmp_path) == [(2, 3)]
@@ -415,7 +416,7 @@ def test_without_refreshes_the_first_plan_stays(tmp_path: Path) -> None:
 
 def test_a_first_plan_that_is_not_applied_is_tried_again(tmp_path: Path) -> None:
     """Every `first_refresh` steps, but not while one is under way."""
-    loop = Loop(SnipConfig(**STATIC | {"first_refresh": 1, "apply_delay": 2}), tmp_path)
+    loop = Loop(fp4_config(**STATIC | {"first_refresh": 1, "apply_delay": 2}), tmp_path)
     clean, loop.batch = loop.batch, lambda index: {**text(2, 24), "labels": torch.full((2, 24), -100)}
     loop.run(1)
     loop.batch = clean
@@ -425,7 +426,7 @@ def test_a_first_plan_that_is_not_applied_is_tried_again(tmp_path: Path) -> None
 
 
 def test_the_schedule_is_a_grid(tmp_path: Path) -> None:
-    Loop(SnipConfig(first_refresh=1, refresh_every=3, apply_delay=1, **FAST), tmp_path).run(8)
+    Loop(fp4_config(first_refresh=1, refresh_every=3, apply_delay=1, **FAST), tmp_path).run(8)
     assert events(tmp_path) == [(1, 2), (4, 5), (7, 8)]
 
 
@@ -445,7 +446,7 @@ def refusal(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
 def test_fp8_mixed_precision_is_refused_with_every_policy() -> None:
     for policy in ("snip", "uniform-fp8"):
         assert refusal(
-            lambda p=policy: check_launch(SnipConfig(policy=p), fake_accelerator(mixed_precision="fp8"))
+            lambda p=policy: check_launch(fp4_config(policy=p), fake_accelerator(mixed_precision="fp8"))
         ) == (
             "mixed_precision='fp8' would convert the linears a second time; snip-hf does the FP8 itself. Use 'bf16' or "
             "'no'."
@@ -453,21 +454,21 @@ def test_fp8_mixed_precision_is_refused_with_every_policy() -> None:
 
 
 def test_fp16_is_refused_where_its_loss_scale_is_not_known_and_gradients_are_probed() -> None:
-    check_launch(SnipConfig(), fake_accelerator(mixed_precision="fp16"))
+    check_launch(fp4_config(), fake_accelerator(mixed_precision="fp16"))
     sharded = fake_accelerator(
         mixed_precision="fp16",
         distributed_type="DistributedType.FSDP",
         fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=False),
     )
-    assert refusal(lambda: check_launch(SnipConfig(), sharded)) == (
+    assert refusal(lambda: check_launch(fp4_config(), sharded)) == (
         "policy='snip' cannot probe a model under FSDP2 with mixed_precision='fp16', whose loss scale it does not "
         "know; use 'bf16', or DDP, or use a plan file or a policy that needs no probe, such as policy='layer-position'."
     )
-    check_launch(SnipConfig(policy="layer-position"), sharded)
+    check_launch(fp4_config(policy="layer-position"), sharded)
     plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2}, "fp16": {"enabled": "auto"}})
     partitioned = fake_accelerator(mixed_precision="fp16", deepspeed_plugin=plugin)
     assert "fp16 scales the loss and the gradients that the probe needs. Use bf16; " in refusal(
-        lambda: check_launch(SnipConfig(), partitioned)
+        lambda: check_launch(fp4_config(), partitioned)
     )
 
 
@@ -485,7 +486,7 @@ def test_fp16_is_refused_where_its_loss_scale_is_not_known_and_gradients_are_pro
 )
 def test_several_processes_are_accepted_with_every_policy(setting: dict[str, Any]) -> None:
     for policy in ("snip", "min-abs-err", "random"):
-        check_launch(SnipConfig(policy=policy), fake_accelerator(**setting))
+        check_launch(fp4_config(policy=policy), fake_accelerator(**setting))
 
 
 @pytest.mark.parametrize(
@@ -519,25 +520,25 @@ def test_launches_under_which_nothing_can_be_probed_are_refused_even_in_one_proc
     setting: dict[str, Any], reason: str
 ) -> None:
     for accelerator in (fake_accelerator(**setting), fake_accelerator(state=SimpleNamespace(**setting), **setting)):
-        assert refusal(lambda it=accelerator: check_launch(SnipConfig(policy="min-abs-err"), it)) == (
+        assert refusal(lambda it=accelerator: check_launch(fp4_config(policy="min-abs-err"), it)) == (
             f"policy='min-abs-err' cannot probe a model under {reason}, or use a plan file or a policy that needs no "
             "probe, such as policy='layer-position'."
         )
-        check_launch(SnipConfig(policy="random"), accelerator)
-        check_launch(SnipConfig(fixed_plan="plan.json"), accelerator)
+        check_launch(fp4_config(policy="random"), accelerator)
+        check_launch(fp4_config(fixed_plan="plan.json"), accelerator)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_one_process_in_high_precision_is_accepted(precision: str) -> None:
-    check_launch(SnipConfig(), fake_accelerator(mixed_precision=precision))
-    check_launch(SnipConfig(), None)
+    check_launch(fp4_config(), fake_accelerator(mixed_precision=precision))
+    check_launch(fp4_config(), None)
 
 
 def test_a_controller_refuses_before_it_touches_the_model() -> None:
     model = tiny_llama(hidden=32)
     optimizer = torch.optim.AdamW(model.parameters())
-    refusal(lambda: SnipController(model, optimizer, SnipConfig(), fake_accelerator(mixed_precision="fp8")))
-    refusal(lambda: SnipController(model, optimizer, SnipConfig(backend="hopper")))
+    refusal(lambda: SnipController(model, optimizer, fp4_config(), fake_accelerator(mixed_precision="fp8")))
+    refusal(lambda: SnipController(model, optimizer, fp4_config(backend="hopper")))
     assert snip_linears(model) == {}
 
 
@@ -555,29 +556,29 @@ def test_data_parallel_is_refused_and_other_wrappers_are_looked_through() -> Non
 def test_an_optimizer_that_cannot_be_differentiated_is_refused_only_where_it_is_probed() -> None:
     model = tiny_llama(hidden=32)
     optimizer = torch.optim.Rprop(model.parameters())
-    message = refusal(lambda: SnipController(model, optimizer, SnipConfig()), TypeError)
+    message = refusal(lambda: SnipController(model, optimizer, fp4_config()), TypeError)
     assert message.startswith("Cannot differentiate the update of torch.optim.rprop.Rprop: its update does not depend")
     assert message.endswith("or a policy that needs no probe, such as policy='layer-position'.")
-    assert SnipController(model, optimizer, SnipConfig(policy="uniform-fp4")).plan.fp4_fraction == 1.0
+    assert SnipController(model, optimizer, fp4_config(policy="uniform-fp4")).plan.fp4_fraction == 1.0
 
 
 def test_flash_attention_is_refused_where_it_is_probed() -> None:
     model = tiny_llama(hidden=32)
     model.config._attn_implementation = "flash_attention_2"
     optimizer = torch.optim.AdamW(model.parameters())
-    assert refusal(lambda: SnipController(model, optimizer, SnipConfig())) == (
+    assert refusal(lambda: SnipController(model, optimizer, fp4_config())) == (
         "attn_implementation='flash_attention_2' cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. Load "
         "the model with attn_implementation='sdpa', or use a policy that needs no probe, such as "
         "policy='layer-position'."
     )
-    SnipController(model, optimizer, SnipConfig(policy="layer-type"))
+    SnipController(model, optimizer, fp4_config(policy="layer-type"))
 
 
 def test_a_model_that_is_already_quantized_is_refused() -> None:
     model = tiny_llama(hidden=32)
     model.config.quantization_config = {"quant_method": "fp8"}
     optimizer = torch.optim.AdamW(model.parameters())
-    assert refusal(lambda: SnipController(model, optimizer, SnipConfig())) == (
+    assert refusal(lambda: SnipController(model, optimizer, fp4_config())) == (
         "The model is already quantized (dict); expected ordinary weights. Load it without a quantization_config, or "
         "dequantize it first."
     )
@@ -601,7 +602,7 @@ def test_a_first_batch_without_labels_is_refused_and_a_later_one_costs_a_refresh
 
 
 def test_a_policy_without_a_probe_takes_any_batch() -> None:
-    loop = Loop(SnipConfig(policy="random", target_fp4_fraction=0.5))
+    loop = Loop(fp4_config(policy="random", target_fp4_fraction=0.5))
     loop.controller.capture({"input_ids": text(2, 24)["input_ids"]})
     assert loop.run(3).controller.plan.fp4_fraction >= 0.5
 
@@ -609,12 +610,12 @@ def test_a_policy_without_a_probe_takes_any_batch() -> None:
 def test_a_plan_file_is_held_fixed_and_that_of_another_model_is_refused(tmp_path: Path) -> None:
     loop = Loop(folder=tmp_path).run(4)
     path = tmp_path / "snip" / "plan.json"
-    fixed = Loop(SnipConfig(fixed_plan=str(path), **SCHEDULE))
+    fixed = Loop(fp4_config(fixed_plan=str(path), **SCHEDULE))
     assert fixed.formats() == loop.formats()
     assert fixed.run(5).formats() == loop.formats()
 
     other = tiny_llama(hidden=32, layers=3)
-    message = refusal(lambda: SnipController(other, None, SnipConfig(fixed_plan=str(path))))
+    message = refusal(lambda: SnipController(other, None, fp4_config(fixed_plan=str(path))))
     assert message == (
         f"fixed_plan={str(path)!r} does not fit the model: The plan has no entry for layer "
         "'model.layers.2.self_attn.q_proj' (it names 14 layers, e.g. 'model.layers.0.self_attn.q_proj'). Was it "
@@ -629,7 +630,7 @@ def test_a_plan_file_that_is_none_is_refused_by_field_path_and_what_was_expected
 
     def said(content: str, where: Path = path) -> str:
         path.write_text(content)
-        return refusal(lambda: Loop(SnipConfig(fixed_plan=str(where))))
+        return refusal(lambda: Loop(fp4_config(fixed_plan=str(where))))
 
     expected = "Expected a plan that a run wrote (OUTPUT_DIR/snip/plan.json) or `PrecisionPlan.save`."
     advice = f"Restore the file or let a run write it again. {expected}"
@@ -665,17 +666,17 @@ def test_the_backend_is_chosen_by_the_formats_of_a_plan_file(tmp_path: Path) -> 
     with BACKENDS.restored():
         register_backend(Other())
         register_backend(Only())
-        assert Loop(SnipConfig()).controller.backend == "other"
-        assert Loop(SnipConfig(fixed_plan=str(path))).controller.backend == "emulated"
-        assert Loop(SnipConfig(fixed_plan=str(path), backend="only")).controller.backend == "only"
+        assert Loop(fp4_config()).controller.backend == "other"
+        assert Loop(fp4_config(fixed_plan=str(path))).controller.backend == "emulated"
+        assert Loop(fp4_config(fixed_plan=str(path), backend="only")).controller.backend == "only"
         with pytest.raises(ValueError, match="backend='only' cannot run: its kernels do not know the format 'fp4'"):
-            Loop(SnipConfig(backend="only"))
+            Loop(fp4_config(backend="only"))
 
 
 def test_beside_a_plan_file_no_other_backend_than_the_one_asked_for_is_tried(tmp_path: Path) -> None:
     """The trial of another one may leave a GPU unusable."""
     path = tmp_path / "plan.json"
-    Loop(SnipConfig(policy="uniform-fp4")).controller.plan.save(path)
+    Loop(fp4_config(policy="uniform-fp4")).controller.plan.save(path)
 
     class Other(Emulated):
         name = "other"
@@ -686,9 +687,9 @@ def test_beside_a_plan_file_no_other_backend_than_the_one_asked_for_is_tried(tmp
 
     with BACKENDS.restored():
         register_backend(Other())
-        assert Loop(SnipConfig(fixed_plan=str(path), backend="emulated")).controller.backend == "emulated"
+        assert Loop(fp4_config(fixed_plan=str(path), backend="emulated")).controller.backend == "emulated"
         with pytest.raises(AssertionError, match="tried"):
-            Loop(SnipConfig(fixed_plan=str(path)))
+            Loop(fp4_config(fixed_plan=str(path)))
 
 
 def test_the_share_of_a_plan_file_is_that_of_the_models_flops_whatever_the_file_says(
@@ -704,7 +705,7 @@ def test_the_share_of_a_plan_file_is_that_of_the_models_flops_whatever_the_file_
     path.write_text(json.dumps(document))
     assert PrecisionPlan.load(path).fp4_fraction > 0.999
     caplog.set_level("INFO", "snip_hf")
-    held = Loop(SnipConfig(fixed_plan=str(path)), tmp_path / "held").run(1).controller
+    held = Loop(fp4_config(fixed_plan=str(path)), tmp_path / "held").run(1).controller
     assert held.plan.fp4_fraction == plan.fp4_fraction
     assert f"policy snip, {plan.fp4_fraction:.1%} of the linear FLOPs in FP4" in caplog.text
     (start,) = history(tmp_path / "held")
@@ -716,7 +717,7 @@ def test_a_plan_file_for_layers_of_another_size_is_refused_by_its_name(tmp_path:
     document["flops"]["model.layers.0.mlp.up_proj"]["forward"] = 1.0
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(document))
-    assert refusal(lambda: Loop(SnipConfig(fixed_plan=str(path)))) == (
+    assert refusal(lambda: Loop(fp4_config(fixed_plan=str(path)))) == (
         f"fixed_plan={str(path)!r} does not fit the model: The plan is for a layer 'model.layers.0.mlp.up_proj' of 1 "
         "FLOPs per token, the model's has 5120. Was it made for another model? Run `snip-hf inspect PLAN --model "
         "MODEL` to compare."
@@ -764,7 +765,7 @@ def test_a_failing_solver_keeps_the_plan_and_says_why(
     program, beginning, detail = FAILURES[failure]
     processes = solve_with(monkeypatch, program)
     limit = {"solver_time_limit": 0.2} if failure == "timeout" else {}
-    config = SnipConfig(**limit, **SCHEDULE | {"refresh_every": 100})
+    config = fp4_config(**limit, **SCHEDULE | {"refresh_every": 100})
     loop = Loop(config, tmp_path, solving=Solving(grace=0.0)).run(5)
     (reason,) = kept(tmp_path)
     assert reason.startswith(beginning)
@@ -827,7 +828,7 @@ def test_after_a_solver_that_fails_auto_takes_the_next_one_for_good_and_warns_on
         fails = [sys.executable, "-c", program]
         return SolverProcess.start(problem, fails) if problem["solver"] == "auto" else start_solver(problem)
 
-    config = SnipConfig(**SCHEDULE | {"solver": "auto", "solver_time_limit": 3.0})
+    config = fp4_config(**SCHEDULE | {"solver": "auto", "solver_time_limit": 3.0})
     loop = Loop(config, tmp_path, solving=Solving(start=without_cbc, grace=0.0)).run(9)
     assert loop.controller is not None
     assert asked == asked_for and loop.controller.plan.provenance.solver == "highs"
@@ -837,10 +838,10 @@ def test_after_a_solver_that_fails_auto_takes_the_next_one_for_good_and_warns_on
 
 
 def test_a_resumed_run_may_have_another_solver(tmp_path: Path) -> None:
-    first = Loop(SnipConfig(**SCHEDULE | {"solver": "cbc"}), tmp_path / "first").run(3)
+    first = Loop(fp4_config(**SCHEDULE | {"solver": "cbc"}), tmp_path / "first").run(3)
     assert first.controller is not None
     state = json.loads(json.dumps(first.controller.state_dict()))
-    second = Loop(SnipConfig(**SCHEDULE | {"solver": "greedy"}), tmp_path / "second")
+    second = Loop(fp4_config(**SCHEDULE | {"solver": "greedy"}), tmp_path / "second")
     assert second.controller is not None and state["pending"] is not None
     second.controller.load_state_dict(state)
     second.step = 3
@@ -895,7 +896,7 @@ def test_a_gradient_that_is_not_finite_keeps_the_plan_and_is_named(value: float,
 
 def test_a_probe_that_raises_keeps_the_plan_and_the_layers_run_on(tmp_path: Path) -> None:
     loop = Loop(folder=tmp_path)
-    expected = Loop(SnipConfig(first_refresh=99)).run(5)
+    expected = Loop(fp4_config(first_refresh=99)).run(5)
     norm, loop.step = loop.model.model.norm, 0
 
     def out_of_memory(module: nn.Module, args: Any) -> Any:
@@ -967,7 +968,7 @@ def test_training_waits_for_a_slow_solver_only_at_the_step_its_plan_is_due(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     solve_with(monkeypatch, begun_late(monkeypatch, tmp_path))
-    Loop(SnipConfig(**SCHEDULE | {"apply_delay": 0}), tmp_path).run(2)
+    Loop(fp4_config(**SCHEDULE | {"apply_delay": 0}), tmp_path).run(2)
     (line,) = history(tmp_path)[1:]
     assert (line["step"], line["applied_step"], line["decided_step"]) == (2, 2, 2)
     assert line["seconds"]["waited"] >= 0.5
@@ -987,7 +988,7 @@ def test_frozen_linears_get_formats_too_and_have_no_grad_weight(tmp_path: Path) 
     loop = Loop(None)
     for parameter in loop.model.model.layers[0].parameters():
         parameter.requires_grad_(False)
-    loop.controller = SnipController(loop.model, loop.optimizer, SnipConfig(**SCHEDULE), None, tmp_path)
+    loop.controller = SnipController(loop.model, loop.optimizer, fp4_config(**SCHEDULE), None, tmp_path)
     loop.run(4)
     (line,) = history(tmp_path)[1:]
     assert line["status"] == "applied"
@@ -1004,7 +1005,7 @@ def test_frozen_linears_get_formats_too_and_have_no_grad_weight(tmp_path: Path) 
 
 def test_converting_before_hand_changes_nothing() -> None:
     model = tiny_llama(hidden=32)
-    config = SnipConfig(policy="uniform-fp4")
+    config = fp4_config(policy="uniform-fp4")
     convert_model(model, config)
     before = {name: id(layer) for name, layer in snip_linears(model).items()}
     controller = SnipController(model, None, config)
@@ -1039,13 +1040,13 @@ def test_a_loop_that_ends_before_its_first_refresh_is_told_so_once_when_it_close
 def test_ties_that_could_not_hold_are_refused() -> None:
     def build(**options: Any) -> None:
         model = tiny_llama(hidden=32)
-        SnipController(model, torch.optim.AdamW(model.parameters()), SnipConfig(**options))
+        SnipController(model, torch.optim.AdamW(model.parameters()), fp4_config(**options))
 
     assert refusal(lambda: build(ties=(("query", "k_proj"),))) == (
         "ties: no swapped layer's last name is 'query'; the last names are down_proj, gate_proj, k_proj, o_proj, "
         "q_proj, up_proj, v_proj."
     )
-    names = convert_model(tiny_llama(hidden=32), SnipConfig())
+    names = convert_model(tiny_llama(hidden=32), fp4_config())
     stages = (tuple(names[:1]), tuple(names[1:]))
     assert refusal(lambda: build(ties=(("q_proj", "k_proj"),), stages=stages)) == (
         "ties: the tied layers of 'model.layers.0.self_attn' are in stages 0 and 1; expected all of them in one stage."

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from families import CHOSEN, build, text, with_images
 from small import TinyLM
 from thread_ranks import on_ranks
@@ -115,7 +116,7 @@ def test_where_all_layers_see_the_same_tokens_nothing_but_the_coverage_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, LOG):
-        loop = Loop(build("llama"), SnipConfig(policy="layer-position"), tmp_path).run(text(), text())
+        loop = Loop(build("llama"), fp4_config(policy="layer-position"), tmp_path).run(text(), text())
     assert loop.controller.coverage == coverage(build("llama"), text())
     (line,) = events(tmp_path)
     assert (line["step"], line["tokens"], line["changes"], line["uncovered"]) == (1, None, {}, [])
@@ -127,14 +128,14 @@ def test_where_all_layers_see_the_same_tokens_nothing_but_the_coverage_is_told(
 
 
 def test_experts_count_by_the_tokens_that_their_routers_gave_them() -> None:
-    loop = Loop(build("mixtral"), SnipConfig(policy="uniform-fp8")).run(text())
+    loop = Loop(build("mixtral"), fp4_config(policy="uniform-fp8")).run(text())
     tokens = loop.controller.plan.tokens
     assert tokens == {name: CHOSEN if "experts" in name else 1 for name in loop.controller.plan.assignment}
 
 
 @pytest.mark.parametrize("odd", [4, 12])
 def test_a_rule_decides_once_more_by_what_runs(odd: int, tmp_path: Path) -> None:
-    config = SnipConfig(policy="layer-type", target_fp4_fraction=0.6)
+    config = fp4_config(policy="layer-type", target_fp4_fraction=0.6)
     loop = Loop(seeded(SparseLM), config, tmp_path)
     before = loop.controller.plan
     loop.run(ids(odd), ids(odd))
@@ -152,7 +153,7 @@ def test_a_rule_decides_once_more_by_what_runs(odd: int, tmp_path: Path) -> None
 
 
 def test_each_refresh_counts_again_and_meets_the_target_by_what_runs(tmp_path: Path) -> None:
-    config = SnipConfig(target_fp4_fraction=0.7, **FAST)
+    config = fp4_config(target_fp4_fraction=0.7, **FAST)
     loop = Loop(seeded(SparseLM), config, tmp_path).run(ids(4), ids(12), ids(8), ids(8))
     assert [line["step"] for line in events(tmp_path)] == [1, 2]
     plan = loop.controller.plan
@@ -173,7 +174,7 @@ def upper_only(model: Any) -> Any:
 
 @pytest.mark.parametrize("policy", ["snip", "layer-position", "backward-first"])
 def test_gemms_that_never_run_do_not_help_to_reach_the_target(policy: str, tmp_path: Path) -> None:
-    config = SnipConfig(target_fp4_fraction=0.5, granularity="gemm", policy=policy, **FAST)
+    config = fp4_config(target_fp4_fraction=0.5, granularity="gemm", policy=policy, **FAST)
     loop = Loop(upper_only(build("llama")), config, tmp_path).run(*[text()] * 4)
     plan = loop.controller.plan
     idle = {name for name, own in plan.tokens.items() if own == {"forward": 1.0, "grad_input": 0.0}}
@@ -194,7 +195,7 @@ def test_gemms_that_never_run_do_not_help_to_reach_the_target(policy: str, tmp_p
 
 @pytest.mark.slow
 def test_a_resumed_run_with_frozen_lower_blocks_is_the_whole_run() -> None:
-    config = SnipConfig(target_fp4_fraction=0.5, granularity="gemm", **FAST)
+    config = fp4_config(target_fp4_fraction=0.5, granularity="gemm", **FAST)
     whole = Loop(upper_only(build("llama")), config).run(*[text()] * 7)
     first = Loop(upper_only(build("llama")), config).run(*[text()] * 3)
     state = json.loads(json.dumps(first.controller.state_dict()))
@@ -210,7 +211,7 @@ def test_a_resumed_run_with_frozen_lower_blocks_is_the_whole_run() -> None:
 
 
 def test_measured_times_count_by_the_tokens_too() -> None:
-    config = SnipConfig(policy="layer-type", target_fp4_fraction=0.6, budget="measured", timing_tokens=16)
+    config = fp4_config(policy="layer-type", target_fp4_fraction=0.6, budget="measured", timing_tokens=16)
     plan = Loop(seeded(SparseLM), config).run(ids(4)).controller.plan
     assert plan.measured is not None and plan.times is not None
     for layer, row in plan.measured.seconds.items():
@@ -221,7 +222,7 @@ def test_measured_times_count_by_the_tokens_too() -> None:
 
 
 def test_a_text_only_batch_of_a_vision_model_gives_its_tower_no_share() -> None:
-    config = SnipConfig(policy="layer-type", target_fp4_fraction=0.5, include_modules=("model.vision_tower.*",))
+    config = fp4_config(policy="layer-type", target_fp4_fraction=0.5, include_modules=("model.vision_tower.*",))
     plan = Loop(build("llava"), config).run(text()).controller.plan
     tower = {name for name in plan.assignment if "vision" in name}
     assert {plan.tokens[name] for name in tower} == {0.0}
@@ -234,9 +235,9 @@ def test_a_text_only_batch_of_a_vision_model_gives_its_tower_no_share() -> None:
 
 def test_a_stage_whose_layers_see_no_token_leaves_the_plan_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     model = build("llava")
-    names = convert_model(model, SnipConfig(include_modules=("model.vision_tower.*",)))
+    names = convert_model(model, fp4_config(include_modules=("model.vision_tower.*",)))
     stages = [[name for name in names if ("vision" in name) == first] for first in (True, False)]
-    config = SnipConfig(policy="uniform-fp8", include_modules=("model.vision_tower.*",), stages=stages)
+    config = fp4_config(policy="uniform-fp8", include_modules=("model.vision_tower.*",), stages=stages)
     loop = Loop(model, config).run(text())
     assert loop.controller.plan.tokens is None and loop.controller.coverage is None
     (warning,) = [message for message in caplog.messages if "could not be counted" in message]
@@ -244,7 +245,7 @@ def test_a_stage_whose_layers_see_no_token_leaves_the_plan_as_it_is(caplog: pyte
 
 
 def test_little_coverage_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    config = SnipConfig(policy="uniform-fp8", skip_modules=("*.mlp.*",))
+    config = fp4_config(policy="uniform-fp8", skip_modules=("*.mlp.*",))
     with caplog.at_level(logging.INFO, LOG):
         Loop(build("llama"), config).run(text())
     (warning,) = [record.getMessage() for record in caplog.records if "less than 90%" in record.getMessage()]
@@ -256,7 +257,7 @@ def test_little_coverage_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_resumed_run_does_not_count_again_and_decides_the_same() -> None:
-    config = SnipConfig(target_fp4_fraction=0.7, **FAST)
+    config = fp4_config(target_fp4_fraction=0.7, **FAST)
     batches = [ids(4), ids(12), ids(8), ids(8), ids(8), ids(10), ids(8), ids(8)]
     whole = Loop(seeded(SparseLM), config).run(*batches)
     first = Loop(seeded(SparseLM), config).run(*batches[:2])
@@ -275,7 +276,7 @@ def test_a_resumed_run_does_not_count_again_and_decides_the_same() -> None:
 
 
 def test_a_run_from_the_state_of_an_earlier_version_counts_at_its_next_step() -> None:
-    config = SnipConfig(policy="layer-type", target_fp4_fraction=0.6)
+    config = fp4_config(policy="layer-type", target_fp4_fraction=0.6)
     first = Loop(seeded(SparseLM), config)
     plan = first.controller.plan
     state = json.loads(json.dumps(first.run(ids(4)).controller.state_dict()))
@@ -291,7 +292,7 @@ def test_a_run_from_the_state_of_an_earlier_version_counts_at_its_next_step() ->
 
 
 def test_a_loop_that_captures_nothing_counts_nothing() -> None:
-    loop = Loop(seeded(SparseLM), SnipConfig(policy="layer-type")).run(ids(4), captures=False)
+    loop = Loop(seeded(SparseLM), fp4_config(policy="layer-type")).run(ids(4), captures=False)
     assert loop.controller.coverage is None and loop.controller.plan.tokens is None
 
 
@@ -302,7 +303,7 @@ def test_a_model_that_cannot_be_counted_trains_on_and_the_log_says_why(caplog: p
                 raise RuntimeError("no counters")
             return super().forward(input_ids, labels)
 
-    loop = Loop(seeded(Writing), SnipConfig(policy="layer-type")).run(ids(4), ids(4))
+    loop = Loop(seeded(Writing), fp4_config(policy="layer-type")).run(ids(4), ids(4))
     assert loop.controller.coverage is None and loop.controller.plan.tokens is None and loop.controller.step == 2
     (warning,) = [message for message in caplog.messages if "could not be counted" in message]
     assert warning.startswith("snip-hf: the FLOPs of the micro-batch of step 1") and "no counters" in warning
@@ -316,7 +317,7 @@ def mixed(model: Any) -> Any:
 
 @pytest.mark.parametrize("captures_inside", [False, True])
 def test_a_model_of_two_dtypes_is_counted_as_it_trains_under_autocast(captures_inside: bool) -> None:
-    loop = Loop(mixed(build("mixtral")), SnipConfig(policy="uniform-fp8"))
+    loop = Loop(mixed(build("mixtral")), fp4_config(policy="uniform-fp8"))
     if not captures_inside:
         loop.controller.capture(text())
     with torch.autocast("cpu", torch.bfloat16):
@@ -342,7 +343,7 @@ class OnlyUnderAutocast(TinyLM):
 @pytest.mark.parametrize("by_accelerate", [False, True])
 def test_the_pass_runs_under_the_autocast_of_training(by_accelerate: bool) -> None:
     with torch.autocast("cpu", torch.float16):
-        loop = Loop(seeded(OnlyUnderAutocast), SnipConfig(policy="uniform-fp8"))
+        loop = Loop(seeded(OnlyUnderAutocast), fp4_config(policy="uniform-fp8"))
         if not by_accelerate:
             assert loop.run(ids(4)).controller.coverage is not None
             return
@@ -362,7 +363,7 @@ def test_the_share_of_experts_that_were_not_counted_is_not_told(
         raise RuntimeError("no counters")
 
     monkeypatch.setattr(coverage_check, "count_pass", fail)
-    config = SnipConfig(policy="layer-type", target_fp4_fraction=0.6)
+    config = fp4_config(policy="layer-type", target_fp4_fraction=0.6)
     with caplog.at_level(logging.INFO, LOG):
         loop = Loop(build("mixtral"), config, tmp_path).run(text())
     plan = loop.controller.plan
@@ -378,7 +379,7 @@ def test_a_pass_that_shows_no_product_leaves_coverage_unknown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(coverage_check, "count_pass", lambda *_: CountedPass())
-    loop = Loop(seeded(SparseLM), SnipConfig(policy="layer-type")).run(ids(4))
+    loop = Loop(seeded(SparseLM), fp4_config(policy="layer-type")).run(ids(4))
     assert loop.controller.coverage is None and loop.controller.plan.tokens is None
     (warning,) = [message for message in caplog.messages if "could not be counted" in message]
     assert "the forward pass showed no matrix product with a weight; expected those of the layers" in warning
@@ -386,7 +387,7 @@ def test_a_pass_that_shows_no_product_leaves_coverage_unknown(
 
 def test_ranks_count_the_micro_batches_of_all_of_them() -> None:
     def work(ranks: Ranks) -> tuple[Any, Any]:
-        loop = Loop(seeded(SparseLM), SnipConfig(policy="layer-type", target_fp4_fraction=0.6))
+        loop = Loop(seeded(SparseLM), fp4_config(policy="layer-type", target_fp4_fraction=0.6))
         in_force, processes = loop.controller._run.in_force, Processes(data=ranks, everyone=ranks)
         check = CoverageCheck(loop.model, in_force, processes, loop.controller._events, logging.getLogger(LOG))
         check.take(TrainingPass(ids(4) if ranks.rank == 0 else ids(16), None))
@@ -406,7 +407,7 @@ def test_where_no_pass_can_be_run_apart_nothing_is_counted(
     def told(model: nn.Module) -> list[str]:
         caplog.clear()
         with caplog.at_level(logging.INFO, LOG):
-            assert Loop(model, SnipConfig(policy="layer-type")).run(ids(4)).controller.coverage is None
+            assert Loop(model, fp4_config(policy="layer-type")).run(ids(4)).controller.coverage is None
         return [message for message in caplog.messages if "coverage is not known" in message]
 
     class FullyShardedDataParallel(nn.Module):
@@ -427,7 +428,7 @@ def test_where_no_pass_can_be_run_apart_nothing_is_counted(
 
 def test_ranks_count_which_grad_inputs_run() -> None:
     def work(ranks: Ranks) -> Any:
-        loop = Loop(upper_only(build("llama")), SnipConfig(policy="layer-position"))
+        loop = Loop(upper_only(build("llama")), fp4_config(policy="layer-position"))
         in_force, processes = loop.controller._run.in_force, Processes(data=ranks, everyone=ranks)
         check = CoverageCheck(loop.model, in_force, processes, loop.controller._events, logging.getLogger(LOG))
         check.take(TrainingPass(text(), None))
@@ -438,5 +439,5 @@ def test_ranks_count_which_grad_inputs_run() -> None:
     assert (
         plan
         == other
-        == Loop(upper_only(build("llama")), SnipConfig(policy="layer-position")).run(text()).controller.plan
+        == Loop(upper_only(build("llama")), fp4_config(policy="layer-position")).run(text()).controller.plan
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from small import text, tiny_llama
 from thread_ranks import on_ranks
 from tiny_runs import FAST, SCHEDULE, Run, differing, history, one_thread, train, weights, without_seconds
@@ -25,7 +26,7 @@ from snip_hf.text import WITHOUT_PROBE
 from snip_hf.training.gradients import LossScaling, check_weights, warn_if_unscaled
 from snip_hf.training.schedule import Schedule
 
-CONFIG = SnipConfig(**SCHEDULE)
+CONFIG = fp4_config(**SCHEDULE)
 
 
 def scaler(scale: float = 65536.0, enabled: bool = True) -> torch.amp.GradScaler:
@@ -205,7 +206,7 @@ class HalfTrainer(Trainer):
 
 @pytest.mark.gpu
 def test_a_trainer_in_fp16_on_a_gpu_refreshes_with_accelerate_s_own_scaler(tmp_path: Path) -> None:
-    config = SnipConfig(**SCHEDULE, backend="emulated")
+    config = fp4_config(**SCHEDULE, backend="emulated")
     run = train(tmp_path, config, fp16=True, use_cpu=False, max_steps=8)
     assert run.trainer.accelerator.scaler.is_enabled()
     assert [line["status"] for line in run.refreshes] == ["applied", "applied"]
@@ -230,7 +231,7 @@ def test_a_trainer_in_fp16_plans_as_one_in_fp32(tmp_path: Path) -> None:
 
 
 def _overflowing(folder: Path, **more: Any) -> Run:
-    config = SnipConfig(**FAST, first_refresh=2, refresh_every=4, apply_delay=1)
+    config = fp4_config(**FAST, first_refresh=2, refresh_every=4, apply_delay=1)
     saving = {"save_strategy": "steps", "save_steps": 1}
     return train(folder, config, trainer_class=OverflowingTrainer, fp16=True, max_steps=6, **saving, **more)
 

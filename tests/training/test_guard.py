@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from own_loop import Loop
 from slow_cases import slow_but
 from tiny_runs import SCHEDULE, differing, one_thread, weights
@@ -29,7 +30,7 @@ OPTIONS: dict[str, Any] = {**SCHEDULE, "guard": "raise", "guard_patience": 3}
 
 
 def config(**changes: Any) -> SnipConfig:
-    return SnipConfig(**{**OPTIONS, **changes})
+    return fp4_config(**{**OPTIONS, **changes})
 
 
 class Provoked(Loop):
@@ -236,7 +237,7 @@ def test_the_norm_is_that_before_clipping_and_without_a_loss_scale(tmp_path: Pat
     loop = Provoked(config(), tmp_path, max_norm=1e-3).run(4)
     assert loop.controller is not None
     norms = loop.controller.state_dict()["guard"]["recent"]["gradient norm"]
-    expected = Norms(SnipConfig(**SCHEDULE)).run(4)
+    expected = Norms(fp4_config(**SCHEDULE)).run(4)
     assert norms == pytest.approx(expected.norms, rel=1e-5)
 
 

@@ -7,12 +7,13 @@ import math
 from statistics import fmean, pstdev
 
 import pytest
+from configs import fp4_config
 
 from snip_hf import SnipConfig
 from snip_hf.training import guard
 from snip_hf.training.guard import Health, read_guard
 
-CONFIG = SnipConfig(guard="raise", guard_patience=5)
+CONFIG = fp4_config(guard="raise", guard_patience=5)
 HEALTHY = [2.0, 2.5, 1.5, 2.0]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from slow_cases import slow_but
 from small import TinyLM, checkpoint_activations, text, tiny_llama, tiny_lm, tokens
 from thread_ranks import on_ranks
@@ -31,7 +32,7 @@ from snip_hf.training.micro_batches import StepWatch, TrainingPass, TrainingPass
 
 def a_model(**options: Any) -> TinyLM:
     model = tiny_lm(**options)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     return model
 
 
@@ -76,7 +77,7 @@ def test_clipping_by_norm_multiplies_by_the_norm_asked_for_over_that_of_all_grad
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_the_same_goes_for_a_transformers_model_with_activation_checkpointing(reentrant: bool) -> None:
     model = tiny_llama(hidden=32)
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     model.train()
     checkpoint_activations(model, reentrant)
     watch = watch_of(model, text(2, 16))
@@ -239,9 +240,9 @@ def test_after_the_end_a_backward_pass_is_not_noted() -> None:
     assert watch.clipping.factor(gradients_of(model), Ranks()) == pytest.approx(norm(model) / noted, rel=1e-5)
 
 
-CONFIG = SnipConfig(**SCHEDULE)
+CONFIG = fp4_config(**SCHEDULE)
 # Until a plan is applied, nothing differs from a run without SNIP.
-UNTOUCHED = SnipConfig(start_format="bf16", **SCHEDULE)
+UNTOUCHED = fp4_config(start_format="bf16", **SCHEDULE)
 SHORT = {"max_steps": 5}
 
 
@@ -365,7 +366,7 @@ def test_the_models_own_loss_computed_from_its_logits_is_accepted(tmp_path: Path
 
 def watched(**options: Any) -> tuple[nn.Module, SnipController, TrainingPasses]:
     model = tiny_llama(hidden=32, **options)
-    controller = SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1), SnipConfig(first_refresh=1))
+    controller = SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1), fp4_config(first_refresh=1))
     passes = TrainingPasses(model, controller, RunMark())
     passes.is_open = True
     return model.train(), controller, passes

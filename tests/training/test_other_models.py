@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from small import tokens
 from tiny_runs import one_thread
 from transformers import (
@@ -20,7 +21,7 @@ from transformers import (
     T5Config,
 )
 
-from snip_hf import SnipConfig, SnipController, convert_model, coverage, estimate_divergence, measure_divergence
+from snip_hf import SnipController, convert_model, coverage, estimate_divergence, measure_divergence
 from snip_hf.estimation.batch import Batch
 from snip_hf.training.messages import tokens_of
 
@@ -61,7 +62,7 @@ def built(family: str) -> tuple[PreTrainedModel, dict[str, torch.Tensor], tuple[
 @pytest.mark.parametrize(("family", "most"), [("t5", 0.1), ("bert", 0.1), ("classifier", 0.15)])
 def test_their_weight_divergences_are_the_measured_ones(family: str, most: float) -> None:
     model, batch, included = built(family)
-    config = SnipConfig(include_modules=included, probe_tokens=None, probe_batch_tokens=None, probes=4)
+    config = fp4_config(include_modules=included, probe_tokens=None, probe_batch_tokens=None, probes=4)
     with one_thread():
         estimated = estimate_divergence(model.train(), batch, None, config)
         measured = measure_divergence(model, batch, None, config, gemms=("layer",))
@@ -81,7 +82,7 @@ def test_they_refresh_and_resume(family: str) -> None:
         if start is not None:
             model.load_state_dict(start[0])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        controller = SnipController(model, optimizer, SnipConfig(include_modules=included, **FAST))
+        controller = SnipController(model, optimizer, fp4_config(include_modules=included, **FAST))
         if start is not None:
             optimizer.load_state_dict(start[1])
             controller.load_state_dict(state)
@@ -111,8 +112,8 @@ def test_an_encoder_is_covered_if_it_is_named_and_sees_its_own_tokens() -> None:
     reason = "outside the language model's decoder (include_modules=('encoder.*',) swaps it)"
     assert {one.reason for one in alone.uncovered} == {reason} and 0.4 < alone.share < 0.6
     for patterns in (included, ("encoder.*",)):
-        assert coverage(model, batch, SnipConfig(include_modules=patterns)).share == 1.0
-    assert all(name.startswith("decoder.") for name in convert_model(model, SnipConfig()))
+        assert coverage(model, batch, fp4_config(include_modules=patterns)).share == 1.0
+    assert all(name.startswith("decoder.") for name in convert_model(model, fp4_config()))
 
 
 def test_a_classifier_has_one_label_per_sequence_and_the_tokens_of_its_inputs() -> None:

@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from own_loop import Loop
 from small import text, tiny_llama
 from tiny_runs import FAST, SCHEDULE, arguments, data, differing, history, one_thread, weights
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from snip_hf import SnipCallback, SnipConfig, SnipController
+from snip_hf import SnipCallback, SnipController
 from snip_hf.layers.convert import restore_model
 from snip_hf.layers.state import snip_linears
 
-CONFIG = SnipConfig(**SCHEDULE)
-OFTEN = SnipConfig(first_refresh=2, refresh_every=2, apply_delay=1, **FAST)
+CONFIG = fp4_config(**SCHEDULE)
+OFTEN = fp4_config(first_refresh=2, refresh_every=2, apply_delay=1, **FAST)
 UP = "model.layers.1.mlp.up_proj"
 
 
@@ -43,7 +44,7 @@ def test_an_optimizer_that_was_replaced_in_mid_run_keeps_the_plan_and_is_named(
     fused: bool, every: int, tmp_path: Path
 ) -> None:
     """A fused one writes the weights past torch's count of changes, and is noticed by the number of steps alone."""
-    loop = Loop(SnipConfig(**SCHEDULE | {"refresh_every": every}), tmp_path).run(3)
+    loop = Loop(fp4_config(**SCHEDULE | {"refresh_every": every}), tmp_path).run(3)
     loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-3, fused=fused)
     loop.run(2 + every)
     plan = loop.controller.plan
@@ -339,13 +340,13 @@ def test_refreshes_whose_plan_would_be_due_after_the_last_step_are_not_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "snip_hf")
-    full = Loop(SnipConfig(**SCHEDULE | {"refresh_every": 3}), tmp_path / "full").run(6)
+    full = Loop(fp4_config(**SCHEDULE | {"refresh_every": 3}), tmp_path / "full").run(6)
     full.controller.close()
     assert [(step, status) for step, status, _ in outcomes(tmp_path / "full")] == [
         *[(2, "applied"), (5, "kept")],
     ]
     caplog.clear()
-    short = Loop(SnipConfig(**SCHEDULE | {"refresh_every": 3}), tmp_path / "short")
+    short = Loop(fp4_config(**SCHEDULE | {"refresh_every": 3}), tmp_path / "short")
     short.controller._schedule.max_steps = 6
     short.run(6)
     short.controller.close()
@@ -365,7 +366,7 @@ def test_a_plan_that_is_due_at_the_last_step_is_still_made(tmp_path: Path) -> No
 
 
 def test_a_run_that_is_resumed_to_more_steps_goes_on_by_the_schedule(tmp_path: Path) -> None:
-    config = SnipConfig(**SCHEDULE | {"refresh_every": 2})
+    config = fp4_config(**SCHEDULE | {"refresh_every": 2})
     first = Loop(config, tmp_path)
     first.controller._schedule.max_steps = 5
     first.run(5)

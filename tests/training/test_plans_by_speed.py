@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from own_loop import Loop
 from rich.console import Console
 from tiny_runs import SCHEDULE
@@ -24,7 +25,7 @@ THREE = ("fp4", "fp8", "bf16")
 
 
 def config(**changes: Any) -> SnipConfig:
-    return SnipConfig(**{**SCHEDULE, "formats": THREE, "granularity": "gemm", **changes})
+    return fp4_config(**{**SCHEDULE, "formats": THREE, "granularity": "gemm", **changes})
 
 
 def refreshes(folder: Path) -> list[dict[str, Any]]:

@@ -15,13 +15,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
+from configs import fp4_config
 from own_loop import Loop
 from small import text, tiny_llama
 from thread_ranks import on_ranks
 from tiny_runs import FAST, SCHEDULE, train
 from torch import nn
 
-from snip_hf import SnipConfig, SnipController, convert_model
+from snip_hf import SnipController, convert_model
 from snip_hf.integrations import compilation
 from snip_hf.kernels.emulated import EMULATED, Emulated
 from snip_hf.layers.state import snip_linears
@@ -42,7 +43,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
 
 def said(model: nn.Module, tokens: int | None) -> Any:
     log = logging.getLogger("snip_hf.test")
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     found = SpeedForecast("emulated", snip_linears(model), log, "auto")
     for _ in range(2):
         found.make(how_compiled(model), tokens)
@@ -127,7 +128,7 @@ def test_emulation_on_a_gpu_that_nobody_asked_for_is_a_warning(
 
 def test_a_run_says_it_when_its_first_micro_batch_has_run(measured: pytest.LogCaptureFixture) -> None:
     model = tiny_llama(hidden=32)
-    controller = SnipController(model, torch.optim.AdamW(model.parameters()), SnipConfig(**FAST))
+    controller = SnipController(model, torch.optim.AdamW(model.parameters()), fp4_config(**FAST))
     assert texts(measured) == []
     controller.capture(text(2, 8))
     ((level, message),) = texts(measured)
@@ -154,7 +155,7 @@ def test_a_loop_says_how_accelerate_compiles_what_it_prepares(
     accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
     model = tiny_llama(hidden=16)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    controller = SnipController(model, optimizer, SnipConfig(**FAST), accelerator)
+    controller = SnipController(model, optimizer, fp4_config(**FAST), accelerator)
     assert controller.compiled == expected
     controller.close()
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -183,7 +184,7 @@ def test_a_trainer_compiles_by_regions_unless_the_user_said_otherwise(
         monkeypatch.setenv(compilation.REGIONS, asked)
     monkeypatch.setattr(Emulated, "is_emulation", False)
     torch._dynamo.reset()
-    config = SnipConfig(policy="uniform-fp4", backend="emulated")
+    config = fp4_config(policy="uniform-fp4", backend="emulated")
     run = train(tmp_path, config, max_steps=1, torch_compile=True, torch_compile_backend="eager")
     torch._dynamo.reset()
     by_regions = asked is None
@@ -244,7 +245,7 @@ def test_the_begin_names_what_was_asked_for(
     options: dict[str, object], name: str, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = SCHEDULE | options if "policy" not in options else options
-    begin, _ = begin_and_end(Loop(SnipConfig(**settings)), caplog, until=1)  # type: ignore[arg-type]
+    begin, _ = begin_and_end(Loop(fp4_config(**settings)), caplog, until=1)  # type: ignore[arg-type]
     assert text in lines(begin)[name]
 
 

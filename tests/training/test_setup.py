@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from configs import fp4_config
 from small import tiny_llama
 from torch import Tensor, nn
 
-from snip_hf import SnipConfig, SnipController, convert_model
+from snip_hf import SnipController, convert_model
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.layers.selection import skip_reasons
@@ -32,7 +33,7 @@ def test_stages_in_bf16_are_refused() -> None:
 
 def test_passes_of_a_pipeline_under_autocast_are_refused() -> None:
     model = tiny_llama()
-    convert_model(model, SnipConfig())
+    convert_model(model, fp4_config())
     tokens = torch.randint(50, (2, 16))
 
     def run(kwargs: Any) -> Any:
@@ -60,9 +61,9 @@ def test_layers_on_which_another_forward_is_set_are_left_alone_and_the_reason_is
     model = tiny_llama()
     layer = model.model.layers[0].mlp.up_proj
     layer.forward = layer.forward
-    reason = skip_reasons(model, SnipConfig())["model.layers.0.mlp.up_proj"]
+    reason = skip_reasons(model, fp4_config())["model.layers.0.mlp.up_proj"]
     assert reason is not None and "another forward function" in reason
-    assert "model.layers.0.mlp.up_proj" not in convert_model(model, SnipConfig())
+    assert "model.layers.0.mlp.up_proj" not in convert_model(model, fp4_config())
 
 
 class OtherConfig(Ranks):
@@ -77,7 +78,7 @@ def test_another_configuration_on_another_rank_is_refused(monkeypatch: pytest.Mo
     model = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match=r"not that of rank 1: they differ in seed\. Expected the same SnipConfig"):
-        SnipController(model, optimizer, SnipConfig())
+        SnipController(model, optimizer, fp4_config())
 
 
 LOG = logging.getLogger("test")

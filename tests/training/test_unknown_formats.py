@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import fp4_config
 from tiny_runs import SCHEDULE, differing, model_with_dropout, train, weights
 
 from snip_hf import SnipCallback, SnipConfig, register_format
@@ -32,11 +33,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def in_a_plan(folder: Path) -> Any:
-    return train(folder / "out", SnipConfig(fixed_plan=str(folder / "snip" / "plan.json")), model=MODEL)
+    return train(folder / "out", fp4_config(fixed_plan=str(folder / "snip" / "plan.json")), model=MODEL)
 
 
 def in_a_checkpoint(folder: Path) -> Any:
-    callback = SnipCallback(SnipConfig(**SCHEDULE))
+    callback = SnipCallback(fp4_config(**SCHEDULE))
     return train(folder / "out", callback=callback, resume=folder / "checkpoint-3", model=MODEL)
 
 

@@ -101,7 +101,8 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         say(
             console,
             f"No refresh was recorded ({policy}, first refresh due at step "
-            f"{value_text(config.get('first_refresh'))} if it probes): the plan of the start is in force.",
+            f"{value_text(config.get('first_refresh') or '100 or earlier')} if it probes): the plan of the start is in "
+            "force.",
         )
     kept = [refresh for refresh in run.refreshes if refresh.applied_step is None]
     _say_some(console, [f"Step {refresh.step}: plan kept. {refresh.reason}" for refresh in kept])

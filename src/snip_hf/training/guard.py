@@ -349,7 +349,7 @@ class Guard:
             self._in_force.save()
             self._refresher.drop(step, f"the guard raised formats after step {step}")
             if needs_probe(self._config):
-                first = 0 if self._schedule.last_probe is not None else self._config.first_refresh
+                first = 0 if self._schedule.last_probe is not None else self._schedule.first_refresh
                 self._schedule.postponed = max(step + self._config.guard_patience + 1, first)
         self._report(alarm, changes)
 

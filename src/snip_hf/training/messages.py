@@ -55,13 +55,14 @@ class RunMessages:
                 if seconds is not None:
                     values.append(seconds)
 
-    def begin(self, plan: PrecisionPlan, coverage: Coverage | None, speed: str | None) -> None:
+    def begin(self, plan: PrecisionPlan, coverage: Coverage | None, speed: str | None, first_refresh: int) -> None:
         """Logs the beginning.
 
         Args:
             plan: the one in force.
             coverage: of the first micro-batch; None: unknown.
             speed: the expected speed; None: unknown.
+            first_refresh: step of the first probe.
         """
         if self._has_begun:
             return
@@ -73,7 +74,7 @@ class RunMessages:
             "formats": f"{', '.join(FORMATS[name].label for name in config.formats)}, decided per {config.granularity}",
             "backend": self._backend,
             "coverage": "not known" if coverage is None else f"the plan can decide on {coverage.describe()}",
-            "refreshes": _refreshes(config),
+            "refreshes": _refreshes(config, first_refresh),
             "speed": speed or _unmeasured(self._backend),
         }
         width = max(map(len, lines))
@@ -109,12 +110,12 @@ def _target(config: SnipConfig) -> str:
     return f"at least {shares_text(config.target_fp4_fraction, '.1%')} of {gemms} in FP4"
 
 
-def _refreshes(config: SnipConfig) -> str:
+def _refreshes(config: SnipConfig, first_refresh: int) -> str:
     if not needs_probe(config):
         return "none: the policy takes no probe"
     every = "no more" if config.refresh_every is None else f"then every {config.refresh_every} steps"
     return (
-        f"at step {config.first_refresh}, {every}; a plan is applied {config.apply_delay} steps later; until then "
+        f"at step {first_refresh}, {every}; a plan is applied {config.apply_delay} steps later; until then "
         f"{FORMATS[config.format_at_start].label}"
     )
 

@@ -79,13 +79,18 @@ class Schedule:
             )
 
     @property
+    def first_refresh(self) -> int:
+        """The step of the first probe."""
+        return self._config.first_refresh_in(self.max_steps)
+
+    @property
     def will_refresh(self) -> bool:
         """Whether a plan can be applied before training ends, as far as that is known."""
         return self._needs_probe and (self.max_steps is None or self.max_steps >= self._first_due)
 
     @property
     def _first_due(self) -> int:
-        return self._config.first_refresh + self._config.apply_delay
+        return self.first_refresh + self._config.apply_delay
 
     def count_micro_batches(self, per_step: int) -> None:
         """Takes `max_steps` for a number of micro-batches, so many of which make an optimizer step."""
@@ -108,17 +113,17 @@ class Schedule:
 
     def warn_if_ended_early(self, step: int) -> None:
         """Says, once, that training has ended at a step before the first refresh, unless that was known before."""
-        is_short = self._needs_probe and self.last_probe is None and 0 < step < self._config.first_refresh
+        is_short = self._needs_probe and self.last_probe is None and 0 < step < self.first_refresh
         if is_short and not self._said_too_short:
             self._said_too_short = True
             self._log.warning(
                 "snip-hf: training ended at step %d, before the first refresh (first_refresh=%d): no plan was made.",
                 step,
-                self._config.first_refresh,
+                self.first_refresh,
             )
 
     def _is_scheduled(self, step: int, is_planned: bool) -> bool:
-        first, every = self._config.first_refresh, self._config.refresh_every
+        first, every = self.first_refresh, self._config.refresh_every
         if self.postponed is not None:
             return step >= self.postponed
         if self._target_has_changed(step):

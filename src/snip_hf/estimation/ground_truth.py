@@ -28,9 +28,9 @@ from ..progress import progress
 from .batch import Batch
 from .counted import find_counted
 from .divergence import converted, gradients_of
+from .nonsmooth import FixedRouting
 from .objective import Compute, objective_of
 from .passes import run_forward
-from .routing import FixedRouting
 from .table import LAYER, ROWS, Divergence, DivergenceTable
 
 Assignment = Mapping[str, Mapping[str, str]]
@@ -184,7 +184,7 @@ class _Measurement:
             yield cls(model, batch, optimizer, config, layers, FixedRouting() if fixed_routing else None)
 
     def _gradients(self) -> tuple[float, dict[str, Tensor]]:
-        with nullcontext() if self._routing is None else self._routing.one_pass():
+        with nullcontext() if self._routing is None else self._routing.one_pass(self._model):
             return gradients_of(self._model, self._batch, self.layers, self._others)
 
     def damage(self, assignment: Assignment, draws: int) -> tuple[float, float]:

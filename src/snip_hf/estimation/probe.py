@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,12 +26,11 @@ from ..layers.state import snip_linears
 from ..parallel.ranks import Processes
 from ..progress import progress
 from .batch import Batch
-from .kinks import smooth_kinks
 from .memory import NO_SAVINGS, Savings
 from .moved_weights import Draw, MovedWeights
 from .noise import PLACES, Noise
+from .nonsmooth import FixedRouting
 from .passes import recomputing, run_pass
-from .routing import FixedRouting
 from .samples import LayerSample, Record, Recorder, SamplePlan, read, recording
 
 logger = logging.getLogger(__name__)
@@ -207,9 +206,10 @@ class _Passes:
     def record(self, moved: MovedWeights | None = None, noise: Noise | None = None) -> Recorder:
         """Runs forward and backward once, on moved weights or with noise if there are any."""
         model, settings, recorder = self._model, self._settings, Recorder(self._plan)
-        moving = nullcontext() if moved is None else _moving(model, moved)
+        moving = nullcontext() if moved is None else moved.making()
+        choosing = self._routing.one_pass(model, smooth_kinks=moved is not None)
         recorded = recording(self._layers, recorder, settings.autocast is not None, noise)
-        with self._routing.one_pass(), recorded, moving, recomputing(model, settings.savings.recomputed):
+        with choosing, recorded, moving, recomputing(model, settings.savings.recomputed):
             loss = run_pass(
                 model,
                 self._batch,
@@ -253,13 +253,6 @@ class _Passes:
                     del sides, self.losses[-2:]
                     sides = both(draw)
             yield sides
-
-
-@contextmanager
-def _moving(model: nn.Module, moved: MovedWeights) -> Iterator[None]:
-    """Lets a pass run on moved weights; to be entered before blocks are recomputed, whose second run does the same."""
-    with moved.making(), smooth_kinks(model):
-        yield
 
 
 def _combine(

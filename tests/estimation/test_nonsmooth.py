@@ -1,4 +1,4 @@
-"""Do ReLU and its kin keep their values in a probe, and do their slopes change over a width instead of at once?"""
+"""Do slopes of ReLU and its like change over a width in a probe, and do compared passes choose the same experts?"""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
-from small import Block, TinyLM, relative_error, tiny_llama, tokens
+from small import Block, TinyLM, relative_error, tokens
 from torch import Tensor, nn
 from torch.nn.functional import relu
+from torch.utils.checkpoint import checkpoint
 
 from snip_hf.estimation.batch import Batch
-from snip_hf.estimation.kinks import RELATIVE_WIDTH, smooth_kinks
 from snip_hf.estimation.memory import NO_SAVINGS, Savings
+from snip_hf.estimation.nonsmooth import RELATIVE_WIDTH, FixedRouting, SmoothKinks
 from snip_hf.estimation.probe import Probe, ProbeSettings, run_probe
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
@@ -105,7 +106,7 @@ def test_values_stay_and_slopes_change_over_a_width_of_each_token_s_own(case: st
     x = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.1], [1.0], [10.0]])
     x.requires_grad_()
     expected, weights = module(x * 1.0), torch.randn(3, 500)
-    with smooth_kinks(module):
+    with SmoothKinks():
         y = module(x * 1.0)
         y.backward(weights)
     assert torch.equal(y, expected)
@@ -116,21 +117,10 @@ def test_values_stay_and_slopes_change_over_a_width_of_each_token_s_own(case: st
 def test_at_exactly_zero_and_in_tokens_of_equal_features_slopes_are_torch_s() -> None:
     x = torch.tensor([[0.0, 1.0, -1.0], [0.0, 0.0, 0.0], [2.0, 2.0, 2.0], [-2.0, -2.0, -2.0]], requires_grad=True)
     module = nn.ReLU()
-    with smooth_kinks(module):
+    with SmoothKinks():
         module(x).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
-
-
-def test_modules_without_such_functions_run_as_they_are_and_all_are_put_back() -> None:
-    model = nn.ModuleList([tiny_llama(hidden=32), nn.ReLU(), Calling(torch.tanh)])
-    own = model[1].forward = partial(nn.functional.relu, inplace=False)
-    before = [dict(vars(module)) for module in model.modules()]
-    with smooth_kinks(model):
-        changed = [name for name, module in model.named_modules() if "forward" in vars(module)]
-        assert model[1].forward is not own
-    assert changed == ["1"]
-    assert [dict(vars(module)) for module in model.modules()] == before
 
 
 # ----------------------------------------------------------------------------------------------------------- in a probe
@@ -227,3 +217,87 @@ def test_blocks_that_torch_recomputes_in_threads_of_its_own_give_the_same_number
     inputs = {name: value.cuda() for name, value in INPUTS.items()}
     savings = Savings(("layers.0", "layers.1"))
     assert equal(probed(kinked().cuda(), savings=savings, inputs=inputs), probed(kinked().cuda(), inputs=inputs))
+
+
+# ------------------------------------------------------------------------------------------------------------- routing
+
+
+FIRST = torch.tensor([[3.0, 1.0, 2.0, 0.0], [0.0, 5.0, 1.0, 4.0]])
+OTHER = torch.tensor([[0.0, 1.0, 2.0, 3.0], [7.0, 5.0, 1.0, 4.0]])
+
+
+def test_later_passes_take_their_own_scores_at_the_places_of_the_first() -> None:
+    routing = FixedRouting()
+    with routing.one_pass(nn.Identity()):
+        assert torch.topk(FIRST, 2).indices.tolist() == [[0, 2], [1, 3]]
+        assert FIRST.topk(1, dim=0, largest=False)[1].tolist() == [[1, 0, 1, 0]]
+    for _ in range(2):
+        with routing.one_pass(nn.Identity()):
+            found = torch.topk(OTHER, 2, sorted=False)
+            assert found.indices.tolist() == [[0, 2], [1, 3]] and found.values.tolist() == [[0.0, 2.0], [5.0, 4.0]]
+            assert OTHER.topk(k=1, dim=0, largest=False).values.tolist() == [[7.0, 1.0, 1.0, 3.0]]
+    assert torch.topk(OTHER, 2).indices.tolist() == [[3, 2], [0, 1]]
+
+
+def test_maxima_along_a_dimension_are_choices_too() -> None:
+    routing = FixedRouting()
+    with routing.one_pass(nn.Identity()):
+        assert FIRST.max(dim=-1)[1].tolist() == [0, 1]
+        assert torch.max(FIRST, 0, keepdim=True).indices.tolist() == [[0, 1, 0, 1]]
+    with routing.one_pass(nn.Identity()):
+        found = OTHER.max(dim=-1)
+        assert found.values.tolist() == [0.0, 5.0] and found.indices.tolist() == [0, 1]
+        assert torch.max(OTHER, 0, keepdim=True).values.tolist() == [[0.0, 5.0, 2.0, 4.0]]
+        assert OTHER.max() == 7 and torch.max(OTHER, FIRST).tolist() == [[3, 1, 2, 3], [7, 5, 1, 4]]
+        assert OTHER[None, None].max(dim=-1).indices.tolist() == [[[3, 0]]]
+
+
+def test_gradients_go_to_the_scores_that_were_taken() -> None:
+    routing, scores = FixedRouting(), OTHER.clone().requires_grad_()
+    with routing.one_pass(nn.Identity()):
+        torch.topk(FIRST, 2)
+    with routing.one_pass(nn.Identity()):
+        (torch.topk(scores, 2).values * torch.tensor([1.0, 10.0])).sum().backward()
+    assert scores.grad is not None and scores.grad.tolist() == [[1, 0, 10, 0], [0, 1, 0, 10]]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_block_that_is_recomputed_repeats_the_choices_of_its_own_forward(reentrant: bool) -> None:
+    """Backward passes recompute the last block first."""
+    routing, gradients = FixedRouting(), []
+
+    class Router(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.zeros_like(x).scatter(1, torch.topk(x, 2).indices, 3.0) * x
+
+    block = Router()
+    for start in (FIRST, OTHER, OTHER):
+        x = start.clone().requires_grad_()
+        with routing.one_pass(block):
+            is_plain = len(gradients) == 2
+            y = block(block(x) + 1) if is_plain else x
+            for shift in () if is_plain else (0, 1):
+                y = checkpoint(block, y + shift, use_reentrant=reentrant)
+            y.square().sum().backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+    assert torch.equal(gradients[1], gradients[2]) and gradients[1].count_nonzero() == 4
+
+
+def test_a_call_of_another_shape_is_another_one_and_chooses_for_itself() -> None:
+    routing = FixedRouting()
+    with routing.one_pass(nn.Identity()):
+        torch.topk(FIRST, 2)
+    with routing.one_pass(nn.Identity()):
+        assert torch.topk(OTHER, 3).indices.tolist() == [[3, 2, 1], [0, 1, 3]]
+        assert torch.topk(OTHER, 2).indices.tolist() == [[3, 2], [0, 1]]
+
+
+def test_after_a_pass_also_one_that_fails_torch_chooses_for_itself() -> None:
+    routing = FixedRouting()
+    with routing.one_pass(nn.Identity()):
+        torch.topk(FIRST, 2)
+    with pytest.raises(RuntimeError, match="not today"), routing.one_pass(nn.Identity()):
+        assert torch.topk(OTHER, 2).indices.tolist() == [[0, 2], [1, 3]]
+        raise RuntimeError("not today")
+    assert torch.topk(OTHER, 2).indices.tolist() == [[3, 2], [0, 1]] and OTHER.max(dim=-1).indices.tolist() == [3, 0]

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig, SnipController
-from snip_hf.parallel.pipeline_ranks import Pipeline
+from snip_hf.parallel.pipeline import Pipeline
 
 VOCABULARY, LENGTH = 256, 128
 

@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from .numerics.formats import FORMATS as formats
     from .numerics.formats import register_format as register_format
     from .numerics.rounding import quantize as quantize
-    from .parallel.pipeline_ranks import Pipeline as Pipeline
+    from .parallel.pipeline import Pipeline as Pipeline
     from .planning.plan import PrecisionPlan as PrecisionPlan
     from .reporting.run_report import run_report as run_report
     from .training.controller import SnipController as SnipController
@@ -83,7 +83,7 @@ __version__ = "0.2.0"
 
 # Name -> the module that has it, and its name there.
 _HOMES = {
-    "Pipeline": ("parallel.pipeline_ranks", "Pipeline"),
+    "Pipeline": ("parallel.pipeline", "Pipeline"),
     "PrecisionPlan": ("planning.plan", "PrecisionPlan"),
     "SnipArguments": ("integrations.arguments", "SnipArguments"),
     "SnipCallback": ("integrations.trainer", "SnipCallback"),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from snip_hf import SnipConfig, SnipController
 from snip_hf.layers.state import snip_linears
-from snip_hf.parallel.pipeline_ranks import Pipeline
+from snip_hf.parallel.pipeline import Pipeline
 from snip_hf.training.refresh import Solving
 
 

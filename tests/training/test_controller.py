@@ -42,7 +42,7 @@ from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import NumberFormat
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.numerics.random_streams import stream_key
-from snip_hf.parallel.wrappers import unwrap
+from snip_hf.parallel.sharding import unwrap
 from snip_hf.planning import plan as plan_module
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp

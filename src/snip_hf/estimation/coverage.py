@@ -28,8 +28,7 @@ from ..layers.selection import (
 )
 from ..layers.state import plain_name, snip_linears
 from ..numerics.random_state import RandomState
-from ..parallel.sharding import whole
-from ..parallel.wrappers import unwrap
+from ..parallel.sharding import unwrap, whole
 from ..text import printable
 from .passes import call, stand_in, traceless
 from .weight_flops import Call, FlopsByWeight, calls_of, needs_gradient

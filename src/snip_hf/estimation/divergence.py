@@ -26,8 +26,7 @@ from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
 from ..optimizers.response import AnalyticResponse, responses, trained_by
-from ..parallel.meeting import meeting
-from ..parallel.ranks import Attempt, Processes, describe
+from ..parallel.ranks import Attempt, Processes, describe, failing_together
 from ..parallel.sharding import is_sharded, whole
 from ..progress import progress
 from .batch import Batch
@@ -151,7 +150,7 @@ class _Estimate:
         processes, found = self._processes, None
         # A loss of the user's may gather over the ranks.
         gathers = self._batch.objective is not None
-        with self._attempt, meeting(processes.everyone) if gathers else nullcontext():
+        with self._attempt, failing_together(processes.everyone) if gathers else nullcontext():
             found = self._probe()
         if found is None and not gathers:
             self._say_others_wait()

@@ -246,7 +246,7 @@ class _Passes:
         for draw in draws:
             sides = both(draw)
             if others is not None:
-                self._processes.everyone.meet()
+                self._processes.everyone.check_others()
                 change = max(self._processes.everyone.gather(sides.largest_change())) / settings.relative_step
                 if change > 0 and not _LEAST_CHANGE <= change <= _MOST_CHANGE:
                     step *= _WANTED_CHANGE / change

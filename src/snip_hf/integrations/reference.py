@@ -20,8 +20,7 @@ from ..layers.convert import convert_model, restore_model
 from ..layers.state import snip_linears
 from ..numerics.formats import UNQUANTIZED
 from ..numerics.gemms import GEMMS
-from ..parallel.sharding import is_fully_sharded
-from ..parallel.wrappers import deepspeed_engine, unwrap
+from ..parallel.sharding import deepspeed_engine, is_fully_sharded, unwrap
 from ..planning.plan import PrecisionPlan
 from ..training.controller import SnipController
 

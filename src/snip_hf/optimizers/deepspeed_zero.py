@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parallel.wrappers import deepspeed_engine, has_class
+from ..parallel.sharding import deepspeed_engine, has_class
 from ..text import WITHOUT_PROBE
 from .response import AnalyticResponse, Response, rule_name
 from .update_rules import ELEMENTWISE, UpdateContext

@@ -1,8 +1,8 @@
-"""The ranks that train one model, and everything they exchange, beside the gradient hook and ZeRO's gathers.
+"""The ranks that train one model, and their communication, except for the gradient hook and ZeRO's gathers.
 
-Two kinds of processes: ranks that hold the same layers (or shards of them) and see different data, and ranks that hold
-different layers (stages of a pipeline). Small things travel as JSON over a gloo group of snip-hf's own, whose waits are
-bounded; tensors travel over the group that training uses.
+Some ranks hold the same layers (or shards of them) and see different data, others hold different layers (stages of a
+pipeline). Small data travel as JSON over a gloo group of snip-hf's own with a timeout; tensors travel over the group
+that training uses.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,15 +20,22 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 _AT_START = "at the start (every rank needs a SnipCallback, or a SnipController in a loop of one's own)"
-# Where the ranks tell each other what failed.
+# Name of the exchange of errors.
 _AGREEMENT = "agreement"
 # Characters of an error's text that the log and the history show: errors of libraries may be pages long.
 _LONGEST_REASON = 1000
+
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+# Operators between two ranks.
+_NO_COLLECTIVES = ("send", "recv_", "recv_any_source_")
 
 
 class RankError(RuntimeError):
@@ -35,14 +43,11 @@ class RankError(RuntimeError):
 
 
 class FailedElsewhere(ValueError):
-    """Another rank failed, and all of them know."""
+    """Another rank failed, and all ranks know."""
 
 
 class Attempt:
-    """A context that keeps the first error inside it, until the ranks agree on what to do about it.
-
-    What they know already passes.
-    """
+    """A context that keeps the first error inside it for `Ranks.agree`. Errors that all ranks know pass through."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -58,12 +63,12 @@ class Attempt:
 
 
 class Ranks:
-    """Some of the processes of a run, this one among them, and how they exchange what they found.
+    """Some of the processes of a run, this one among them.
 
-    Every method is collective: all of them call it, in the same order. A process that is alone calls nothing.
+    Every method is collective: all of them call it, in the same order. A single process communicates with nobody.
 
     Args:
-        group: their process group, which tensors travel over; None: this process alone.
+        group: their process group, which tensors travel over; None: only this process.
         timeout: seconds after which waiting for the others ends with a `RankError`.
     """
 
@@ -76,7 +81,7 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
         self._timeout = timeout
         self.place = _AT_START
-        """Where in the program the ranks meet, as what is said of waiting names it."""
+        """Where in the program the ranks exchange data next, for messages about waiting."""
         self._control: dist.ProcessGroup | None = None
         if group is not None and self.size > 1:
             self._control = self._bounded(lambda: _control_group(group, timeout))
@@ -96,7 +101,7 @@ class Ranks:
 
         Args:
             value: JSON data.
-            what: a name for it, by which ranks at different points of the program are noticed.
+            what: its name, by which ranks at different points of the program are noticed.
 
         Raises:
             RankError: one of them did not answer in time, or is at another point.
@@ -156,8 +161,8 @@ class Ranks:
             if problem is not None:
                 raise ValueError(f"On rank {rank}: {problem}")
 
-    def meet(self) -> None:
-        """Raises if another rank has come to `agree` with an error; to be called by those that have none.
+    def check_others(self) -> None:
+        """Raises if another rank has called `agree` with an error; to be called by ranks without one.
 
         Raises:
             FailedElsewhere: names the first rank that has one, and what it is.
@@ -236,8 +241,77 @@ def _control_group(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGrou
     return known[timeout]
 
 
+@contextmanager
+def failing_together(ranks: Ranks) -> Iterator[None]:
+    """Checks, before each collective of all ranks inside the context, that no rank has failed.
+
+    For collectives in code of others: a loss that gathers over the ranks, as TRL's of DPO and KTO do, would wait for a
+    rank that failed before it got there until training's process group gives up, which ends the run. A rank that fails
+    inside must call `ranks.agree` next; the others hear of it at their next collective.
+
+    Args:
+        ranks: all processes that run the code inside.
+
+    Raises:
+        FailedElsewhere: on all ranks but the one that failed.
+        RankError: another rank did not answer.
+    """
+    if ranks.size == 1:
+        yield
+        return
+    mode = _CollectiveChecks(ranks)
+    with mode:
+        yield
+    mode.check()
+
+
+class _CollectiveChecks(TorchDispatchMode):
+    # Operators with functions as arguments, such as flex attention, pass like others.
+    supports_higher_order_operators = True
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self._ranks = ranks
+        self._failure: FailedElsewhere | None = None
+
+    def check(self) -> None:
+        """Raises a failure that the code inside has caught."""
+        if self._failure is not None:
+            raise self._failure
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back as operators on local tensors, collectives among them
+        if isinstance(func, torch._ops.OpOverload) and func.namespace in _COLLECTIVES:
+            group = None if func._opname in _NO_COLLECTIVES else _group_of(args)
+            if group is not None and group.size() == self._ranks.size:
+                self._check_ranks()
+        return func(*args, **(kwargs or {}))
+
+    def _check_ranks(self) -> None:
+        self.check()
+        try:
+            self._ranks.check_others()
+        except FailedElsewhere as failure:
+            self._failure = failure
+            raise
+
+
+def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    """Returns the process group of a collective: an object, or named by the last string among the arguments."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(argument)
+    names = [argument for argument in args if isinstance(argument, str)]
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    found: dist.ProcessGroup | None = resolve(names[-1]) if names else None
+    return found
+
+
 def describe(error: Exception) -> str:
-    """Returns an error as the log, the history and other ranks show it: on one line, what is long cut to its begin."""
+    """Returns an error on one line, shortened, for the log, the history and other ranks."""
     lines = (line.strip() for line in str(error).splitlines())
     text = f"{type(error).__name__}: {' '.join(line for line in lines if line)}"
     return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 3] + "..."
@@ -245,7 +319,7 @@ def describe(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Processes:
-    """How a probe's work and findings are shared."""
+    """The processes of a run, by their part in a probe."""
 
     data: Ranks = field(default_factory=Ranks)
     """Ranks with the same layers, or shards of them, and other data."""
@@ -254,9 +328,9 @@ class Processes:
     everyone: Ranks = field(default_factory=Ranks)
     """All of them."""
     run: Callable[[Mapping[str, Any]], Tensor | float | None] | None = None
-    """Runs a batch forward and backward where the model here is only a part; None: the model is whole."""
+    """Runs a batch forward and backward if this process holds only parts of the model; None: it is whole."""
 
     def note(self, place: str) -> None:
-        """Says where in the program the ranks meet next."""
+        """Notes where in the program the ranks exchange data next, for messages about waiting."""
         for ranks in (self.data, self.pipeline, self.everyone):
             ranks.place = place

@@ -1,4 +1,4 @@
-"""Sharded tensors: their whole, the part of them that this process holds, and FSDP2's hooks and order of gathers."""
+"""Wrapped models and sharded tensors: unwrapping, gathering, local parts, and FSDP2's hooks and prefetching."""
 
 from __future__ import annotations
 
@@ -17,24 +17,55 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def unwrap(model: nn.Module) -> nn.Module:
+    """Returns the model inside wrappers of DDP, DeepSpeed and torch.compile; raises ValueError for nn.DataParallel."""
+    while True:
+        if isinstance(model, nn.DataParallel):
+            raise ValueError(
+                "nn.DataParallel copies the model in every step, and the plan with it; start one process per GPU with "
+                "`accelerate launch`, or show one GPU only (CUDA_VISIBLE_DEVICES=0)."
+            )
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and (isinstance(model, nn.parallel.DistributedDataParallel) or deepspeed_engine(model)):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def deepspeed_engine(*candidates: Any) -> Any:
+    """Returns the first DeepSpeed engine among the candidates, or held by an Accelerator among them; None: none."""
+    for candidate in candidates:
+        wrapper = getattr(candidate, "deepspeed_engine_wrapped", None)
+        engine = candidate if wrapper is None else wrapper.engine
+        if has_class(engine, "DeepSpeedEngine"):
+            return engine
+    return None
+
+
+def has_class(value: Any, name: str) -> bool:
+    """Returns True for an instance of this class of DeepSpeed, without importing DeepSpeed."""
+    return any(kind.__name__ == name and kind.__module__.startswith("deepspeed.") for kind in type(value).__mro__)
+
+
 def is_fully_sharded(model: nn.Module) -> bool:
     """Returns True if FSDP2 shards the model or a part of it."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def gather_ahead(model: nn.Module) -> int:
-    """Has FSDP2 gather the weights of each of a model's blocks while the block before it runs (ours).
+    """Makes FSDP2 prefetch the weights of each block while the block before it runs (ours).
 
-    By itself it gathers a block's weights when that block is called, which the host may reach too late. Takes the
-    memory of one more block's weights. Leaves alone lists in which some block was told already what to gather ahead.
-    Blocks that `fully_shard` was given together are gathered together, and count as one.
+    By itself it gathers a block's weights when that block is called, which the host may reach too late. Prefetching
+    takes the memory of one more block's weights. Lists in which the user set up prefetching stay as they are. Blocks
+    that `fully_shard` got together are gathered together, and count as one.
 
     Args:
-        model: whose `ModuleList`s of blocks of one class are looked at.
+        model: its `ModuleList`s of blocks of one class are set up.
 
-    Returns: how many blocks' weights are gathered ahead.
+    Returns: the number of blocks that are prefetched.
     """
-    told = 0
+    prefetched = 0
     for blocks in model.modules():
         if not isinstance(blocks, nn.ModuleList):
             continue
@@ -42,21 +73,23 @@ def gather_ahead(model: nn.Module) -> int:
         members: list[Any] = [getattr(block, "_orig_mod", block) for block in blocks]
         if len(set(map(type, members))) != 1 or not isinstance(members[0], FSDPModule):
             continue
-        # Blocks that are gathered together have one state: told of each other, they would forget the others.
+        # Blocks that are gathered together share one state, which keeps only the last setting.
         firsts = {id(block._get_fsdp_state()): block for block in reversed(members)}
         groups = list(reversed(firsts.values()))
         states = [vars(block._get_fsdp_state()) for block in groups]
-        if any(state.get(f"_states_to_{way}_prefetch") for state in states for way in ("forward", "backward")):
+        if any(
+            state.get(f"_states_to_{direction}_prefetch") for state in states for direction in ("forward", "backward")
+        ):
             continue
         for block, following in pairwise(groups):
             block.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([block])
-        told += len(groups) - 1
-    return told
+        prefetched += len(groups) - 1
+    return prefetched
 
 
 def offloads(policy: object) -> bool:
-    """Returns True for a policy of FSDP2 that keeps shards in host memory."""
+    """Returns True for FSDP2's policy of keeping shards in host memory."""
     return isinstance(policy, CPUOffloadPolicy)
 
 
@@ -73,13 +106,13 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Returns a tensor that may be sharded as one that is not. Collective where it is."""
+    """Returns the whole of a tensor. Collective if it is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
     mesh = tensor.device_mesh
     if tensor.placements != (Shard(0),) or tensor.shape[0] % mesh.size():
         return tensor.full_tensor()
-    # What FSDP2 does with most weights; many times faster on the host than the general way.
+    # FSDP2's layout of most weights; this is many times faster on the host than the general way.
     local = tensor.to_local().contiguous()
     result = local.new_empty(tensor.shape)
     _all_gather(result, local, group=mesh.get_group())
@@ -87,7 +120,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """Returns what this process holds of a tensor that may be sharded."""
+    """Returns this process's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -99,7 +132,7 @@ def sharded_as(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def with_own_part(part: Tensor, like: Tensor) -> Tensor:
-    """Returns the tensor, sharded as `like` is, of which this process holds this part."""
+    """Returns the tensor, sharded as `like` is, with this part on this process."""
     if not isinstance(like, DTensor):
         return part
     return DTensor.from_local(
@@ -108,16 +141,13 @@ def with_own_part(part: Tensor, like: Tensor) -> Tensor:
 
 
 def squares(tensors: Iterable[Tensor]) -> list[float]:
-    """Returns the sum of squares of each tensor. Collective if any is sharded.
-
-    In FP32, and read from the device once. None of the tensors is held.
-    """
+    """Returns the sum of squares of each tensor, in FP32. Collective if any is sharded; reads the device once."""
     figures: list[float] = pending_squares(tensors).tolist()
     return figures
 
 
 def pending_squares(tensors: Iterable[Tensor]) -> Tensor:
-    """As `squares`, not waiting for the device."""
+    """As `squares`, without waiting for the device."""
     found, layouts = [], []
     for tensor in tensors:
         found.append(_sum_of_squares(own_part(tensor)))
@@ -144,7 +174,7 @@ def _sum_of_squares(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
-    """Keeps FSDP2 from gathering parameters for the time of the context; who runs the model gives it whole ones."""
+    """Keeps FSDP2 from gathering parameters inside the context; the caller provides whole ones."""
     kept = []
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):

@@ -19,7 +19,7 @@ from ..config import SnipConfig
 from ..estimation.coverage import Coverage
 from ..estimation.objective import Compute, Objective, objective_of
 from ..numerics.random_state import RandomState
-from ..parallel.pipeline_ranks import Pipeline, parts_of
+from ..parallel.pipeline import Pipeline, parts_of
 from ..parallel.ranks import Attempt
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe

@@ -20,8 +20,7 @@ from ..costs.flops import Tokens, relative_tokens
 from ..estimation.coverage import LITTLE, CountedPass, Coverage, count_pass, training_autocast
 from ..estimation.objective import Objective
 from ..estimation.passes import forward_inputs
-from ..parallel.meeting import meeting
-from ..parallel.ranks import Attempt, Processes, RankError, describe
+from ..parallel.ranks import Attempt, Processes, RankError, describe, failing_together
 from ..parallel.sharding import is_fully_sharded
 from ..policies.registry import needs_probe
 from ..records.coverage import Counted
@@ -153,7 +152,7 @@ class CoverageCheck:
         own, attempt = None, Attempt()
         batch: Mapping[str, Any] = {}
         with attempt:
-            with meeting(self._processes.everyone), training_autocast(self._model, self._autocast):
+            with failing_together(self._processes.everyone), training_autocast(self._model, self._autocast):
                 batch = forward_inputs(self._model, *inputs)
             own = count_pass(self._model, batch, self._in_force.setting.config, self._autocast)
         self._processes.everyone.agree(attempt.error)

@@ -25,9 +25,9 @@ from ..estimation.shared_inputs import usual_ties
 from ..kernels.backend import BACKENDS, select_backend
 from ..layers.convert import keep_states_apart
 from ..layers.state import block_of, snip_linears
-from ..parallel.pipeline_ranks import ModelParts, Pipeline, parts_of
+from ..parallel.pipeline import ModelParts, Pipeline, parts_of
 from ..parallel.ranks import Attempt, Processes, Ranks
-from ..parallel.wrappers import deepspeed_engine, unwrap
+from ..parallel.sharding import deepspeed_engine, unwrap
 from ..planning.checked_tables import read_measured
 from ..planning.checked_values import MAX_TEXT
 from ..planning.solver.process import check_solver

@@ -21,7 +21,7 @@ from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunMark, marks_on
 from ..layers.selection import skip_reasons
 from ..layers.state import PackedStates, pack_states, set_rank, set_step, snip_linears
-from ..parallel.pipeline_ranks import parts_of
+from ..parallel.pipeline import parts_of
 from ..parallel.ranks import Processes, Ranks
 from ..policies.setting import Setting
 from ..policies.ties import siblings

@@ -1,4 +1,4 @@
-"""The stages of a pipeline that this process holds, and how the whole model is run."""
+"""Pipeline parallelism: the stages of a model that this process holds, and how the whole model runs."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline whose stages this process holds some of, for `SnipController`.
+    """A pipeline, for `SnipController`.
 
-    `run` is called on all processes of the pipeline at once and runs one batch, as `SnipController.capture` got it,
-    forward and backward through all stages. It returns the loss whose gradient it ran back, on at least one process,
-    and None on the others. With several chunks per batch their losses must add up to the batch's mean loss.
+    `run` is called on all processes of the pipeline at once. It runs one batch, as `SnipController.capture` got it,
+    forward and backward through all stages, and returns the loss on at least one process and None on the others. With
+    several chunks per batch their losses must add up to the batch's mean loss.
     """
 
     run: Callable[[Mapping[str, Any]], Tensor | float | None]
     group: dist.ProcessGroup | None = None
     """The processes of one pipeline; None: all."""
     data: dist.ProcessGroup | None = None
-    """The processes with the same stages and other data; None: this one alone."""
+    """The processes with the same stages and other data; None: only this one."""
 
 
 class ModelParts(nn.Module):
-    """Several modules as one whose parameters keep the names that they have there."""
+    """Several modules as one; their parameters keep their names."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -37,5 +37,5 @@ class ModelParts(nn.Module):
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the parts of `ModelParts`, none of a whole model."""
+    """Returns the parts of `ModelParts`; [] for a whole model."""
     return list(model.children()) if isinstance(model, ModelParts) else []

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from snip_hf.parallel.meeting import meeting
-from snip_hf.parallel.ranks import FailedElsewhere, Ranks
+from snip_hf.parallel.ranks import FailedElsewhere, Ranks, failing_together
 
 
 class Counting(Ranks):
@@ -21,7 +20,7 @@ class Counting(Ranks):
         super().__init__()
         self.size, self.met, self._problem = 2, 0, problem
 
-    def meet(self) -> None:
+    def check_others(self) -> None:
         self.met += 1
         if self._problem is not None:
             raise FailedElsewhere(self._problem)
@@ -37,7 +36,7 @@ def group() -> Iterator[None]:
 
 def test_ranks_meet_before_each_collective_of_all_of_them_and_before_nothing_else() -> None:
     alone, ranks, x = dist.new_group([0]), Counting(), torch.ones(2)
-    with meeting(ranks):
+    with failing_together(ranks):
         for call in (
             lambda: dist.all_gather([torch.empty(2), torch.empty(2)], x),
             lambda: dist.all_reduce(x),
@@ -59,7 +58,7 @@ def test_ranks_meet_before_each_collective_of_all_of_them_and_before_nothing_els
 
 def test_a_failure_that_the_code_inside_catches_is_raised_at_the_next_collective_and_at_the_end() -> None:
     ranks, caught = Counting("On rank 1: ValueError: no"), 0
-    with pytest.raises(FailedElsewhere, match=r"^On rank 1: ValueError: no$"), meeting(ranks):
+    with pytest.raises(FailedElsewhere, match=r"^On rank 1: ValueError: no$"), failing_together(ranks):
         for _ in range(2):
             try:
                 dist.all_reduce(torch.ones(2))
@@ -70,7 +69,7 @@ def test_a_failure_that_the_code_inside_catches_is_raised_at_the_next_collective
 
 def test_errors_of_the_code_inside_pass() -> None:
     error = KeyError("own")
-    with pytest.raises(KeyError) as found, meeting(Counting()):
+    with pytest.raises(KeyError) as found, failing_together(Counting()):
         raise error
     assert found.value is error
 
@@ -78,6 +77,6 @@ def test_errors_of_the_code_inside_pass() -> None:
 def test_a_rank_that_is_alone_meets_nobody() -> None:
     ranks = Counting()
     ranks.size = 1
-    with meeting(ranks):
+    with failing_together(ranks):
         dist.all_reduce(torch.ones(2))
     assert ranks.met == 0

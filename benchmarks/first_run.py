@@ -1,44 +1,49 @@
-"""Do the kernels for Blackwell work on this machine, and how fast are they? Prints one block for a report.
+"""Checks and times the kernels for Blackwell on this machine, and prints one block to paste into an issue.
 
     python benchmarks/first_run.py
     python benchmarks/first_run.py --formats nvfp4 mxfp8 --quick
     python benchmarks/first_run.py --device cpu
 
-snip-hf's backend for Blackwell was written without one. Whoever has one starts this script, and pastes the block that
-it prints last into an issue. It needs a GPU of compute capability 10.x or 12.x, torch for CUDA 12.8 or newer, and
-Triton; it takes a few minutes, and about 20 GiB of the GPU's memory (--quick: 4 GiB). In parts:
+The Blackwell backend was written without a Blackwell GPU. If you have one, please run this script and paste the block
+that it prints at the end into an issue. It needs a GPU of compute capability 10.x or 12.x, torch for CUDA 12.8 or
+newer, and Triton; it takes a few minutes and about 20 GiB of GPU memory (--quick: 4 GiB). Its parts:
 
 checks    per format: the kernel's bytes against the reference's, and the three GEMMs against the emulated backend
-products  the three GEMMs without quantization, against BF16's
-kernels   quantization of an operand, against the time that its bytes take at the copy rate
+products  the three GEMMs without quantization, against BF16
+kernels   quantization of an operand, against the time to copy its bytes
 steps     whole training steps of a small model, compiled, against BF16 and torchao
 
-What fails is a line with its error, and the rest goes on. After some CUDA errors nothing runs until the process ends:
-then the block says so, and what was left to do. Exit codes: 0 if all checks pass; 1 if one does not, or if
-the machine lacks something, which is then named. On a CPU the products multiply what the packed bytes stand for, and
-nothing is timed: that checks the script.
+A failure becomes a line with its error, and the rest continues. After some CUDA errors the GPU is unusable until the
+process ends; the block then says so and lists the skipped parts. Exit codes: 0 if all checks pass; 1 if one fails or
+the machine lacks something, which is then named. With --device cpu the script checks itself: products multiply the
+values that the packed bytes encode, and nothing is timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from first_run_step import RECIPES, milliseconds_per_step
 from shared.lines import origin_of
-from torch import Tensor
+from torch import Tensor, nn
 
+from snip_hf import SnipConfig, convert_model
 from snip_hf.kernels.blackwell import operators, packing
 from snip_hf.kernels.blackwell.backend import BLACKWELL, encoded
 from snip_hf.kernels.blackwell.quantization import quantize
 from snip_hf.kernels.trials import TOLERANCE, deviation, differing, is_lost, operands, products_of
-from snip_hf.numerics.formats import FORMATS
+from snip_hf.layers.state import set_step, snip_linears
+from snip_hf.numerics.formats import FORMATS, UNQUANTIZED
 from snip_hf.numerics.gemms import CONTRACTIONS, GEMMS
 
+_WARM_UP, _TIMED = 4, 10
 # O x I of linears: the two of an 8B model's MLP, and a square one.
 LINEARS = [(14336, 4096), (4096, 14336), (4096, 4096)]
 Clock = Callable[[Callable[[], Any]], float]
@@ -51,7 +56,7 @@ LOST = (
 
 
 class GpuIsLost(Exception):
-    """Nothing runs on the GPU until the process ends. Has the line of what failed last."""
+    """The GPU is unusable until the process ends. Its text is the line of the last failure."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_part(part: Part, options: argparse.Namespace, device: torch.device, lines: list[str]) -> None:
-    """Prints the lines of a part as they come, and adds them to the block."""
+    """Prints the lines of a part one by one and adds them to the block."""
     try:
         for line in part(options, device):
             print(line, flush=True)
@@ -105,12 +110,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def missing_of(device: torch.device) -> str | None:
-    """Returns what a device lacks; a CPU, asked for, lacks nothing."""
+    """Returns what a device lacks; None if it lacks nothing, as a CPU."""
     return None if device.type == "cpu" else BLACKWELL.lacks(device)
 
 
 def described(options: argparse.Namespace) -> list[str]:
-    """Returns the lines on machine and versions."""
+    """Returns lines with the machine and the versions."""
     source = origin_of(options.device)
     packages = {}
     for name in ("triton", "torchao", "snip-hf", "mslk", "fbgemm-gpu-genai"):
@@ -153,7 +158,7 @@ def told(error: Exception) -> str:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Returns what times a call on a GPU, its cache emptied before each."""
+    """Returns a function that times a call on a GPU, with an empty cache."""
     from triton.testing import do_bench
 
     def clock(call: Callable[[], Any]) -> float:
@@ -164,7 +169,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def line_of(label: str, measure: Callable[[], str], device: torch.device) -> str:
-    """Returns a line with what was measured, or with the error.
+    """Returns a line with the measurement or its error.
 
     Raises:
         GpuIsLost: after this error nothing else can be measured.
@@ -195,7 +200,7 @@ def products(options: argparse.Namespace, device: torch.device) -> Iterator[str]
 
 
 def gemm_calls(name: str, size: tuple[int, int, int], device: torch.device) -> Iterator[Callable[[], Tensor]]:
-    """Yields the product of each GEMM, of operands that are quantized already."""
+    """Yields the product of each GEMM, on operands that are already quantized."""
     format = FORMATS[name]
     given = operands(format, device, size)
     tensors = {"activation": given.x, "weight": given.weight, "gradient": given.grad_output}
@@ -213,7 +218,7 @@ def gemm_calls(name: str, size: tuple[int, int, int], device: torch.device) -> I
 
 
 def kernels(options: argparse.Namespace, device: torch.device) -> Iterator[str]:
-    """Yields how many times as long as its bytes an operand takes."""
+    """Yields the time to quantize an operand, relative to the time to copy its bytes."""
     clock, channels = clock_of(device), 4096
     x = torch.randn(options.tokens, channels, device=device, dtype=torch.bfloat16)
     copy = torch.empty_like(x)
@@ -255,6 +260,110 @@ def steps(options: argparse.Namespace, device: torch.device) -> Iterator[str]:
             return f"{taken:.1f} ({speed}), loss {loss:.4f}"
 
         yield line_of(f"{name:20}", measure, device)
+
+
+# ------------------------------------------------------------------------------------------------ a training step
+
+
+class Block(nn.Module):
+    """A Llama's MLP with its norm."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden)
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        z: Tensor = x + self.down_proj(nn.functional.silu(self.gate_proj(y)) * self.up_proj(y))
+        return z
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: int, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(hidden, intermediate) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def in_format(name: str, model: nn.Module) -> None:
+    """Lets all linears of the blocks compute in a format."""
+    if name == UNQUANTIZED.name:
+        return
+    convert_model(model, SnipConfig(backend="emulated"))
+    layers = snip_linears(model)
+    set_step(layers, 0, 0, 0)
+    for layer in layers.values():
+        layer.set_formats(dict.fromkeys(GEMMS, name))
+        if layer.weight.is_cuda:
+            layer.use_backend(BLACKWELL)
+
+
+def _tensorwise(model: nn.Module) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("tensorwise"))
+
+
+def _nvfp4(model: nn.Module) -> None:
+    from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4TrainingConfig
+    from torchao.quantization import quantize_
+
+    quantize_(model, NVFP4TrainingConfig(), filter_fn=lambda module, name: isinstance(module, nn.Linear))
+
+
+RECIPES: dict[str, Callable[[nn.Module], None]] = {"torchao tensorwise": _tensorwise, "torchao nvfp4": _nvfp4}
+
+
+def milliseconds_per_step(name: str, device: torch.device, quick: bool) -> tuple[float, float]:
+    """Returns the median milliseconds of a step, and the loss after the last one.
+
+    Args:
+        name: a format, or one of torchao's `RECIPES`.
+        device: a GPU; on a CPU a step of a tiny model gives its loss, and the time is 0.
+        quick: use a smaller model.
+    """
+    is_cuda = device.type == "cuda"
+    blocks, hidden, intermediate, tokens = (2, 64, 96, 40) if not is_cuda else (4, 4096, 14336, 16384)
+    if is_cuda and quick:
+        blocks, hidden, intermediate, tokens = 4, 2048, 5632, 8192
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Stack(blocks, hidden, intermediate)
+        x, target = torch.randn(2, 1, tokens, hidden)
+    RECIPES.get(name, partial(in_format, name) if name in FORMATS else _unknown)(model)
+    if is_cuda:
+        torch.compiler.reset()
+        for layer in model.layers:
+            layer.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=is_cuda)
+    marks, loss = [], torch.zeros(())
+    for _ in range(_WARM_UP + _TIMED if is_cuda else 2):
+        if is_cuda:
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = nn.functional.mse_loss(model(x).float(), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = float(loss.detach())  # waits for the GPU
+    times = [first.elapsed_time(last) for first, last in zip(marks[_WARM_UP:-1], marks[_WARM_UP + 1 :], strict=True)]
+    del model, optimizer, x, target, loss
+    gc.collect()
+    if is_cuda:
+        torch.cuda.empty_cache()
+    return statistics.median(times) if times else 0.0, found
+
+
+def _unknown(model: nn.Module) -> None:
+    raise ValueError("expected the name of a format or of a recipe")
 
 
 if __name__ == "__main__":

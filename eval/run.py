@@ -50,14 +50,14 @@ def _not_negative(text: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, or 1 after an error that the user can put right."""
+    """Runs the command line; returns 0, or 1 after an error that the user can fix."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.plan and options.arithmetic != "plan":
         parser.error("--plan needs --arithmetic plan")
     set_environment(options.data_dir, Path(options.model).is_dir())
     try:
-        # lm-eval prints now and then; standard output is for the table.
+        # lm-eval prints to standard output, which is for the table alone.
         with contextlib.redirect_stdout(sys.stderr), needed_by("eval/run.py"):
             rows = _run(options)
     except (EvaluationError, MissingExtra) as error:

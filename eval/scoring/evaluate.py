@@ -29,7 +29,7 @@ _BOOTSTRAP_DRAWS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How tasks are run."""
+    """Settings of an evaluation."""
 
     limit: int | None = None
     """Documents per task (per subject for mmlu); None for all."""
@@ -37,9 +37,9 @@ class Settings:
     num_fewshot: int | None = None
     """Examples in the prompt; None for the stock task's own default (0 for all tasks here)."""
     seed: int = DEFAULT_SEED
-    """Of few-shot sampling and of python's, numpy's and torch's generators, which are all set to it."""
+    """Seed of few-shot sampling and of the generators of python, numpy and torch."""
     answers: bool = False
-    """Whether rows say which documents were right (`questions.answers_of`)."""
+    """Whether rows list which documents were answered rightly (`questions.answers_of`)."""
 
 
 def evaluate(
@@ -50,12 +50,12 @@ def evaluate(
     settings: Settings | None = None,
     origin: Mapping[str, Any] | None = None,
 ) -> list[Row]:
-    """Scores a loaded model; it runs in its own dtype, on its own device, and is left in eval mode.
+    """Scores a loaded model in its own dtype and on its own device; leaves it in eval mode.
 
     Args:
         tasks: names from `known_tasks`; a group such as "mmlu" also gives a row for each member.
         data_dir: folder in the layout of eval/README.md; None for the Hub's data (or its cache).
-        settings: how; None for the defaults.
+        settings: None for the defaults.
         origin: further fields for every row, such as `model` and `arithmetic`.
 
     Returns: one row per task and group, ready for JSON; eval/README.md describes the fields.
@@ -95,7 +95,7 @@ def evaluate(
 
 
 def _common_fields(settings: Settings, data: str, model: PreTrainedModel) -> Row:
-    """Returns what all rows of one evaluation have in common: how, on what, and where from."""
+    """Returns the fields that all rows of an evaluation share: settings, data and origin."""
     return {
         "limit": settings.limit,
         "seed": settings.seed,
@@ -117,7 +117,7 @@ def _checked_names(tasks: Sequence[str], known: Sequence[str]) -> list[str]:
 
 
 def _load(manager: TaskManager, names: Sequence[str], from_hub: bool) -> dict[str, Any]:
-    """What `manager.load(names)` gives, with errors that say what to do."""
+    """Returns `manager.load(names)`, with errors that say what to do."""
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
     for name in names:
         try:
@@ -139,16 +139,16 @@ def _load(manager: TaskManager, names: Sequence[str], from_hub: bool) -> dict[st
 
 
 def set_environment(data_dir: str | Path | None, model_is_local: bool) -> None:
-    """Sets what the libraries read when they are imported, hence before."""
+    """Sets environment variables that the libraries read on import. Must be called before they are imported."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Else lm-eval forks a pool for the bootstrap of perplexity, under torch's threads.
+    # Keeps lm-eval from forking a pool under torch's threads for the bootstrap of perplexity.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     if data_dir is not None:
         os.environ["HF_DATASETS_OFFLINE"] = "1"
         if model_is_local:
             os.environ["HF_HUB_OFFLINE"] = "1"
-    # lm-eval draws one progress bar per task while it builds prompts; show only what takes longer than this (seconds).
+    # lm-eval draws a progress bar per task while it builds prompts; show only those of more than 3 seconds.
     os.environ.setdefault("TQDM_DELAY", "3")
-    # Of CUDA extensions that do not load and of how enums are registered; nothing here uses either.
+    # Warnings about CUDA extensions that do not load and about the registration of enums, both unused here.
     for name in ("lm_eval", "torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

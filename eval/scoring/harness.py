@@ -1,4 +1,4 @@
-"""lm-eval without work that it does again for each question, with the same requests and the same tokens."""
+"""lm-eval without repeated work per question; requests and tokens stay the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from lm_eval import utils
 from lm_eval.models.huggingface import HFLM
 
-# The choices of a question follow one another.
+# The choices of a question are consecutive, so a small cache suffices.
 _STRINGS = 16
 
 
@@ -24,7 +24,7 @@ class ContextsOnceHFLM(HFLM):
 
 @contextlib.contextmanager
 def templates_compiled_once() -> Iterator[None]:
-    """Inside, each of a task's templates is compiled once, instead of once per document (lm-eval 0.4.13)."""
+    """Compiles each template of a task once, instead of once per document (lm-eval 0.4.13)."""
     compile_template = utils.env.from_string
     utils.env.from_string = lru_cache(maxsize=None)(compile_template)
     try:

@@ -1,8 +1,8 @@
-"""The documents that lm-eval's stock tasks get, from the Hub or from files in a local folder.
+"""Documents for lm-eval's stock tasks, from the Hub or from files in a local folder.
 
 Prompts, targets, metrics and aggregation are always lm-eval's own. For a local folder each stock task is included in a
-small generated YAML file that replaces only where the documents come from (`custom_dataset`, here `load`); the files'
-rows are mapped back to the columns that the stock task expects.
+small generated YAML file that replaces only the source of the documents (`custom_dataset`, here `load`). The files'
+rows are mapped to the columns that the stock task expects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-# Where lm-eval keeps the tasks offered here. Its whole index holds 14,000 names and takes about 10 s to read.
+# Folders of the tasks offered here. lm-eval's whole index has 14,000 names and takes about 10 s to read.
 _STOCK_FOLDERS = (
     "arc", "hellaswag", "lambada", "mmlu/default", "openbookqa", "piqa", "super_glue/boolq", "wikitext", "winogrande",
 )  # fmt: skip
@@ -32,12 +32,12 @@ _LETTERS = ["A", "B", "C", "D"]
 
 
 class EvaluationError(RuntimeError):
-    """Something that the user can put right; the message says how."""
+    """An error that the user can fix; the message says how."""
 
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """The files that stand in for one stock dataset."""
+    """The files that replace one stock dataset."""
 
     paths: dict[str, str]
     """Name of the split in the stock dataset -> path below the data folder."""
@@ -144,7 +144,7 @@ def _files_of(task: str) -> LocalFiles:
 
 
 def load(*, task: str, data_dir: str, needed: Sequence[str], **_metadata: Any) -> DatasetDict:
-    """The documents of one stock task as a `DatasetDict` in the stock columns; splits without a file are left out.
+    """Returns the documents of a stock task in the stock columns. Splits without a file are left out.
 
     lm-eval calls this with the `dataset_kwargs` that `local_tasks` wrote, and with the task's metadata.
 
@@ -184,7 +184,7 @@ def _rows(path: Path, read: Callable[[Path], Iterator[Row]]) -> list[Row]:
 
 
 def stock_tasks() -> TaskManager:
-    """lm-eval's own tasks, as far as they are offered here; their documents come from the Hub."""
+    """Returns lm-eval's own tasks that are offered here, with documents from the Hub."""
     import lm_eval.tasks
 
     root = Path(lm_eval.tasks.__file__).parent
@@ -192,12 +192,12 @@ def stock_tasks() -> TaskManager:
 
 
 def known_tasks(stock: TaskManager) -> list[str]:
-    """Names that can be evaluated: those of `LOCAL_FILES`, the group mmlu, its four subgroups and its 57 subjects."""
+    """Returns the known names: those of `LOCAL_FILES`, the group mmlu, its four subgroups and its 57 subjects."""
     return [*LOCAL_FILES, *(x for x in (*stock.all_groups, *stock.all_subtasks) if x.split("_")[0] == "mmlu")]
 
 
 def local_tasks(stock: TaskManager, data_dir: Path, num_fewshot: int | None, yaml_folder: Path) -> TaskManager:
-    """The same tasks and groups with their documents from `data_dir`. Writes their YAML files into `yaml_folder`."""
+    """Returns the same tasks with documents from `data_dir`. Writes their YAML files into `yaml_folder`."""
     from lm_eval.tasks import TaskManager
 
     for name in known_tasks(stock):
@@ -211,7 +211,7 @@ def local_tasks(stock: TaskManager, data_dir: Path, num_fewshot: int | None, yam
 
 
 def _local_fields(name: str, stock: Row, data_dir: Path, num_fewshot: int | None) -> Row:
-    """What replaces the stock task's own fields: the source of documents, and the splits that the folder lacks."""
+    """Returns the fields that replace the stock task's: the source of documents, and the missing splits."""
     files = _files_of(name)
     available = [split for split, relative in files.paths.items() if (data_dir / relative).is_file()]
     needed = [stock.get("test_split") or stock["validation_split"]]

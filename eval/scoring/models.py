@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def load_model(name: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model (in the dtype it was saved in) and tokenizer from a folder or the Hub; never runs the model's own code."""
+    """Returns model (in its saved dtype) and tokenizer from a folder or the Hub; never runs the model's own code."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,7 +48,7 @@ def use_plan(model: PreTrainedModel, name: str, plan_path: str | None) -> str:
     try:
         path = plan_path or str(cached_file(name, "plan.json", subfolder="snip"))
         plan = PrecisionPlan.load(path)
-        # Of the training run's configuration only this decides which layers are swapped.
+        # The only field of the training run's configuration that decides which layers are swapped.
         skip_modules = tuple((plan.provenance.config or {}).get("skip_modules", ()))
         convert_model(model, SnipConfig(skip_modules=skip_modules))
         plan.apply(model)

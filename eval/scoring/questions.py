@@ -1,4 +1,4 @@
-"""Which documents of a task a model got right, so that two models can be compared question by question."""
+"""Records which documents of a task a model answered rightly, so that models can be compared by question."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-# Task -> metric -> a digit per four documents, in their order: the first document is the highest bit.
+# Task -> metric -> packed answers.
 Answers = dict[str, dict[str, str]]
 
 
@@ -15,7 +15,7 @@ def answers_of(results: Mapping[str, Any]) -> Answers:
     """Returns the answers of each task, for metrics that are 0 or 1.
 
     Args:
-        results: what `simple_evaluate(log_samples=True)` returned.
+        results: from `simple_evaluate(log_samples=True)`.
     """
     found: Answers = {}
     for task, samples in results["samples"].items():
@@ -28,11 +28,11 @@ def answers_of(results: Mapping[str, Any]) -> Answers:
 
 
 def packed(right: Sequence[bool]) -> str:
-    """Returns the number of answers, a colon and the answers in hexadecimal digits."""
+    """Returns "count:hex": a bit per answer, 1 for a right one; the first answer is the highest bit."""
     return f"{len(right)}:{np.packbits(np.array(right, bool)).tobytes().hex()}"
 
 
 def unpacked(text: str) -> np.ndarray[Any, Any]:
-    """Returns what `packed` took: 1 for what is right, 0 for what is wrong."""
+    """Inverts `packed`: 1 for a right answer, 0 for a wrong one."""
     count, digits = text.split(":")
     return np.unpackbits(np.frombuffer(bytes.fromhex(digits), np.uint8))[: int(count)]

@@ -1,4 +1,4 @@
-"""What one evaluation leaves behind: one JSON line per task and group with its origin, and a table to read."""
+"""The output of an evaluation: one JSON line per task and group, and a table to read."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PROJECT = Path(__file__).resolve().parents[2]
 
 
 def rows_of(results: Mapping[str, Any], loaded: Mapping[str, Any], names: Sequence[str], origin: Row) -> list[Row]:
-    """One row per task and group: those of `names` in their order, each group before its members.
+    """Returns one row per task and group, in the order of `names`, each group before its members.
 
     Args:
-        results: what `simple_evaluate` returned.
-        loaded: what `TaskManager.load` returned for `names`, after the evaluation.
-        origin: fields that every row gets (model, data, seed, ...).
+        results: from `simple_evaluate`.
+        loaded: from `TaskManager.load(names)`, after the evaluation.
+        origin: fields of every row (model, data, seed, ...).
     """
     rows = []
     for name, group in _with_members(names, results["group_subtasks"], None):
@@ -55,7 +55,7 @@ def _with_members(
 
 
 def _metrics(scores: Mapping[str, Any], higher_is_better: Mapping[str, bool]) -> dict[str, Row]:
-    """{"acc": {"value": 0.25, "stderr": 0.1, ...}} from lm-eval's {"acc,none": 0.25, "acc_stderr,none": 0.1}."""
+    """Turns lm-eval's {"acc,none": 0.25, "acc_stderr,none": 0.1} into {"acc": {"value": 0.25, "stderr": 0.1}}."""
     names = [key.removesuffix(",none") for key in scores if key.endswith(",none") and "_stderr," not in key]
     return {
         name: {
@@ -68,12 +68,12 @@ def _metrics(scores: Mapping[str, Any], higher_is_better: Mapping[str, bool]) ->
 
 
 def _number(value: Any) -> float | None:
-    """None for lm-eval's "N/A" (no standard error) and for what JSON cannot hold (infinite perplexity)."""
+    """Returns None for lm-eval's "N/A" (no standard error) and for infinite perplexities, which JSON cannot hold."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _chance(tasks: Sequence[Task]) -> float | None:
-    """Expected accuracy of a uniform guess: the mean of 1 / (number of choices) over the documents evaluated."""
+    """Returns the expected accuracy of a uniform guess: the mean of 1 / choices over the evaluated documents."""
     if any(task.OUTPUT_TYPE != "multiple_choice" for task in tasks):
         return None
     choices = [count for task in tasks for count in Counter(x.doc_id for x in task.instances).values()]
@@ -81,7 +81,7 @@ def _chance(tasks: Sequence[Task]) -> float | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of the packages that a score depends on; None for one that is not installed."""
+    """Returns the versions of the packages that affect a score; None for a package that is not installed."""
     found: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
@@ -92,7 +92,7 @@ def versions() -> dict[str, str | None]:
 
 
 def git_commit() -> str | None:
-    """Commit of this project's checkout, with "-dirty" if tracked files differ from it; None outside a checkout."""
+    """Returns this checkout's commit, with "-dirty" if tracked files differ from it; None outside a checkout."""
     if not (_PROJECT / ".git").exists():
         return None
     command = ["git", "-C", str(_PROJECT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -103,7 +103,7 @@ def git_commit() -> str | None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text: one line per metric; single subjects of a group are left to the JSON lines."""
+    """Returns the rows as text, one line per metric. Single subjects of a group are only in the JSON lines."""
     groups = {row["task"] for row in rows if any(other["group"] == row["task"] for other in rows)}
     lines = [("task", "metric", "value", "stderr", "chance", "samples", "shots", "version")]
     for row in rows:

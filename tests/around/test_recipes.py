@@ -31,18 +31,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 WORDS = [f"{a}{b}" for a, b in itertools.product(["ba", "co", "du", "élan", "fi"], ["n", "rt", "ss", "x9", "_"])]
 QUICKSTART = RECIPES / "quickstart.yaml"
-NAMES = [
-    "quickstart",
-    "bf16",
-    "fp8",
-    "fp4",
-    "snip-25",
-    "snip-50",
-    "snip-75",
-    "snip-75-gemm",
-    "snip-75-measured",
-    "snip-80",
-]
+NAMES = ["quickstart", "bf16", "fp8", "fp4", "snip-50", "snip-75", "snip-75-measured"]
 
 
 @pytest.fixture(autouse=True)
@@ -289,9 +278,8 @@ def test_recipes_ask_for_what_their_names_say() -> None:
     assert snips["bf16"] is None
     assert snips["fp8"] is not None and snips["fp8"].policy == "uniform-fp8"
     assert snips["fp4"] is not None and snips["fp4"].policy == "uniform-fp4"
-    for name, share in {"quickstart": 0.75, "snip-25": 0.25, "snip-50": 0.5, "snip-75": 0.75, "snip-80": 0.8}.items():
+    for name, share in {"quickstart": 0.75, "snip-50": 0.5, "snip-75": 0.75}.items():
         assert snips[name] is not None and (snips[name].policy, snips[name].target_fp4_fraction) == ("snip", share)
-
     assert snips["snip-75-measured"] is not None and snips["snip-75-measured"].budget == "measured"
 
 

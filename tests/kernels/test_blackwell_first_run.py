@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import first_run
 import pytest
 import torch
-from first_run_step import milliseconds_per_step
+from first_run import milliseconds_per_step
 from torch import Tensor
 
 from snip_hf.kernels import emulated

@@ -65,7 +65,7 @@ def test_a_run_with_log_level_info_says_what_it_begins_with_each_refresh_and_wha
     assert (
         text.count(f"snip-hf: plan of step 2 applied after step 4: {shares}, 14 layers changed; the probe took ") == 1
     )
-    assert text.count(f"snip-hf: ended after step 5: {shares}. New plans: 1; refreshes that kept the plan: 0; ") == 1
+    assert text.count(f"snip-hf: ended after step 5: {shares}. New plans: 1; refreshes that kept the plan: 0. ") == 1
 
 
 def test_a_run_shows_no_messages_of_that_kind_by_default_but_warnings(

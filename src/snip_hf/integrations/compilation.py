@@ -1,4 +1,4 @@
-"""The choice of regional compilation for a Trainer that is told `torch_compile=True`."""
+"""Regional compilation for a Trainer with `torch_compile=True`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ..training.plan_in_force import formats_in_use
 
 logger = logging.getLogger(__name__)
 
-# Accelerate's variable; who sets it has decided.
+# Accelerate's environment variable. A user who sets it has decided.
 REGIONS = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
 
 
 def compile_by_regions(config: SnipConfig, args: TrainingArguments, accelerator: Any) -> None:
-    """Has Accelerate compile the decoder layers one by one, unless the user said otherwise.
+    """Makes Accelerate compile the decoder layers one by one, unless the user decided otherwise.
 
-    One graph then serves all of them: it compiles in a fraction of the time, and was faster on a GPU (docs/hopper.md).
-    Only where the run's kernels are faster than BF16.
+    All layers then share one graph, which compiles in a fraction of the time and was faster on a GPU (docs/hopper.md).
+    Only if the run's kernels are faster than BF16.
 
     Args:
         config: the run's.
         args: the Trainer's.
-        accelerator: Accelerate's state, whose settings its `prepare` is going to read.
+        accelerator: Accelerate's state, which its `prepare` will read.
     """
     plugin = getattr(accelerator, "dynamo_plugin", None)
     if not args.torch_compile or plugin is None or plugin.use_regional_compilation or REGIONS in os.environ:

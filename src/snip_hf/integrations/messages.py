@@ -1,4 +1,4 @@
-"""Shows the package's messages as far as transformers shows its own."""
+"""Shows the package's log messages at transformers' verbosity."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _PACKAGE = logging.getLogger(__package__.partition(".")[0])
 class _ToStandardError(logging.StreamHandler):  # type: ignore[type-arg]  # takes no argument in Python 3.10
     """Writes messages to standard error, unless the root logger has handlers, which get them anyway.
 
-    Bars of the Trainer are cleared while a message is written.
+    Clears the Trainer's progress bars while it writes.
     """
 
     level_given = logging.NOTSET
-    """The level of the package's logger that was set here, and not by the user."""
+    """The level that this module, and not the user, gave the package's logger."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
-            self.stream = sys.stderr  # the present one, as in a notebook
+            self.stream = sys.stderr  # notebooks replace it
             with tqdm.external_write_mode(file=self.stream):
                 super().emit(record)
 
@@ -33,11 +33,11 @@ _HANDLER = _ToStandardError()
 
 
 def follow_transformers(args: TrainingArguments) -> None:
-    """Shows messages by `args.log_level`, whose default is transformers' verbosity, and bars by `args.disable_tqdm`.
+    """Sets the level of messages by `args.log_level`, and shows progress bars unless `args.disable_tqdm`.
 
-    A level that the user gave the logger `snip_hf`, or a root logger that shows more, stays.
+    A level that the user gave the logger `snip_hf`, or a root logger that shows more, is kept.
     """
-    _PACKAGE.addHandler(_HANDLER)  # which is there once, however often it is added
+    _PACKAGE.addHandler(_HANDLER)  # adding it again has no effect
     progress_logger.setLevel(logging.CRITICAL if args.disable_tqdm else logging.NOTSET)
     if _PACKAGE.level not in (logging.NOTSET, _HANDLER.level_given):
         return

@@ -1,7 +1,7 @@
-"""The arithmetic of a Trainer's reference model, which losses of preferences compare the trained model with.
+"""The arithmetic of a Trainer's reference model, with which preference losses compare the trained model.
 
-TRL keeps it in `trainer.ref_model`. In the arithmetic of the trained model, both give the same log-probabilities as
-long as they have the same weights. A reference in high precision is compared with a model that rounds.
+TRL keeps it in `trainer.ref_model`. If it uses the trained model's formats, both models give the same log-probabilities
+as long as their weights are equal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OTHERWISE = f"Use SnipCallback(..., reference={HIGH!r})"
 
 
 def check_reference(reference: Any) -> None:
-    """Raises ValueError for an option that is not known."""
+    """Raises ValueError for an unknown option."""
     if reference not in (AS_POLICY, HIGH):
         raise ValueError(
             f"reference={reference!r} is not known; expected {AS_POLICY!r} (the arithmetic of the trained model) or "
@@ -48,7 +48,7 @@ class Reference:
         controller: has the plan.
 
     Raises:
-        ValueError: its layers are not those of the trained model, or it is spread over several processes.
+        ValueError: its layers differ from the trained model's, or it is sharded.
     """
 
     def __init__(self, model: nn.Module, config: SnipConfig, controller: SnipController) -> None:
@@ -76,7 +76,7 @@ class Reference:
         self.follow()
 
     def follow(self) -> None:
-        """Puts the reference's layers into the formats of the plan in force."""
+        """Sets the reference's layers to the formats of the plan in force."""
         plan = self._controller.plan
         if plan is not self._applied:
             for name, layer in self._layers.items():
@@ -84,12 +84,12 @@ class Reference:
             self._applied = plan
 
     def restore(self) -> None:
-        """Gives the reference its own layers back, when training has ended."""
+        """Restores the reference's own layers."""
         restore_model(self._model)
 
     @contextmanager
     def unquantized(self) -> Iterator[None]:
-        """Lets the reference run in high precision for the time of the context, as the probe's passes do."""
+        """Runs the reference in high precision inside the context, as the probe's passes do."""
         try:
             for layer in self._layers.values():
                 layer.set_formats(dict.fromkeys(GEMMS, UNQUANTIZED.name))
@@ -102,10 +102,10 @@ class Reference:
 def find_reference(
     trainer: Trainer | None, option: str, config: SnipConfig, controller: SnipController
 ) -> Reference | None:
-    """Returns what lets a Trainer's reference model follow the plan; None if there is nothing to do.
+    """Makes a Trainer's reference model follow the plan; returns None if it has none, or it stays in high precision.
 
     Args:
-        trainer: whose `ref_model` is meant; None: not known.
+        trainer: has the `ref_model`; None: not known.
         option: "policy" or "high".
         config: of the run.
         controller: of the trained model.
@@ -119,7 +119,7 @@ def find_reference(
     if option == AS_POLICY:
         return None if model is None else Reference(model, config, controller)
     if model is not None:
-        restore_model(unwrap(model))  # It may be a copy of a converted model.
+        restore_model(unwrap(model))  # may be a copy of a converted model
     elif getattr(controller.model, "peft_config", None) is not None:
         raise ValueError(
             f"reference={HIGH!r}, but the reference is the trained model with its adapters off, which runs in the "
@@ -129,7 +129,7 @@ def find_reference(
 
 
 def give_back(controller: SnipController, reference: Reference | None) -> None:
-    """Gives the plain models back when training has ended, and says so on the first process."""
+    """Restores the plain models after training, and logs it on the first process."""
     restore_model(controller.model)
     if reference is not None:
         reference.restore()

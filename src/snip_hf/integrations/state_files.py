@@ -1,4 +1,4 @@
-"""snip_state.json of a Trainer's checkpoints: written into each of them, found and read by a run that resumes."""
+"""snip_state.json: written into each of a Trainer's checkpoints, and read by a run that resumes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class StateFiles:
     """The state files of one run.
 
     Args:
-        resume: as `SnipCallback` takes it.
-        callback: name of the callback's class, under which trainer_state.json says that a checkpoint was trained with
-            it. The entry is empty, so that `restore_callback_states_from_checkpoint` knows it and restores nothing.
+        resume: as in `SnipCallback`.
+        callback: name of the callback's class. An empty entry of this name in trainer_state.json marks checkpoints that
+            were trained with SNIP; `restore_callback_states_from_checkpoint` restores nothing from it.
     """
 
     def __init__(self, resume: bool, callback: str) -> None:
@@ -35,34 +35,34 @@ class StateFiles:
         self._saving: Wrapped | None = None
         self._controller: SnipController | None = None
         self._last: dict[str, Any] | Exception | None = None
-        """The state with which training ended, for checkpoints that are asked for later, or why there is none."""
+        """The state at the end of training, for later checkpoints, or the error why there is none."""
 
     def follow(self, trainer: Trainer, controller: SnipController, end_step: Callable[..., None]) -> None:
-        """Puts the state into every checkpoint that the Trainer saves in this run, whoever asks for it, until `close`.
+        """Adds the state to every checkpoint that the Trainer saves in this run, until `close`.
 
         Args:
-            trainer: is about to train.
+            trainer: the Trainer, before its first step.
             controller: of the run.
-            end_step: ends the controller's step, if that is due: a callback before SNIP's may save at its end.
+            end_step: ends the controller's step if needed: a callback before SNIP's may save at the end of a step.
         """
         self._controller = controller
         self._saving = Wrapped(trainer, "save_model", partial(self._save, trainer, trainer.state, end_step))
 
     def keep_last(self) -> None:
-        """To be called when training ends, also by an error, before the controller is closed."""
+        """Keeps the state at the end of training, also after an error. Call it before the controller is closed."""
         try:
             self._last = None if self._controller is None else self._controller.state_dict()
-        except Exception as error:  # in the middle of a step, or of a device that failed
+        except Exception as error:  # in the middle of a step, or after a failure of the device
             self._last = error
 
     def close(self) -> None:
-        """Leaves the Trainer."""
+        """Lets go of the Trainer."""
         if self._saving is not None:
             self._saving.close()
         self._saving = self._controller = self._last = None
 
     def unmark(self, state: TrainerState) -> None:
-        """Lets later checkpoints be ones that were trained without SNIP."""
+        """Removes the mark, so that later checkpoints count as trained without SNIP."""
         _marks(state).pop(self._callback, None)
 
     def _save(
@@ -82,17 +82,16 @@ class StateFiles:
             self._write(folder, state, self._controller)
 
     def _write(self, folder: Path, state: TrainerState, controller: SnipController) -> None:
-        """Writes the state into a checkpoint's folder, and the mark into the Trainer's, which is saved next."""
+        """Writes the state into a checkpoint's folder, and the mark into the Trainer's state, which is saved next."""
         _marks(state)[self._callback] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
             remove_temporaries(folder, STATE_NAME)
-            # Ties the state to the weights next to it.
             if isinstance(self._last, Exception):
                 raise ValueError(str(self._last))
-            weights = {"weights": controller.weights_fingerprint()}
+            weights = {"weights": controller.weights_fingerprint()}  # ties the state to the weights beside it
             write_json_atomic(folder / STATE_NAME, (self._last or controller.state_dict()) | weights)
-        except (OSError, ValueError) as error:  # ValueError: in mid-step, or larger than what a resumed run would read
+        except (OSError, ValueError) as error:  # ValueError: in mid-step, or too large for a reader
             logger.warning(
                 "snip-hf: could not write %s; resuming there will fail: %s",
                 printable(folder / STATE_NAME, 1000),
@@ -100,7 +99,7 @@ class StateFiles:
             )
 
     def read(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
-        """Returns the path and the content of the file to resume from, None to start a new plan."""
+        """Returns path and content of the state to resume from; None to start a new plan."""
         path = self._find_state(args, state)
         if path is None:
             return None
@@ -114,10 +113,10 @@ class StateFiles:
         call = find_call(state)
         if call is not None and isinstance(call.resumes_from, str | os.PathLike):
             return Path(call.resumes_from)
-        return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"  # in a `train` of the user's own
+        return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"  # if `train` is overridden
 
     def _find_state(self, args: TrainingArguments, state: TrainerState) -> Path | None:
-        """Returns the file to resume from, None to start a new plan; says which in the log."""
+        """Returns the file to resume from, None to start a new plan; logs the choice."""
         if state.global_step == 0 or not self._resume:
             return None
         folder = self._folder(args, state)
@@ -140,10 +139,10 @@ class StateFiles:
 
 
 def load_state(controller: SnipController, saved: Mapping[str, Any], state: TrainerState) -> None:
-    """Lets a run go on from what `StateFiles.read` returned.
+    """Continues a run from what `StateFiles.read` returned.
 
     Raises:
-        ValueError: it does not fit; names the file.
+        ValueError: the state does not fit; names the file.
     """
     try:
         controller.load_state_dict(saved["state"], state.global_step, controller.weights_fingerprint())
@@ -156,16 +155,16 @@ def cannot_resume(path: Path | str, error: Exception) -> ValueError:
 
 
 def _marks(state: TrainerState) -> dict[str, Any]:
-    """Returns the dict that the Trainer keeps in trainer_state.json for what callbacks have to say."""
+    """Returns the entries of callbacks in trainer_state.json."""
     return cast("dict[str, Any]", state.stateful_callbacks)
 
 
 def _checkpoint(output_dir: str | None = None, _internal_call: bool = False, *rest: Any, **more: Any) -> Path | None:
-    """Returns the folder of the checkpoint that a call of `Trainer.save_model` begins; None if it begins none."""
+    """Returns the folder of the checkpoint that a call of `Trainer.save_model` belongs to; None for other calls."""
     return Path(output_dir) if _internal_call and output_dir is not None else None
 
 
 def output_folder(args: TrainingArguments, state: TrainerState) -> str:
-    """Returns the folder of a run: OUTPUT, or in a hyperparameter search the trial's folder in it."""
+    """Returns the output folder of a run; in a hyperparameter search, the trial's."""
     call = find_call(state)
     return str(args.output_dir if call is None else call.trainer._get_output_dir(call.trial))

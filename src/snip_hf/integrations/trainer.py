@@ -1,4 +1,4 @@
-"""`SnipCallback`, which forwards a Hugging Face `Trainer`'s events to the controller and holds no logic itself."""
+"""`SnipCallback`, which forwards the events of a Hugging Face `Trainer` to the controller."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class SnipCallback(TrainerCallback):
     Each checkpoint gets `snip_state.json`; `trainer.train(resume_from_checkpoint=...)` continues from it, bit for bit.
 
     Args:
-        config: what the user asks for; the defaults if None.
+        config: the configuration; None: the defaults.
         resume: whether to continue from the state in the Trainer's checkpoint; False starts a new plan.
-        solving: as `SnipController` takes it.
-        trackers: told of each event of the run, as `SnipController.add_tracker` says.
-        reference: the arithmetic of the Trainer's reference model (`trainer.ref_model` of TRL's trainers): "policy",
-            that of the trained model, so that both agree until weights differ; or "high", high precision.
-        keep_formats: whether the model stays in the formats of the plan after training. False gives the plain model
-            back when training ends, as `restore_model` does.
+        solving: as in `SnipController`.
+        trackers: get each event of the run (`SnipController.add_tracker`).
+        reference: the arithmetic of the reference model (`trainer.ref_model` of TRL's trainers): "policy" uses the
+            trained model's formats, so that both agree until weights differ; "high" uses high precision.
+        keep_formats: whether the model stays in the plan's formats after training. False restores the plain model, as
+            `restore_model` does.
     """
 
     def __init__(
@@ -85,16 +85,16 @@ class SnipCallback(TrainerCallback):
         self._seam: LossSeam | None = None
         self._losses: Wrapped | None = None
         self._outer_run: SnipCallback | None = None
-        """That of the run inside which this one runs on the same model."""
+        """The callback of an outer run on the same model, inside which this run takes place."""
         self._logs = Trackers()
         self._folder: str | None = None
-        """The run's output folder, by its real path, where it is written to."""
+        """The real path of the run's output folder, on the process that writes to it."""
         self._is_restored = False
-        """Whether `restore_model` has ended SNIP in the run, which goes on without it."""
+        """Whether `restore_model` has ended SNIP in mid-run."""
         self._state: TrainerState | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Refuses what cannot work, and leaves the model alone: it is plain until training begins."""
+        """Refuses settings that cannot work. The model stays plain until training begins."""
         check_trainer(args)
         follow_transformers(args)
         check_launch(self.config, AcceleratorState())
@@ -113,7 +113,7 @@ class SnipCallback(TrainerCallback):
         try:
             self._begin(args, state, kwargs["model"], kwargs["optimizer"])
         except BaseException:
-            self._release()  # The folder too, for the run that is started next.
+            self._release()  # Including the folder, for the next run.
             if was_plain and self._outer_run is None:
                 restore_model(model)
             raise
@@ -126,7 +126,7 @@ class SnipCallback(TrainerCallback):
         self._folder = None if output_dir is None else os.path.realpath(output_dir)
         if output_dir is not None and _writes_to(self._folder, self._outer_run):
             logger.warning(
-                "snip-hf: %s is where the run around this one records its plans; this one records nothing there.",
+                "snip-hf: the outer run records its plans in %s; this inner run records nothing there.",
                 printable(output_dir, 1000),
             )
             output_dir = None
@@ -145,14 +145,14 @@ class SnipCallback(TrainerCallback):
         for tracker in (*self._trackers, self._logs.note):
             self.controller.add_tracker(tracker)
         self._mark = RunMark(self._end_restored)
-        self._mark.held = self  # also once the Trainer is told to forget this callback
+        self._mark.held = self  # keeps this callback alive if it is removed from the Trainer
         self._mark.put_on(model)
         self._passes = TrainingPasses(outer, self.controller, self._mark, labels_of(trainer))
         if gathering := gather_ahead(model):
             logger.info("snip-hf: FSDP2 gathers the weights of %d blocks while the one before each runs.", gathering)
         self._connect(trainer)
         self._logs.open(trainer, self)
-        # The first process may be the only one that sees the checkpoint.
+        # Only the first process may see the checkpoint.
         saved = self.controller.processes.everyone.by_first(lambda: self._files.read(args, state))
         if saved is None:
             self.controller.step = state.global_step
@@ -162,7 +162,7 @@ class SnipCallback(TrainerCallback):
             self._reference.follow()
 
     def _connect(self, trainer: Trainer | None) -> None:
-        """Sees to the Trainer's own loss, and to its reference model."""
+        """Connects the Trainer's loss, its checkpoints and its reference model."""
         assert self.controller is not None and self._passes is not None
         self._reference = find_reference(trainer, self._reference_option, self.config, self.controller)
         self._losses = _watch_losses(trainer, self.controller)
@@ -197,7 +197,7 @@ class SnipCallback(TrainerCallback):
         controller.before_optimizer_step(state.global_step + 1)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # A checkpoint that another callback asked for has ended the step.
+        # A checkpoint that another callback requested may have ended the step already.
         if self._is_restored or self._running().step == state.global_step:
             return
         self._running().after_step(state.global_step)
@@ -214,7 +214,7 @@ class SnipCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Ends the run. The best checkpoint is loaded by then (`load_best_model_at_end`)."""
+        """Ends the run, after `load_best_model_at_end` has loaded the best checkpoint."""
         controller = self._running()
         self._end()
         self._logs.flush(args, state, control)
@@ -222,16 +222,13 @@ class SnipCallback(TrainerCallback):
             tag_model(controller.model, controller.plan)
 
     def _end(self) -> None:
-        """Stops what still runs, and gives the plain model back unless `keep_formats` says otherwise.
-
-        Training has ended, at its end or by an error, of which no event tells (`_ends_runs`).
-        """
+        """Ends a run, also after an error (`_ends_runs`), and restores the plain model unless `keep_formats` is set."""
         controller, outer_run, reference = self._running(), self._outer_run, self._reference
         kept = snip_linears(controller.model).values() if self._keeps_formats else ()
         in_force = {layer: layer.formats for layer in kept}
         self._files.keep_last()
         self._stop()
-        if outer_run is not None:  # which goes on in the layers and formats of its own
+        if outer_run is not None:  # which continues with its own layers and formats
             outer_run._go_on()
         elif self._keeps_formats:
             for layer, formats in in_force.items():
@@ -240,10 +237,10 @@ class SnipCallback(TrainerCallback):
             give_back(controller, reference)
 
     def _take_from_others(self, model: nn.Module, state: TrainerState) -> None:
-        """Releases what earlier runs left on the model, and suspends one inside which this one runs.
+        """Releases what earlier runs left on the model, and suspends an outer run.
 
         Raises:
-            ValueError: the run that goes on has a second SnipCallback, or its callback is this one.
+            ValueError: this callback drives a run that is still going on, or the Trainer has two SnipCallbacks.
         """
         if self._is_training():
             raise ValueError(
@@ -263,18 +260,18 @@ class SnipCallback(TrainerCallback):
 
     @property
     def _is_suspended(self) -> bool:
-        """Whether the model is left to a run inside this one."""
+        """Whether an inner run uses the model."""
         return self._passes is not None and self._passes.is_suspended
 
     def _is_training(self) -> bool:
-        """Returns True if the training loop of this callback's run is under way, further up this thread's stack.
+        """Returns True if this run's training loop is on this thread's stack.
 
-        `auto_find_batch_size` begins the loop again after an error, and a Trainer may have a `train` of its own.
+        Events do not tell: `auto_find_batch_size` restarts the loop after an error, and `train` may be overridden.
         """
         return self._state is not None and find_trainer(self._state) is not None
 
     def _go_on(self) -> None:
-        """Takes the model back. The run inside is over, at its end or by an error."""
+        """Takes the model back when an inner run has ended, also by an error."""
         controller, passes = self.controller, self._passes
         assert controller is not None and passes is not None
         passes.is_suspended = False
@@ -287,17 +284,17 @@ class SnipCallback(TrainerCallback):
         logger.info("snip-hf: another run on the same model has ended; this one goes on with its plan.")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Shows the FP4 share next to the loss: to all callbacks, in `state.log_history` and to the trackers."""
+        """Adds the FP4 share next to the loss, for all callbacks, `state.log_history` and the trackers."""
         if self.controller is not None and not self._is_restored:
             self._logs.add(state, kwargs.get("logs"), self.controller.plan, self.controller.coverage)
 
     def _release(self) -> None:
-        """Leaves a run that has ended, if there is one: its controller and its Trainer."""
+        """Lets go of a run that has ended: its controller and its Trainer."""
         self._stop()
         self._files.close()
 
     def _stop(self) -> None:
-        """Stops the controller; checkpoints that are asked for later still get its last state."""
+        """Stops the controller; later checkpoints still get its last state."""
         self._logs.close()
         for seam in (self._seam, self._losses):
             if seam is not None:
@@ -308,7 +305,7 @@ class SnipCallback(TrainerCallback):
             self.controller.close()
 
     def _end_restored(self) -> None:
-        """Ends SNIP in this run: `restore_model` takes its layers away."""
+        """Ends SNIP in this run, because `restore_model` removes its layers."""
         self._is_restored = self._is_training()
         self._release()
         if self._is_restored:
@@ -321,19 +318,19 @@ class SnipCallback(TrainerCallback):
             raise RuntimeError(
                 "SnipCallback got a training event before on_train_begin; add it before train() is called."
             )
-        if self._is_suspended:  # by a run that an error has ended at its beginning
+        if self._is_suspended:  # by an inner run that failed at its start
             self._go_on()
         return self.controller
 
 
 def _runs_on(model: nn.Module) -> list[SnipCallback]:
-    """Returns the callbacks of the runs on a model that have not been released."""
+    """Returns the callbacks whose runs on a model have not been released."""
     drivers = (mark.driver for mark in marks_on(model))
     return [driver for driver in drivers if isinstance(driver, SnipCallback)]
 
 
 def _ends_runs(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `Trainer.train`, at whose end, also by an error or Ctrl-C, the run of its SnipCallback has ended."""
+    """Wraps `Trainer.train`, so that SNIP's run ends with it, also after an error or Ctrl-C."""
 
     @functools.wraps(train)
     def train_and_end(self: Trainer, *args: Any, **kwargs: Any) -> Any:
@@ -347,7 +344,7 @@ def _ends_runs(train: Callable[..., Any]) -> Callable[..., Any]:
     return train_and_end
 
 
-# Trainers tell their callbacks neither of errors nor, if they are added later, of themselves.
+# Trainers have no event for errors.
 Trainer.train = _ends_runs(Trainer.train)  # type: ignore[method-assign]
 
 
@@ -371,5 +368,5 @@ def _watch_losses(trainer: Trainer | None, controller: SnipController) -> Wrappe
 
 
 def _writes_to(folder: str | None, run: SnipCallback | None) -> bool:
-    """Returns True if a run, or one of those inside which it runs, writes to a folder."""
+    """Returns True if a run, or one of its outer runs, writes to a folder."""
     return run is not None and (run._folder == folder or _writes_to(folder, run._outer_run))

@@ -1,9 +1,9 @@
-"""The loss that a Trainer computes itself: how SNIP sees it computed, and how the probe computes it once more.
+"""The loss that a Trainer computes itself: how SNIP observes it, and how the probe computes it again.
 
-A Trainer does so by a `compute_loss` of its class, as TRL's do, by `compute_loss_func`, or to smooth labels. For the
-time of a run, `LossSeam` puts a function around `trainer.compute_loss` that tells the run of each micro-batch. The
-probe calls what is inside, with the bare model and the same inputs, and leaves no trace in the Trainer: its
-attributes, the metrics that it collects and its log.
+A Trainer computes the loss in an override of `compute_loss`, as TRL's trainers do, by `compute_loss_func`, or to smooth
+labels. During a run, `LossSeam` wraps `trainer.compute_loss` and reports each micro-batch to the run. The probe calls
+the original function with the bare model and the same inputs, and leaves no trace in the Trainer: attributes, collected
+metrics and log stay the same.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _COUNT = "num_items_in_batch"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `Trainer.train` that is under way."""
+    """A call of `Trainer.train` on the stack."""
 
     trainer: Trainer
     resumes_from: Any
-    """The checkpoint's folder; None for a run that begins anew."""
+    """The checkpoint's folder; None for a new run."""
     trial: Any
-    """The trial of a hyperparameter search; None outside of one."""
+    """The trial of a hyperparameter search; None outside of it."""
 
 
 def find_call(state: TrainerState) -> Call | None:
-    """Returns the call whose training loop has this state, further up this thread's stack.
+    """Returns the call on this thread's stack whose training loop has this state.
 
-    Trainers do not give themselves to their callbacks.
+    The Trainer does not pass itself to its callbacks.
     """
     for frame, _ in traceback.walk_stack(None):
         found = frame.f_locals if frame.f_code.co_name == "train" else {}
@@ -70,18 +70,18 @@ def labels_of(trainer: Trainer | None) -> Labels:
 
 
 def computes_loss(trainer: Trainer) -> bool:
-    """Returns True if a Trainer trains on another loss than the one that the model returns."""
+    """Returns True if a Trainer does not train on the loss that the model returns."""
     is_own = type(trainer).compute_loss is not Trainer.compute_loss or _NAME in vars(trainer)
     return is_own or trainer.label_smoother is not None or trainer.compute_loss_func is not None
 
 
 class Wrapped:
-    """A function around a method of a Trainer, until `close`.
+    """Wraps a method of a Trainer, until `close`.
 
     Args:
-        trainer: has the method.
+        trainer: the Trainer.
         name: of the method.
-        around: is called with the Trainer's own method and what that is called with.
+        around: called with the original method, followed by the method's arguments.
     """
 
     def __init__(self, trainer: Trainer, name: str, around: Callable[..., Any]) -> None:
@@ -91,7 +91,7 @@ class Wrapped:
         self._put = self._attributes[name] = partial(around, self.inner)
 
     def close(self) -> None:
-        """Gives the Trainer its own method back."""
+        """Restores the Trainer's own method."""
         if self._attributes.get(self._name) is self._put:
             del self._attributes[self._name]
             if self._before is not None:
@@ -99,11 +99,11 @@ class Wrapped:
 
 
 class LossSeam:
-    """Tells a run of the losses that its Trainer computes, until `close`.
+    """Reports the losses that a Trainer computes to its run, until `close`.
 
     Args:
-        trainer: computes them.
-        passes: are told.
+        trainer: the Trainer.
+        passes: get the losses.
         reference: the Trainer's reference model, if it follows the plan.
     """
 
@@ -112,15 +112,15 @@ class LossSeam:
         self._passes = passes
         self._reference = reference
         self._count: Any = None
-        """Of the step's items, as training gave it; None: the loss does not take one."""
+        """The step's number of items, as training passed it; None: the loss takes none."""
         kind = getattr(type(trainer), _NAME)
-        # A loss of Trainer's own and TRL's of tokens are means over tokens, whatever sequences they are in.
+        # The losses of Trainer and of TRL's SFTTrainer are means over tokens, so that sequences can be cut.
         can_be_cut = _NAME not in vars(trainer) and (kind is Trainer.compute_loss or _is_of_trl(kind, "SFTTrainer"))
         self._objective = Objective(self._compute, terms_of(trainer), can_be_cut)
         self._wrapped = Wrapped(trainer, _NAME, self._call)
 
     def close(self) -> None:
-        """Gives the Trainer its own function back."""
+        """Restores the Trainer's own function."""
         self._wrapped.close()
 
     def _call(self, inner: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,18 +153,18 @@ class LossSeam:
 
 
 def _is_scaled_for_step(trainer: Trainer) -> bool:
-    """Returns True if a loss that takes no count comes divided by the number of micro-batches of the step.
+    """Returns True if a loss without a count is divided by the step's number of micro-batches already.
 
-    By the rule of `Trainer.training_step`, which then does not divide it.
+    Follows the rule of `Trainer.training_step`, which divides it otherwise.
     """
     declared = getattr(trainer, "loss_is_scaled_for_ga", None)
     return trainer.compute_loss_func is not None if declared is None else bool(declared)
 
 
 def terms_of(trainer: Trainer) -> Callable[[Mapping[str, Any]], int] | None:
-    """Returns what counts the terms that a Trainer's loss is a mean over, by the name of its class or a base of it.
+    """Returns the function that counts the terms of a TRL trainer's loss, which is their mean.
 
-    None: as of any other loss, tokens with a label, or sequences if there are no labels.
+    None: tokens with a label, or sequences if there are no labels, as for any other loss.
     """
     for name, terms in _TERMS.items():
         if any(kind.__name__ == name and _is_trl(kind) for kind in type(trainer).__mro__):
@@ -187,7 +187,7 @@ def _completion_tokens(inputs: Mapping[str, Any]) -> int:
     return max(1, int((inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum()))
 
 
-# TRL's trainers whose losses are no means over tokens with a label: class -> what counts their terms.
+# TRL's trainers whose losses are not means over labelled tokens: class -> function that counts their terms.
 _TERMS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "DPOTrainer": _pairs,
     "RewardTrainer": _pairs,
@@ -207,7 +207,7 @@ def _is_trl(thing: Any) -> bool:
 
 @contextmanager
 def _undisturbed(trainer: Trainer) -> Iterator[None]:
-    """Puts back, after the context, what the Trainer's attributes name and TRL's metrics; in it nothing is logged."""
+    """Restores the Trainer's attributes and TRL's metrics after the context; nothing is logged inside it."""
     is_of_trl = any(map(_is_trl, type(trainer).__mro__))
     collected = [
         value
@@ -226,7 +226,7 @@ def _undisturbed(trainer: Trainer) -> Iterator[None]:
 
 
 def _containers(values: Iterable[Any]) -> Iterator[Any]:
-    """Yields the dicts, lists and deques among values, and those in them."""
+    """Yields the dicts, lists and deques among values, recursively."""
     for value in values:
         if isinstance(value, dict | list | deque):
             yield value

@@ -15,7 +15,7 @@ from ..records.load import Run
 from ..records.run_folder import FOLDER
 from ..text import printable
 
-# What begins a formula in a spreadsheet; a name from elsewhere must not be one.
+# First characters of formulas in spreadsheets; a foreign name must not become one.
 _FORMULA = ("=", "+", "-", "@")
 _TEXT = 2000
 _DIVERGENCE = (
@@ -52,7 +52,7 @@ _PARTS = {"seconds": ("probe", "solver", "waited"), "memory_mib": ("predicted", 
 
 
 def write_csv(run: Run, out_dir: str | os.PathLike[str] | None = None) -> list[Path]:
-    """Writes plan.csv, refreshes.csv, divergence.csv and losses.csv, as far as there is data for them.
+    """Writes plan.csv and, if there is data, refreshes.csv, divergence.csv and losses.csv.
 
     Args:
         run: the run.
@@ -83,7 +83,7 @@ def write_csv(run: Run, out_dir: str | os.PathLike[str] | None = None) -> list[P
 
 
 def _plan_rows(run: Run) -> Iterator[Sequence[Any]]:
-    """Yields one row for each stretch of steps in which a GEMM kept its format; the last ones have no end."""
+    """Yields one row for each stretch of steps in which a GEMM kept its format; the last stretch has no end."""
     for layer, row in run.plans[0][1].assignment.items():
         for gemm in (gemm for gemm in GEMMS if gemm in row):
             begin, format = run.plans[0][0], row[gemm]

@@ -1,4 +1,4 @@
-"""What differs between runs or plans, as tables: shares, settings, formats of layers, losses."""
+"""Differences between runs or plans, as tables: shares, settings, formats of layers, losses."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _KINDS = {"eval_loss": "validation", "loss": "training"}
 
 @dataclass(frozen=True)
 class Compared:
-    """A run or a plan. A run without the callback, such as a baseline, has losses alone."""
+    """A run or a plan. A run without SNIP, such as a baseline, has only losses."""
 
     letter: str
     name: str
     """As the user gave it."""
     plan: PrecisionPlan | None
-    """Of a run, that at its end."""
+    """The plan; the last one of a run."""
     run: Run | None
     losses: Mapping[int, Mapping[str, float]]
     """Step -> {"loss", "eval_loss"}."""
@@ -53,13 +53,13 @@ class Compared:
         return {} if self.plan is None else self.plan.provenance.config or {}
 
     def losses_of(self, kind: str) -> dict[int, float]:
-        """Returns step -> loss of a kind, without those that are not finite."""
+        """Returns step -> finite loss of a kind."""
         found = {step: row[kind] for step, row in self.losses.items() if kind in row}
         return {step: loss for step, loss in found.items() if math.isfinite(loss)}
 
 
 def read_compared(sources: Sequence[tuple[str, Path]]) -> list[Compared]:
-    """Reads runs (their output folders or checkpoints) and plans (files), each with the name that is shown of it.
+    """Reads runs (output folders or checkpoints) and plans (files), given as (shown name, path).
 
     Raises as `load_recorded` and `PrecisionPlan.load` do, and:
         ValueError: fewer than two, or more than there are letters for.
@@ -83,7 +83,7 @@ def _read(letter: str, name: str, path: Path) -> Compared:
 
 
 def print_differences(compared: Sequence[Compared], console: Console) -> None:
-    """Prints the shares, the settings that differ, what differs between the plans, and the losses."""
+    """Prints shares, settings that differ, changes between plans, and losses."""
     for one in compared:
         say(console, f"{one.letter}: {one.name}{_origin(one)}")
     console.print(share_table(compared))
@@ -111,7 +111,7 @@ def _origin(one: Compared) -> str:
 
 
 def share_table(compared: Sequence[Compared]) -> Table:
-    """One row per run or plan: who decided, its shares in FP4, and how many refreshes a run had."""
+    """One row per run or plan: policy, shares in FP4, numbers of refreshes."""
     table = new_table("Shares in FP4 (of the linear FLOPs; mean: over the steps of a run)")
     for heading in ("", "policy", "step", "share", "mean", "smallest\nof a stage", "speed", "refreshes", "kept"):
         table.add_column(heading, justify="left" if heading in ("", "policy") else "right")
@@ -154,7 +154,7 @@ def settings_table(compared: Sequence[Compared]) -> Table | None:
 
 
 def _print_changes(first: Compared, other: Compared, console: Console) -> None:
-    """Prints which GEMMs have other formats in one plan than in another."""
+    """Prints the GEMMs whose formats differ between two plans."""
     assert first.plan is not None and other.plan is not None
     try:
         changes = first.plan.changes(other.plan)
@@ -197,14 +197,14 @@ def _layer_table(
 
 
 def _alike(row: Mapping[str, Sequence[str]]) -> Iterator[tuple[list[str], Sequence[str]]]:
-    """Yields the GEMMs that change alike, with their formats before and after."""
+    """Yields GEMMs with equal changes, and their formats before and after."""
     changes = dict.fromkeys(tuple(formats) for formats in row.values())
     for formats in changes:
         yield [gemm for gemm, found in row.items() if tuple(found) == formats], formats
 
 
 def _print_losses(compared: Sequence[Compared], console: Console) -> None:
-    """Prints the losses at steps that all have which have any, and how far they are apart at the last one."""
+    """Prints the losses at common steps, and their differences at the last one."""
     runs = [one for one in compared if one.losses]
     if len(runs) < 2:
         if any(one.run is not None for one in compared):
@@ -230,7 +230,7 @@ def _print_losses(compared: Sequence[Compared], console: Console) -> None:
 
 
 def _apart(name: str, step: int, losses: Mapping[str, Mapping[int, float]]) -> str:
-    """Returns how far the others' losses are from the first one's."""
+    """Describes the differences of the others' losses from the first one's."""
     first, *others = losses
     base = losses[first][step]
     differences = []

@@ -1,4 +1,4 @@
-"""What a report says of a run in a few words: its target, what it attained, what its plan covers."""
+"""Sentences of reports on a run: policy, target, attained share, coverage, alarms."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..records.values import short
 
 
 def policy_text(config: Mapping[str, Any]) -> str:
-    """Returns who decided."""
+    """Names the policy or the fixed plan that decided."""
     if config.get("fixed_plan"):
         return f"plan file {value_text(config['fixed_plan'])}, held fixed"
     return f"policy {value_text(config.get('policy'))}"
 
 
 def attained_text(plan: PrecisionPlan) -> str:
-    """Returns the FP4 share of a plan, of what it decides on first."""
+    """Describes the FP4 share of a plan: of the forward GEMMs first, if it decides on these alone."""
     if not plan.is_share_known:
         return "an FP4 share that is not known (no micro-batch was counted, and experts do not see every token)"
     forward = forward_shares(plan)
@@ -35,12 +35,12 @@ def attained_text(plan: PrecisionPlan) -> str:
 
 
 def coverage_text(found: Coverage, plan: PrecisionPlan) -> str:
-    """Returns what the plan covers of the model, and the FP4 share of all of it."""
+    """Describes the plan's coverage of the model, and the FP4 share of the whole model."""
     return f"The plan decides on {found.describe()}. FP4 share of all of them: {found.share * plan.fp4_fraction:.4f}."
 
 
 def target_text(config: Mapping[str, Any]) -> str:
-    """Returns what the plan was to reach."""
+    """Describes the target of plans."""
     if not has_target(config):
         return "no target"
     if config.get("target_linear_speedup") is not None:
@@ -55,7 +55,7 @@ def target_text(config: Mapping[str, Any]) -> str:
 
 
 def has_target(config: Mapping[str, Any]) -> bool:
-    """Returns True if plans were to reach something; those of a policy that this version does not know were."""
+    """Returns True if plans have a target; assumed for policies that are not registered here."""
     policy = POLICIES.get(config.get("policy", ""))
     return not config.get("fixed_plan") and (policy is None or policy.aims_at_share)
 
@@ -75,12 +75,12 @@ def mean_shares_text(run: Run) -> list[str]:
 
 
 def value_text(value: object) -> str:
-    """A value of the config, which may be of another version or from elsewhere."""
+    """Shows a value of a config that may come from elsewhere."""
     return value if isinstance(value, str) else short(value)
 
 
 def plan_in_force(run: Run) -> PrecisionPlan:
-    """Returns the plan of the end with its measured times."""
+    """Returns the last plan, with its measured times."""
     return dataclasses.replace(run.plans[-1][1], measured=run.measured)
 
 

@@ -40,7 +40,7 @@ MOST_ROWS = 2000
 _MOST_POINTS = 20_000
 # Lines between blocks; with more blocks there is nothing but lines.
 _MOST_LINES = 250
-# Inches; a higher figure tells the steps at its top too.
+# Inches; a higher figure shows the steps at its top too.
 _MOST_HEIGHT = 16.2
 # Characters of a name.
 _NAME = 60
@@ -124,7 +124,7 @@ def divergence_figure(run: Run) -> Figure:
     figure, axes = _layer_panels(layers, len(panels))
     rows = np.arange(len(layers) + 1) - 0.5
     for panel, ((quantity, gemm), values) in zip(axes, panels.items(), strict=True):
-        # At least a factor of 2 from end to end: equal values have no scale, and nearly equal ones endless tick labels.
+        # At least a factor of 2 from end to end: equal values have no scale, nearly equal ones too many tick labels.
         low = float(np.nanmin(values))
         high = max(float(np.nanmax(values)), 2 * low)
         norm = LogNorm(low, high)
@@ -144,7 +144,7 @@ def divergence_figure(run: Run) -> Figure:
 
 
 def _panels(run: Run) -> Panels:
-    """Returns whole layers where they were measured, else single GEMMs."""
+    """Returns the panels of whole layers if these were measured, else those of single GEMMs."""
     panels = divergence_panels(run, shown_layers(run), list(run.divergences))
     whole = {key: values for key, values in panels.items() if key[1] == LAYER}
     return whole or panels
@@ -187,7 +187,7 @@ def loss_figure(losses: Mapping[str, Losses], applied: Sequence[int] = ()) -> Fi
 
 
 def _layer_panels(layers: list[str], count: int) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels side by side whose rows are the layers, first on top, labelled on the left."""
+    """A figure with `count` panels side by side. Rows are layers, the first on top, labelled on the left."""
     is_named = len(layers) <= _MOST_NAMED_ROWS
     # The letters of a name are 0.1 inches high.
     height = 2.2 + (max(0.13 * len(layers), min(0.19 * len(layers), 12.0), 2.0) if is_named else 14.0)
@@ -204,7 +204,7 @@ def _layer_panels(layers: list[str], count: int) -> tuple[Figure, list[Axes]]:
     else:
         shown = firsts[:: math.ceil(len(firsts) / 40)]
         labels = [names[row][0] or names[row][1] for row in shown]
-    # A name with two dollar signs is no formula.
+    # A name with two dollar signs is not a formula.
     axes[0].set_yticks(shown, [printable(label, _NAME) for label in labels], fontsize=7, parse_math=False)
     for panel in axes:
         panel.tick_params(labeltop=height > _MOST_HEIGHT)
@@ -220,14 +220,14 @@ def _title(figure: Figure, title: str, run: Run | None = None) -> None:
 
 
 def shown_layers(run: Run, most: int = MOST_ROWS) -> list[str]:
-    """Returns the names of the layers, in the plan's order; of very many some."""
+    """Returns the names of the layers, in the plan's order; of very many an evenly spaced part."""
     return thinned(list(run.plans[0][1].assignment), most)
 
 
 def divergence_panels(run: Run, layers: Sequence[str], steps: Sequence[int]) -> Panels:
-    """Returns the divergences in the least precise format; NaN for those that are zero or were not measured.
+    """Returns the divergences in the least precise format; NaN if zero or not measured.
 
-    A panel is there if it has any number, those of whole layers first.
+    Leaves out empty panels. Those of whole layers come first.
     """
     rows = {layer: row for row, layer in enumerate(layers)}
     panels: Panels = {}
@@ -246,16 +246,16 @@ def divergence_panels(run: Run, layers: Sequence[str], steps: Sequence[int]) -> 
 
 
 def edges(steps: Sequence[int], last_step: int) -> np.ndarray[Any, Any]:
-    """Returns where the time of each step begins, and where that of the last one ends; it never goes back."""
+    """Returns the edges of the intervals that begin at each step, up to the last step; never decreasing."""
     return np.maximum.accumulate([*steps, max(last_step, max(steps) + 1)])
 
 
 def curve(losses: Mapping[int, Mapping[str, float]], key: str, most: int) -> list[tuple[int, float]]:
-    """Returns (step, loss), with NaN for what is no real number.
+    """Returns (step, loss), with NaN for huge values.
 
-    Of more than `most` points, the lowest and the highest of each stretch of steps, so that spikes stay.
+    Of more than `most` points, keeps the lowest and the highest of each stretch of steps, so that spikes stay.
     """
-    # Beyond 1e100 axes overflow.
+    # Axes overflow beyond 1e100.
     points = [(step, row[key] if abs(row[key]) < 1e100 else math.nan) for step, row in losses.items() if key in row]
     if len(points) <= most:
         return points

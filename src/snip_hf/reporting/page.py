@@ -41,7 +41,7 @@ def write_page(path: str | os.PathLike[str], runs: Mapping[str, Run], bf16: tupl
     Returns: the file.
 
     Raises:
-        OSError: it cannot be written, or is a link.
+        OSError: it cannot be written.
         ValueError: as `page`.
     """
     path = Path(path)

@@ -1,4 +1,4 @@
-"""The report of a run, as tables: which plan was in force when, what each refresh cost, how the losses went."""
+"""The report of a run on the terminal: refreshes, losses, the plan at the end, and why it is so."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .tables import name_text, new_table, number, plan_table, print_cost, print_
 _MOST_ROWS = 20
 _MOST_REFRESHES = 200
 _MOST_REASONS = 64
-# Stages that prices are given for; no pipeline has as many.
+# Stages with prices; no pipeline has as many.
 _MOST_STAGES = 1000
 
 Content = Table | Text
@@ -58,14 +58,14 @@ def run_report(
 
 
 def run_contents(run: Run, micro_batches: int | None = None) -> list[Content]:
-    """Returns what `print_run` prints, to print it and to show it elsewhere."""
+    """Returns what `print_run` prints, for a page."""
     console = _Keeping()
     print_run(run, console, micro_batches)
     return console.kept
 
 
 class _Keeping(Console):
-    """A console that keeps what it is told to print."""
+    """A console that collects what it would print."""
 
     def __init__(self) -> None:
         super().__init__(file=io.StringIO())
@@ -119,7 +119,7 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
     notes = list(run.notes)
     try:
         reasons = reason_table(run)
-    except (ValueError, TypeError) as error:  # a config of another version, or one that is none
+    except (ValueError, TypeError) as error:  # a config of another version, or an invalid one
         notes.append(f"There is no table of reasons: {error}")
     else:
         if reasons is not None:
@@ -137,7 +137,7 @@ def _say_some(console: Console, sentences: list[str]) -> None:
 def refresh_table(run: Run) -> Table:
     table = new_table("Refreshes")
     has_forward = any(refresh.forward_fp4_fraction is not None for refresh in run.refreshes)
-    # One share, that which the plans aim at: two would not fit into 80 characters.
+    # Only the share that the plans aim at: two would not fit into 80 characters.
     share = "FP4 of\nforward" if has_forward else "FP4\nshare"
     for heading in ("probe\nstep", "applied\nafter", share, "layers\nchanged", "objective", "gap"):
         table.add_column(heading, justify="right")
@@ -173,20 +173,19 @@ def loss_table(run: Run) -> Table:
 
 
 def _fixed(value: float | None, digits: int = 4) -> str:
-    # Of 1e100 four digits, not a hundred.
+    # Shows 1e100 with four digits, not a hundred.
     return number(value, f".{digits}f" if value is None or abs(value) < 1e9 else ".4g")
 
 
 def reason_table(run: Run) -> Table | None:
-    """Why the last applied plan is as it is: what FP4 would cost each group of the program per share of FLOPs or time.
+    """The price of the least precise format for each group of the program, per share of FLOPs or time.
 
-    FP4 stands for the least precise format; the price is that of going there from the most precise one. Between two
-    formats, the least precise goes to the groups of a stage with the lowest price, as far as whole groups fit the
-    target. None if the run has no table of divergences for its last applied refresh, or lacks the times that it was
-    decided by.
+    The price is the extra cost over the most precise format. With two formats, the groups of a stage with the lowest
+    price get the least precise one, as far as whole groups fit the target. None if the run has no table of divergences
+    for its last applied refresh, or lacks the times that it was decided by.
 
     Raises:
-        ValueError, TypeError: the run's config is none that this version knows.
+        ValueError, TypeError: the run's config is not a valid `SnipConfig`.
     """
     decided = last_decided(run)
     if decided is None or decided not in run.divergences:
@@ -205,7 +204,7 @@ def reason_table(run: Run) -> Table | None:
     prices, work = {}, setting.executed
     for group in program["groups"]:
         if not any(work[layer][gemm] > 0 for layer, gemm in setting.members(group["name"])):
-            continue  # What does not run has no price.
+            continue  # GEMMs that do not run have no price.
         high, *_, low = group["options"]  # the most precise first
         gain = low["weight"] - high["weight"]
         prices[group["name"]] = (low["cost"] - high["cost"]) / gain if gain > 0 else 0.0
@@ -222,14 +221,14 @@ def reason_table(run: Run) -> Table | None:
     order = sorted(prices, key=lambda group: (stage_of[group], prices[group]))
     for index, group in enumerate(order):
         if _MOST_REASONS // 2 <= index < len(order) - _MOST_REASONS // 2:
-            continue  # of a large model the cheapest and the dearest
+            continue  # shows the cheapest and the most expensive groups of a large model
         layer, gemm = setting.members(group)[0]
-        # None for a layer that took no part in the probe (an expert without tokens).
+        # None for a layer without tokens in the probe, such as an idle expert.
         row = divergences.get((layer, gemm if setting.config.granularity == "gemm" else LAYER))
         damages = (None, None) if row is None else (row.loss_divergence, row.weight_divergence)
         numbers = (*(number(damage, ".1e") for damage in damages), _fixed(None if row is None else prices[group], 3))
         formats = Text(plan.assignment[layer][gemm], style=FORMATS[plan.assignment[layer][gemm]].style)
-        name = labels.layer(layer) + group.removeprefix(layer)  # with its GEMM, if that is decided on alone
+        name = labels.layer(layer) + group.removeprefix(layer)  # with its GEMM if GEMMs are decided one by one
         table.add_row(stage_of[group].removeprefix("stage "), name_text(name), *numbers, formats)
     if idle := len(program["groups"]) - len(prices):
         table.caption = f"{idle:,} rows are left out: layers that saw no token, and GEMMs that do not run."

@@ -1,4 +1,4 @@
-"""A plan as tables: formats by block, cost by kind of linear, its stages and their bubble."""
+"""Tables of a plan: formats by block, cost by kind of linear, stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..planning.pipeline_model import PipelineTimes, pipeline_times
 from ..planning.plan import PrecisionPlan
 from ..text import printable
 
-# What a table shows at most: the blocks of every model of today, the kinds of linears of one without single experts.
+# The largest plan table. Covers the blocks of today's models, and their kinds of linears unless experts are linears.
 _MOST_BLOCKS, _MOST_KINDS = 200, 32
 # Rows of a table of costs or stages, and stages in a sentence.
 _MOST_ROWS = 64
@@ -51,7 +51,7 @@ def plan_table(plan: PrecisionPlan) -> Table:
 
 
 def _gemms_legend(plan: PrecisionPlan) -> str:
-    """Returns what a cell with one format, and one with several, stands for. Frozen weights have no grad_weight."""
+    """Explains cells with one format, and with several. Frozen weights have no grad_weight."""
     gemms = list(dict.fromkeys(tuple(formats) for formats in plan.assignment.values()))
     every = {2: "both", 3: "all three"}.get(len(gemms[0]), "all") if len(gemms) == 1 else "all"
     several = [f"{'/'.join('abc'[: len(names)])}: {'/'.join(names)}" for names in gemms if len(names) > 1]
@@ -59,16 +59,16 @@ def _gemms_legend(plan: PrecisionPlan) -> str:
 
 
 def _marks(formats: Iterable[str]) -> dict[str, str]:
-    """Returns what stands for formats in narrow cells: their bits, after the letters of their names that it takes.
+    """Returns short marks of formats: their bits, after as many letters of their names as tell all apart.
 
-    They are as few as tell all formats apart: fp4 and fp8 are 4 and 8, and f4 and f8 beside int4.
+    fp4 and fp8 are 4 and 8, and f4 and f8 beside int4.
     """
     bits = {name: str(FORMATS[name].bits) for name in sorted(formats, key=lambda name: FORMATS[name].bits)}
     for letters in range(1 + max(map(len, bits), default=0)):
         marks = {name: min(name, name[:letters] + bits[name], key=len) for name in bits}
         if len(set(marks.values())) == len(marks):
             break
-    return marks  # names at the latest, which differ
+    return marks  # in the end whole names, which differ
 
 
 def _running(plan: PrecisionPlan) -> dict[str, dict[str, str | None]]:
@@ -81,7 +81,7 @@ def _running(plan: PrecisionPlan) -> dict[str, dict[str, str | None]]:
 
 
 def _plan_cell(formats: Mapping[str, str | None], marks: Mapping[str, str]) -> Text:
-    """Returns the formats of a layer's GEMMs; a dash for one that does not run, and for a layer none of which does."""
+    """Returns the formats of a layer's GEMMs; a dash stands for a GEMM, or a layer, that does not run."""
     names = list(formats.values())
     if len(set(names)) == 1:
         return Text("-") if names[0] is None else Text(names[0], style=FORMATS[names[0]].style)
@@ -89,7 +89,7 @@ def _plan_cell(formats: Mapping[str, str | None], marks: Mapping[str, str]) -> T
 
 
 def print_cost(plan: PrecisionPlan, console: Console) -> None:
-    """Prints how FLOPs and measured time relate, for a plan with measured times."""
+    """Prints shares of FLOPs and of measured time, for a plan with measured times."""
     times = plan.times
     assert times is not None
     console.print(cost_table(plan))
@@ -170,19 +170,19 @@ def stage_table(plan: PrecisionPlan) -> Table:
 
 
 def _modelled(plan: PrecisionPlan) -> str:
-    """Returns the speeds that the modelled times of a plan assume."""
+    """Names the speeds that the modelled times of a plan assume."""
     used = {name for formats in plan.assignment.values() for name in formats.values()} - {REFERENCE.name}
     speeds = [f"{fmt.label} at {fmt.speed:g}x {REFERENCE.label}" for name, fmt in FORMATS.items() if name in used]
     return ", ".join(speeds) or f"all in {REFERENCE.label}"
 
 
 def _time_unit(times: PipelineTimes) -> tuple[str, float]:
-    """Name of the unit that times are shown in, and how many there are in one of `PipelineTimes`."""
+    """Returns the unit of shown times, and the factor from `PipelineTimes` to it."""
     return ("ms", 1e3) if times.measured else (f"1: {FORMATS[times.reference].label}", 1.0)
 
 
 def new_table(title: str) -> Table:
-    # No vertical lines and no padding twice, so that nine columns of refreshes fit into 80 characters.
+    # Without vertical lines and double padding, nine columns of refreshes fit into 80 characters.
     shown = Text(printable(title))
     table = Table(title=shown, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, collapse_padding=True)
     table.pad_edge = False
@@ -190,17 +190,17 @@ def new_table(title: str) -> Table:
 
 
 def say(console: Console, sentence: str, limit: int = _SENTENCE) -> None:
-    """Prints a sentence that may quote a file from elsewhere: as it is, but for what a terminal would obey."""
+    """Prints a sentence that may quote a foreign file, with control characters escaped."""
     console.print(Text(printable(sentence, limit)))
 
 
 def name_text(name: str) -> Text:
-    """Returns a name as a table shows it: on several lines where it is wider than its column."""
+    """Returns a name as a table shows it, folded if it is wider than its column."""
     return Text(printable(name, _NAME), overflow="fold")
 
 
 def listed(items: Sequence[str], most: int = 20) -> str:
-    """Returns the items with commas between, at most so many of them."""
+    """Joins at most `most` items with commas, and counts the rest."""
     return ", ".join(items[:most]) + (f", and {len(items) - most:,} more" if len(items) > most else "")
 
 

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from snip_hf.cli import build_parser, main
 from snip_hf.costs.flops import linear_flops
-from snip_hf.costs.gemm_timing import Machine
-from snip_hf.costs.measured_cost import MeasuredCost
+from snip_hf.costs.timing import Machine, MeasuredCost
 from snip_hf.layers.convert import convert_model
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS

@@ -39,7 +39,7 @@ from snip_hf import (
     register_linear_class,
     restore_model,
 )
-from snip_hf.costs.gemm_timing import timed_formats
+from snip_hf.costs.timing import timed_formats
 from snip_hf.estimation import layer_sums
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.kernels.backend import BACKENDS, Backend, register_backend
@@ -53,11 +53,8 @@ from snip_hf.planning.plan import PrecisionPlan
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.policies.registry import Policy, register_policy
 from snip_hf.policies.setting import Setting
-from snip_hf.records.coverage import Counted
-from snip_hf.records.divergences import read_divergence
-from snip_hf.records.events import Event, Refresh, Start
-from snip_hf.records.load import load_run
-from snip_hf.records.versions import installed_versions
+from snip_hf.records.events import Counted, Event, Refresh, Start, installed_versions
+from snip_hf.records.load import load_run, read_divergence
 from snip_hf.reporting.figures import plan_figure
 from snip_hf.reporting.run_report import run_report
 
@@ -197,8 +194,8 @@ def test_three_formats_can_be_options_of_one_run_and_no_quantization_is_free(
     assert bf16 == 0 < fp8 < fp4
     # What is not in FP4 is best left alone, since nothing asks for FP8.
     assert used(final_plan(run)) == {"fp4", "bf16"}
-    _, records = read_divergence(tmp_path / "snip" / "divergence-2.json")
-    assert {record["format"] for record in records} == {"fp4", "fp8"}
+    _, table = read_divergence(tmp_path / "snip" / "divergence-2.json")
+    assert {row.format for row in table.rows} == {"fp4", "fp8"}
     resumed = go_on(tmp_path / "resumed", config, tmp_path / "checkpoint-3", max_steps=ONE_REFRESH)
     assert differing(weights(resumed.model), weights(run.model)) == []
     colours = [patch.get_label() for patch in plan_figure(load_run(tmp_path)).legends[0].get_patches()]

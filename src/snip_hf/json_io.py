@@ -130,7 +130,7 @@ def from_json(kind: Any, value: Any, where: str = "") -> Any:
     """Converts JSON data to a type: a dataclass with exactly its fields, or what annotations of its fields name.
 
     Fields with a default may be missing. Supported are dataclasses, str, int, float, bool, None, Any, Literal, unions,
-    sequences (lists become tuples) and mappings from names.
+    sequences (tuples, unless a list is asked for) and mappings from names.
 
     Args:
         kind: the type.
@@ -149,8 +149,8 @@ def from_json(kind: Any, value: Any, where: str = "") -> Any:
 
 def short(value: object) -> str:
     """`repr`, cut for a message; only the size of a container."""
-    if isinstance(value, dict | list | tuple):
-        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    if isinstance(value, Mapping | list | tuple):
+        return f"{'an object' if isinstance(value, Mapping) else 'a list'} of {len(value)}"
     return printable(repr(value), 60)
 
 
@@ -160,20 +160,22 @@ def _fits(kind: Any, value: Any) -> bool:
         return True
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
-    if kind in (str, int, bool, types.NoneType):
+    if kind in (int, bool, types.NoneType):
         return type(value) is kind
+    if kind is str:
+        return isinstance(value, str)
     if get_origin(kind) is Literal:
         return value in get_args(kind)
-    return isinstance(value, list | tuple) if _is_sequence(kind) else isinstance(value, dict)
+    return isinstance(value, list | tuple if _is_sequence(kind) else Mapping)
 
 
 def _converted(kind: Any, value: Any, where: str) -> Any:
     if kind is float:
         return float(value)
-    if not isinstance(value, list | tuple | dict) or kind in (Any, object):
+    if not isinstance(value, list | tuple | Mapping) or kind in (Any, object):
         return value
     arguments = get_args(kind)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         if is_dataclass(kind):
             return _record(kind, value, where)
         inside = arguments[1] if arguments else Any
@@ -182,7 +184,8 @@ def _converted(kind: Any, value: Any, where: str) -> Any:
         if len(value) != 2:
             raise ValueError(f"{where} is {short(value)}, expected two values.")
         return tuple(from_json(inside, item, where) for inside, item in zip(arguments, value, strict=True))
-    return tuple(from_json(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+    items = [from_json(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
+    return items if get_origin(kind) is list else tuple(items)
 
 
 def _record(kind: Any, value: Mapping[str, Any], where: str) -> Any:

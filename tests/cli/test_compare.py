@@ -10,7 +10,7 @@ from written_runs import random_assignments, write_run
 
 from snip_hf.cli import main
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
-from snip_hf.records.interventions import LOSS, Alarm
+from snip_hf.records.events import LOSS, Alarm
 
 GEMMS = ("forward", "grad_input", "grad_weight")
 LAYERS = ("layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down")

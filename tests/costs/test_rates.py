@@ -8,9 +8,8 @@ import pytest
 from configs import fp4_config
 
 from snip_hf.config import RATES
-from snip_hf.costs.gemm_timing import Machine
-from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.costs.rates import Rates, linear_times, register_rates, speedup
+from snip_hf.costs.timing import Machine, MeasuredCost
 from snip_hf.numerics.formats import E2M1, FORMATS, NumberFormat, register_format
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan

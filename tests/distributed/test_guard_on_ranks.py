@@ -11,8 +11,7 @@ from rank_processes import assert_succeeded, start_ranks
 from rank_runs import on_two_gpus
 from tiny_runs import differing
 
-from snip_hf.records.history import read_history
-from snip_hf.records.interventions import Alarm
+from snip_hf.records.events import Alarm, read_history
 
 pytestmark = pytest.mark.slow
 

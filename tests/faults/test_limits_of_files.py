@@ -12,8 +12,7 @@ from fault_runs import CONFIG, SAVING, SHORT
 from tiny_runs import Run, differing, train, weights
 
 from snip_hf import json_io as json_io_module
-from snip_hf.costs.gemm_timing import GemmShape, Machine, gemm_times
-from snip_hf.costs.measured_cost import MeasuredCost
+from snip_hf.costs.timing import GemmShape, Machine, MeasuredCost, gemm_times
 from snip_hf.estimation.table import LAYER, Divergence, DivergenceTable
 from snip_hf.json_io import MAX_JSON_BYTES, append_json_line, read_json, write_json_atomic
 from snip_hf.numerics.formats import FORMATS
@@ -22,8 +21,8 @@ from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.planning.program import problem
 from snip_hf.policies.setting import Setting
 from snip_hf.policies.stages import find_stages
-from snip_hf.records.divergences import read_divergence
 from snip_hf.records.events import RefreshBegun
+from snip_hf.records.load import read_divergence
 from snip_hf.records.run_folder import RunFolder
 from snip_hf.training.checkpoint import PendingRefresh
 
@@ -80,7 +79,7 @@ def assert_round_trip(decided: Decided, folder: Path, layers: int) -> None:
         assert path.stat().st_size * LARGEST / layers < 0.8 * MAX_JSON_BYTES
     assert PrecisionPlan.load(folder / "snip" / "plan.json") == decided.plan
     assert read_json(folder / "snip" / "state.json") == decided.state
-    assert read_divergence(folder / "snip" / "divergence-40.json") == (40, decided.table.to_records())
+    assert read_divergence(folder / "snip" / "divergence-40.json") == (40, decided.table)
 
 
 def test_what_a_refresh_writes_is_read_back_and_grows_to_the_largest_model(

@@ -13,7 +13,7 @@ from tiny_runs import SCHEDULE, train
 from transformers.models.llama import modeling_llama
 
 from snip_hf import SnipConfig
-from snip_hf.records.divergences import read_divergence
+from snip_hf.records.load import read_divergence
 
 pytest.importorskip("liger_kernel", reason="Liger's kernels are not installed; they need a GPU")
 
@@ -32,9 +32,9 @@ def test_a_loss_by_liger_s_kernels_is_probed_as_torch_s_is(tmp_path: Path, monke
         assert [(line["step"], line["status"]) for line in finished.refreshes] == [(2, "applied")]
         norm = finished.model.model.norm.forward.__func__
         assert norm.__module__.startswith("liger_kernel") == uses
-        tables.append(read_divergence(folder / "snip" / "divergence-2.json")[1])
+        tables.append(read_divergence(folder / "snip" / "divergence-2.json")[1].rows)
     for figure in ("loss_divergence", "weight_divergence"):
-        pairs = [(one[figure], other[figure]) for one, other in zip(*tables, strict=True)]
+        pairs = [(getattr(one, figure), getattr(other, figure)) for one, other in zip(*tables, strict=True)]
         assert statistics.median(abs(one / other - 1) for one, other in pairs if other) < 0.02
 
 

@@ -9,9 +9,7 @@ from typing import Any
 from events import counted_event, refresh_event, small_plan, start_event
 
 from snip_hf.integrations.trackers import quantities_in_force, quantities_of, step_of
-from snip_hf.records.coverage import Coverage
-from snip_hf.records.events import Refresh
-from snip_hf.records.interventions import Alarm, Retarget
+from snip_hf.records.events import Alarm, Coverage, Refresh, Retarget
 
 MEASURED: dict[str, Any] = {
     "loss": 3.5,

@@ -18,8 +18,7 @@ from transformers import Trainer, TrainerCallback
 from snip_hf import SnipCallback, SnipConfig
 from snip_hf.integrations.trainer import _watch_losses
 from snip_hf.layers.state import snip_linears
-from snip_hf.records.history import read_history
-from snip_hf.records.interventions import Alarm
+from snip_hf.records.events import Alarm, read_history
 from snip_hf.reporting.run_report import run_report
 from snip_hf.training import guard
 

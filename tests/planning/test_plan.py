@@ -19,14 +19,13 @@ from configs import fp4_config
 from torch import nn
 
 from snip_hf.costs.flops import linear_flops, relative_tokens
-from snip_hf.costs.gemm_timing import Machine
-from snip_hf.costs.measured_cost import MeasuredCost
+from snip_hf.costs.timing import Machine, MeasuredCost
 from snip_hf.json_io import read_json, write_json_atomic
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
-from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan, raised_plan
 
 FIRST = (
     "A format of your own is registered first: by `snip_hf.register_format`, or by `--import MODULE` on the command "
@@ -192,8 +191,8 @@ FP8 = dict.fromkeys(GEMMS, "fp8")
     ("changes", "message"),
     [
         ({"assignment": {}}, "assignment is empty, expected at least one layer."),
-        ({"assignment": []}, "assignment is [], expected a mapping from layer names."),
-        ({"assignment": {"a": FP8, "b": "fp8"}}, "assignment['b'] is 'fp8', expected a mapping from GEMMs."),
+        ({"assignment": []}, "assignment is a list of 0, expected an object."),
+        ({"assignment": {"a": FP8, "b": "fp8"}}, "assignment['b'] is 'fp8', expected an object."),
         (
             {"assignment": {"a": FP8, "b": {"forward": "fp8", "grad_input": "fp8"}}},
             "assignment['b'] has no format for grad_weight, which has FLOPs: the plan was made for a frozen weight. "
@@ -201,7 +200,8 @@ FP8 = dict.fromkeys(GEMMS, "fp8")
         ),
         (
             {"assignment": {"a": FP8, "b": {**FP8, "backward": "fp8"}}},
-            "assignment['b'] has an unknown entry 'backward'; expected exactly forward, grad_input, grad_weight.",
+            "assignment['b'] has the entries 'forward, grad_input, grad_weight, backward'; expected exactly forward, "
+            "grad_input, grad_weight.",
         ),
         (
             {"assignment": {"a": FP8, "b": {**FP8, "forward": "fp6"}}},
@@ -212,19 +212,15 @@ FP8 = dict.fromkeys(GEMMS, "fp8")
         ({"flops": {"a": ROW}}, "flops has no entry for layer 'b'; both must name the same layers."),
         (
             {"flops": {"a": ROW, "b": {**ROW, "forward": -1.0}}},
-            "flops['b']['forward'] is -1.0, expected a finite number of at least 0.",
+            "flops['b']['forward'] is -1.0, expected a number of at least 0.",
         ),
         (
             {"flops": {"a": ROW, "b": {**ROW, "forward": float("nan")}}},
-            "flops['b']['forward'] is nan, expected a finite number of at least 0.",
+            "flops['b']['forward'] is nan, expected a finite number.",
         ),
         (
             {"flops": {"a": ROW, "b": {**ROW, "forward": True}}},
-            "flops['b']['forward'] is True, expected a finite number of at least 0.",
-        ),
-        (
-            {"flops": {"a": ROW, "b": {**ROW, "forward": 10**400}}},
-            f"flops['b']['forward'] is 1{'0' * 56}..., expected a finite number of at least 0.",
+            "flops['b']['forward'] is True, expected a finite number.",
         ),
         (
             {"flops": {"a": ROW, "b": dict.fromkeys(GEMMS, 0.0)}},
@@ -235,40 +231,12 @@ FP8 = dict.fromkeys(GEMMS, "fp8")
         ({"stages": (("a",), ("b", "c"))}, "stages[1] names layer 'c', which the assignment does not have."),
         ({"stages": ()}, "layer 'a' is in no stage, expected in exactly one."),
         ({"stages": (("a", "b"), ())}, "stages[1] has no FLOPs, so its FP4 share means nothing; leave the stage out."),
-        ({"stages": ("a", "b")}, "stages[0] is 'a', expected a list of layer names."),
-        (
-            {"stages": (("a",), (["b"],))},
-            "a layer name in stages[1] is ['b'], expected text without control characters.",
-        ),
-        (
-            {"assignment": {"a": FP8, "\x1b[31mb": FP8}},
-            "a layer name in assignment is '\\x1b[31mb', expected text without control characters.",
-        ),
-        ({"provenance": {"step": 0}}, "provenance is {'step': 0}, expected a PlanProvenance."),
+        ({"stages": ("a", "b")}, "stages[0] is 'a', expected a list."),
     ],
 )
 def test_what_is_no_plan_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         small_plan(**changes)
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("step", -1, "provenance.step is -1, expected an integer of at least 0."),
-        ("step", True, "provenance.step is True, expected an integer of at least 0."),
-        ("policy", "", "provenance.policy is '', expected text without control characters."),
-        ("solver", 3, "provenance.solver is 3, expected text without control characters."),
-        ("gap", float("inf"), "provenance.gap is inf, expected a finite number."),
-        ("objective", "low", "provenance.objective is 'low', expected a finite number."),
-        ("config", {"a": object}, "provenance.config is not JSON data: Object of type type is not JSON serializable."),
-        ("config", [], "provenance.config is [], expected a JSON object."),
-    ],
-)
-def test_bad_provenance_is_refused_by_name(field: str, value: Any, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        PlanProvenance(**{"step": 0, "policy": "snip", field: value})
     assert str(caught.value) == message
 
 
@@ -310,17 +278,16 @@ def edited(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "the document is [], expected a JSON object."),
+        ("[]", "the document is a list of 0, expected an object."),
         ("{}", "kind is None, expected 'snip-hf precision plan'."),
         (edited(schema_version=2), "schema_version is 2, expected 1."),
-        (edited(schema_version=True), "schema_version is True, expected 1."),
         (
             edited(comment=""),
-            "the document has an unknown entry 'comment'; expected exactly schema_version, kind, assignment, flops, "
-            "stages, provenance.",
+            "it has an unknown entry 'comment'; expected assignment, flops, stages, provenance, measured, tokens.",
         ),
-        (edited(provenance=[]), "provenance is [], expected a JSON object."),
-        (edited(stages={"a": 1}), "stages is {'a': 1}, expected a list of lists of layer names."),
+        (edited(provenance=[]), "provenance is a list of 0, expected an object."),
+        (edited(provenance={"step": "1", "policy": "x"}), "provenance.step is '1', expected an integer."),
+        (edited(stages={"a": 1}), "stages is an object of 1, expected a list."),
         (edited().replace("2.0", "NaN"), "it holds NaN, which is not a JSON number."),
     ],
 )
@@ -500,12 +467,8 @@ def test_tokens_turn_flops_into_those_that_run_and_come_back_from_the_file(tmp_p
     ("tokens", "message"),
     [
         ({"a": 1.0}, "tokens and flops do not both name layer 'b'; expected the same layers."),
-        ({"a": 1.0, "b": -1.0}, "tokens['b'] is -1.0, expected"),
-        ({"a": 1.0, "b": math.nan}, "tokens['b'] is nan, expected"),
-        ([1.0], "tokens is [1.0], expected a mapping from layer names."),
-        ({"a": {"forward": 1.0}, "b": 1.0}, "tokens['a'] has no entry 'grad_input'"),
-        ({"a": {"forward": 1.0, "grad_input": -1.0}, "b": 1.0}, "tokens['a']['grad_input'] is -1.0, expected"),
-        ({"a": {"forward": 1.0, "grad_input": 2.0}, "b": 1.0}, "tokens['a'] has more tokens of grad_input than of"),
+        ({"a": 1.0, "b": math.nan}, "tokens['b'] is nan, expected a finite number or an object."),
+        ([1.0], "tokens is a list of 1, expected an object."),
         ({"a": 1.0, "b": 0.0}, "No layer of stages[1], such as 'b', saw a token of the micro-batch"),
     ],
 )
@@ -555,3 +518,42 @@ def test_a_grad_input_that_does_not_run_has_no_share(tmp_path: Path) -> None:
     seconds = {layer: {gemm: {"fp8": 1.0, "fp4": 1.0} for gemm in GEMMS} for layer in ("a", "b")}
     timed = dataclasses.replace(counted, measured=MeasuredCost(machine=machine, tokens=8, seconds=seconds))
     assert timed.fp4_time_fraction == 6 / 8
+
+
+# --- raised formats
+
+
+def plan_in(**formats: str) -> PrecisionPlan:
+    assignment = {layer: dict.fromkeys(GEMMS, name) for layer, name in formats.items()}
+    flops = {layer: dict.fromkeys(GEMMS, 2.0) for layer in formats}
+    return PrecisionPlan(assignment, flops, (tuple(formats),), PlanProvenance(step=3, policy="snip"))
+
+
+@pytest.mark.parametrize(
+    ("formats", "steps"),
+    [
+        (("fp4", "fp8"), ["fp4", "fp8", "bf16", "bf16"]),
+        (("fp4", "mxfp4", "fp8"), ["mxfp4", "fp8", "bf16", "bf16"]),
+        (("mxfp4", "mxfp6", "mxfp8"), ["mxfp4", "mxfp6", "mxfp8", "bf16"]),
+        (("fp4", "bf16"), ["fp4", "bf16", "bf16"]),
+    ],
+)
+def test_formats_go_up_by_their_bits(formats: tuple[str, ...], steps: list[str]) -> None:
+    found = plan_in(a=steps[0])
+    seen = [steps[0]]
+    for _ in steps[1:]:
+        found = raised_plan(found, ["a"], formats)
+        assert len(set(found.assignment["a"].values())) == 1
+        seen.append(found.assignment["a"]["forward"])
+    assert seen == steps
+
+
+def test_other_layers_stages_flops_and_provenance_stay() -> None:
+    before = plan_in(a="fp4", b="fp4", c="fp8")
+    after = raised_plan(before, {"a", "c"}, ("fp4", "fp8"))
+    assert {layer: row["grad_weight"] for layer, row in after.assignment.items()} == {
+        "a": "fp8",
+        "b": "fp4",
+        "c": "bf16",
+    }
+    assert (after.flops, after.stages, after.provenance) == (before.flops, before.stages, before.provenance)

@@ -18,14 +18,12 @@ from rich.console import Console
 from tiny_runs import SCHEDULE, history
 
 from snip_hf import PrecisionPlan
-from snip_hf.costs.gemm_timing import Machine
-from snip_hf.costs.measured_cost import MeasuredCost
+from snip_hf.costs.timing import Machine, MeasuredCost
 from snip_hf.estimation.table import ROWS, Divergence, DivergenceTable
 from snip_hf.integrations.model_card import trained_section
 from snip_hf.integrations.trackers import Trackers
 from snip_hf.numerics.gemms import GEMMS
-from snip_hf.planning.forward_shares import forward_shares
-from snip_hf.planning.plan import PlanProvenance
+from snip_hf.planning.plan import PlanProvenance, forward_shares
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
 from snip_hf.policies.registry import POLICIES, Policy, needs_probe, register_policy, rule_assignment

@@ -22,9 +22,8 @@ from policy_settings import (
 )
 
 from snip_hf.config import RATES, SnipConfig
-from snip_hf.costs.gemm_timing import Machine
-from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.costs.rates import Rates, register_rates
+from snip_hf.costs.timing import Machine, MeasuredCost
 from snip_hf.estimation.table import ROWS, Divergence, DivergenceTable
 from snip_hf.numerics.formats import E2M1, FORMATS, NumberFormat, Operand, register_format
 from snip_hf.numerics.gemms import GEMMS

@@ -26,8 +26,7 @@ from small import tiny_llama
 
 from snip_hf import SnipController
 from snip_hf.config import POLICIES, SnipConfig
-from snip_hf.costs.gemm_timing import Machine
-from snip_hf.costs.measured_cost import MeasuredCost
+from snip_hf.costs.timing import Machine, MeasuredCost
 from snip_hf.estimation.table import ROWS, Divergence, DivergenceTable
 from snip_hf.layers.state import block_of, snip_linears
 from snip_hf.numerics.gemms import GEMMS

@@ -42,7 +42,7 @@ from snip_hf.planning.solver import ilp
 from snip_hf.policies.registry import cost_of
 from snip_hf.policies.setting import Setting
 from snip_hf.policies.snip_paper import RELATIVE_NOISE, PaperEstimate
-from snip_hf.records.divergences import read_divergence
+from snip_hf.records.load import read_divergence
 
 EVERY: dict[str, Any] = {"probe_tokens": None, "probe_batch_tokens": None}
 PAPER = fp4_config(policy="snip-paper", **EVERY)
@@ -319,8 +319,7 @@ def test_a_run_decides_by_the_two_divergences_that_its_file_has(tmp_path: Path) 
     plan = Loop(config, tmp_path).run(4).controller.plan
     assert (plan.provenance.step, plan.provenance.policy) == (2, "snip-paper")
     assert 0.5 <= plan.fp4_fraction < 0.65
-    step, records = read_divergence(tmp_path / "snip" / "divergence-2.json")
-    table = DivergenceTable(0.0, tuple(Divergence(**record) for record in records))
+    step, table = read_divergence(tmp_path / "snip" / "divergence-2.json")
     assert step == 2 and all(row.weight_divergence > 0 < row.loss_divergence for row in of_layers(table).values())
     program = problem(Setting(config, plan.flops, plan.stages), table)
     assert Setting(config, plan.flops, plan.stages).assignment(ilp.solve(program)["choices"]) == plan.assignment

@@ -79,9 +79,9 @@ def test_a_checkpoint_of_another_run_than_its_history_says_so(data: Path, tmp_pa
 @pytest.mark.parametrize(
     ("content", "wrong"),
     [
-        ("[]", "the state is a list of 0, expected a JSON object."),
+        ("[]", "the state is a list of 0, expected an object."),
         ('{"plan": {}}', "it has no entry 'step'."),
-        ('{"step": 1, "plan": 7}', "plan is 7, expected a JSON object."),
+        ('{"step": 1, "plan": 7}', "it has no entry 'config'."),
         ('{"step"', "is not a usable state of a checkpoint: "),
     ],
 )

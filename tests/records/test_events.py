@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import platform
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,18 @@ import pytest
 from events import counted_event, refresh_event, small_plan, start_event
 
 from snip_hf.planning.solver.process import SolverResult
-from snip_hf.records.events import Event, Refresh, RefreshBegun, Start, later_event
-from snip_hf.records.history import read_history
-from snip_hf.records.interventions import Alarm, Retarget
+from snip_hf.records import events as events_module
+from snip_hf.records.events import (
+    Alarm,
+    Event,
+    Refresh,
+    RefreshBegun,
+    Retarget,
+    Start,
+    installed_versions,
+    read_event,
+    read_history,
+)
 
 BEGUN = RefreshBegun(
     step=2,
@@ -57,7 +68,7 @@ EVENTS: list[Event] = [
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: f"{event.event}-{event.step}")
 def test_an_event_comes_back_from_its_line(event: Event) -> None:
     record = json.loads(json.dumps(event.to_record()))
-    again = Start.from_record(record) if isinstance(event, Start) else later_event(record)
+    again = read_event(record)
     assert type(again) is type(event) and again.to_record() == record
     assert isinstance(event, Start) or again == event
     # A tracker may hand it on.
@@ -68,9 +79,8 @@ def test_an_event_comes_back_from_its_line(event: Event) -> None:
 @pytest.mark.parametrize(
     ("versions", "message"),
     [
-        (["2.13.0"], "versions is a list of 1, expected a JSON object."),
-        ({"torch": 2.13}, "versions['torch'] is 2.13, expected text or null."),
-        ({str(number): "1" for number in range(1001)}, "versions has 1,001 entries, expected at most 1000."),
+        (["2.13.0"], "versions is a list of 1, expected an object."),
+        ({"torch": 2.13}, "versions['torch'] is 2.13, expected text."),
     ],
 )
 def test_versions_that_are_none_are_refused(versions: Any, message: str) -> None:
@@ -99,14 +109,14 @@ def test_a_line_of_a_refresh_that_failed_before_its_probe_ends_with_what_did_not
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"status": "kept"}, "status is 'kept', expected 'applied' where applied_step is 4."),
-        ({"decided_step": -1}, "decided_step is -1, expected an integer from 0 to 9007199254740992."),
-        ({"divergence": {"fp4": 3}}, "divergence.fp4 is 3, expected a JSON object."),
-        ({"divergence": {"fp4": {"loss": "x"}}}, "divergence.fp4.loss is 'x', expected a number up to 1e+100 in size."),
-        ({"memory_mib": []}, "memory_mib is a list of 0, expected a JSON object."),
+        ({"decided_step": "1"}, "decided_step is '1', expected an integer."),
+        ({"divergence": {"fp4": 3}}, "divergence['fp4'] is 3, expected an object."),
+        ({"divergence": {"fp4": {"loss": "x"}}}, "divergence['fp4']['loss'] is 'x', expected a finite number or null."),
+        ({"memory_mib": []}, "memory_mib is a list of 0, expected an object."),
         ({"stage_fp4_fractions": 1}, "stage_fp4_fractions is 1, expected a list."),
         ({"solver": 1}, "solver is 1, expected text or null."),
-        ({"loss": True}, "loss is True, expected a number up to 1e+100 in size."),
+        ({"loss": True}, "loss is True, expected a finite number or null."),
+        ({"changes": {"a:forward": ["fp8"]}}, "changes['a:forward'] is a list of 1, expected two values."),
     ],
 )
 def test_a_value_that_no_run_writes_is_refused_with_its_field(changes: dict[str, Any], message: str) -> None:
@@ -118,48 +128,23 @@ def test_a_value_that_no_run_writes_is_refused_with_its_field(changes: dict[str,
 @pytest.mark.parametrize(
     ("event", "changes", "message"),
     [
+        (ALARM, {"action": []}, "action is a list of 0, expected text."),
+        (ALARM, {"failures": "1"}, "failures is '1', expected an integer."),
+        (ALARM, {"value": "x"}, "value is 'x', expected a finite number or null."),
+        (RETARGET, {"fields": {"rates": [0]}}, "fields['rates'] is a list of 1, expected two values."),
         (
-            ALARM,
-            {"figure": "mood"},
-            "figure is 'mood', expected one of loss, gradient norm.",
+            RETARGET,
+            {"event": "tomorrow"},
+            "event is 'tomorrow', expected one of start, refresh, coverage, guard, target.",
         ),
-        (ALARM, {"action": []}, "action is a list of 0, expected one of noted, raised."),
-        (ALARM, {"failures": -1}, "failures is -1, expected an integer from 0 to 9007199254740992."),
-        (ALARM, {"value": "x"}, "value is 'x', expected a number up to 1e+100 in size."),
-        (RETARGET, {"fields": {"seed": [0, 1]}}, "fields names 'seed', expected one of target_fp4_fraction, "),
-        (RETARGET, {"fields": {"rates": [0]}}, "fields['rates'] is a list of 1, expected the old and the new value."),
     ],
 )
 def test_an_alarm_or_a_target_that_no_run_writes_is_refused_with_its_field(
     event: Alarm | Retarget, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
-        later_event(event.to_record() | changes)
+        read_event(event.to_record() | changes)
     assert str(caught.value).startswith(message)
-
-
-def test_a_refresh_of_before_there_were_all_of_its_entries_is_read() -> None:
-    names = ("event", "step", "applied_step", "reason", "fp4_fraction", "changes", "layers_changed")
-    record = APPLIED.to_record()
-    found = Refresh.from_record({name: record[name] for name in names} | {"of_tomorrow": 1})
-    assert (found.status, found.decided_step, found.seconds, found.stage_fp4_fractions) == ("applied", 4, {}, ())
-
-
-def test_a_history_of_before_frozen_layers_had_no_grad_weight_is_read_without_it(tmp_path: Path) -> None:
-    name, gemms = "model.layers.0.q_proj", ("forward", "grad_input", "grad_weight")
-    start = start_event().to_record() | {
-        "plan": {name: dict.fromkeys(gemms, "fp8")},
-        "flops": {name: {"forward": 1.0, "grad_input": 1.0, "grad_weight": 0.0}},
-        "stages": [[name]],
-    }
-    refresh = APPLIED.to_record() | {"changes": {f"{name}:{gemm}": ["fp8", "fp4"] for gemm in gemms}}
-    path = tmp_path / "history.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in (start, refresh)))
-    found, changed = read_history(path)
-    assert isinstance(found, Start) and isinstance(changed, Refresh)
-    expected = {"model.layers.0.q_proj": {"forward": "fp8", "grad_input": "fp8"}}
-    assert {layer: dict(row) for layer, row in found.plan.assignment.items()} == expected
-    assert list(changed.changes) == ["model.layers.0.q_proj:forward", "model.layers.0.q_proj:grad_input"]
 
 
 def test_the_line_and_the_field_are_named_of_a_history_that_is_none(tmp_path: Path) -> None:
@@ -169,7 +154,7 @@ def test_the_line_and_the_field_are_named_of_a_history_that_is_none(tmp_path: Pa
     with pytest.raises(ValueError) as caught:
         list(read_history(path))
     assert str(caught.value) == (
-        f"Line 3 of {path} is not a line of a snip-hf history: loss is 'x', expected a number up to 1e+100 in size."
+        f"Line 3 of {path} is not a line of a snip-hf history: loss is 'x', expected a finite number or null."
     )
     notes: list[str] = []
     assert [event.step for event in read_history(path, notes)] == [0, 2]
@@ -179,26 +164,46 @@ def test_the_line_and_the_field_are_named_of_a_history_that_is_none(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"flops": -1}, "'flops' is -1.0, expected a number of at least 0."),
-        ({"covered": 201.0}, "covered is 201, expected at most flops, 200."),
-        ({"uncovered": {}}, "uncovered is a JSON object of 0, expected a list."),
-        ({"uncovered": [{}]}, "it has no entry 'name'."),
-        ({"uncovered": [{"name": "a", "kind": 3, "share": 0, "reason": "b"}]}, "uncovered[0].kind is 3, expected text"),
-        (
-            {"uncovered": [{"name": "a", "kind": "b", "share": 1.5, "reason": "c"}]},
-            "uncovered[0].share is 1.5, expected",
-        ),
-        ({"aside": {"x": None}}, "'x' is None, expected a number of at least 0."),
-        ({"tokens": {"a": -1}}, "tokens['a'] is -1.0, expected a number of at least 0."),
-        ({"tokens": {"a": "x"}}, "tokens['a'] is 'x', expected a number up to 1e+100 in size."),
-        (
-            {"changes": {"a:forward": ["fp8"]}},
-            "changes['a:forward'] is a list of 1, expected the old and the new format.",
-        ),
-        ({"step": -1}, "step is -1, expected an integer"),
+        ({"flops": "1"}, "coverage.flops is '1', expected a finite number."),
+        ({"uncovered": {}}, "coverage.uncovered is an object of 0, expected a list."),
+        ({"uncovered": [{}]}, "coverage.uncovered[0] has no entry 'name'."),
+        ({"aside": {"x": None}}, "coverage.aside['x'] is None, expected a finite number."),
+        ({"tokens": {"a": "x"}}, "tokens['a'] is 'x', expected a finite number or an object."),
+        ({"tomorrow": 1}, "coverage has an unknown entry 'tomorrow'"),
     ],
 )
 def test_a_count_that_is_none_is_refused_by_its_field(changes: dict[str, Any], message: str) -> None:
     record = json.loads(json.dumps(counted_event().to_record())) | changes
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        later_event(record)
+        read_event(record)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "is empty; expected a line with the start of the run."),
+        ([refresh_event(2)], "Line 1 of .* expected one start, in the first line."),
+        ([start_event(), start_event()], "Line 2 of .* expected one start, in the first line."),
+        (
+            [start_event(), refresh_event(2, changes={"b:forward": ("fp8", "fp4")})],
+            "changes 'b:forward', which the start",
+        ),
+    ],
+)
+def test_a_history_that_no_run_writes_is_refused(lines: list[Event], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text("".join(json.dumps(event.to_record()) + "\n" for event in lines))
+    with pytest.raises(ValueError, match=message):
+        list(read_history(path))
+
+
+def test_versions_are_those_of_python_and_of_the_installed_packages() -> None:
+    found = installed_versions()
+    assert found["python"] == platform.python_version()
+    assert found["torch"] == metadata.version("torch")
+    assert found["transformers"] == metadata.version("transformers")
+
+
+def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "_PACKAGES", ("torch", "no-such-package-as-this"))
+    assert set(installed_versions()) == {"python", "torch"}

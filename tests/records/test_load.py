@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from written_runs import random_assignments, write_run
 
-from snip_hf.records.interventions import LOSS, Alarm, Retarget
+from snip_hf.records.events import LOSS, Alarm, Retarget
 from snip_hf.records.load import load_run
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from written_runs import random_assignments, write_run
 
-from snip_hf.records.interventions import Alarm
+from snip_hf.records.events import Alarm
 from snip_hf.records.load import load_run
 from snip_hf.reporting.facts import last_decided
 

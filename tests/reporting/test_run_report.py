@@ -19,8 +19,7 @@ from matplotlib.image import imread
 from rich.console import Console
 from written_runs import KINDS, random_assignments, write_divergence, write_losses, write_run
 
-from snip_hf.costs.gemm_timing import Machine
-from snip_hf.costs.measured_cost import MeasuredCost
+from snip_hf.costs.timing import Machine, MeasuredCost
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan

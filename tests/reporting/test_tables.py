@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from two_stages import FLOPS, STAGES, measured, plan
 
-from snip_hf.costs.gemm_timing import Machine
+from snip_hf.costs.timing import Machine
 from snip_hf.numerics.formats import FORMATS, NumberFormat, integers, register_format
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan

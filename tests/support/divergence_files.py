@@ -7,7 +7,5 @@ from typing import Any
 
 
 def records_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows as objects; files of schema version 1 hold them so."""
-    if "records" in document:
-        return list(document["records"])
+    """The rows as objects."""
     return [dict(zip(document["columns"], row, strict=True)) for row in document["rows"]]

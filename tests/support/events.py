@@ -7,8 +7,7 @@ from typing import Any
 from snip_hf.estimation.coverage import Coverage, Uncovered
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
-from snip_hf.records.coverage import Counted
-from snip_hf.records.events import Refresh, Start
+from snip_hf.records.events import Counted, Refresh, Start
 
 
 def small_plan(format: str = "fp4") -> PrecisionPlan:

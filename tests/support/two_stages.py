@@ -8,8 +8,7 @@ from typing import Any
 
 from configs import fp4_config
 
-from snip_hf.costs.gemm_timing import Machine
-from snip_hf.costs.measured_cost import MeasuredCost
+from snip_hf.costs.timing import Machine, MeasuredCost
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan

@@ -45,6 +45,7 @@ def write_run(folder: Path, assignments: list[Assignment], kept: tuple[int, ...]
                 "event": "refresh",
                 "step": every * index,
                 "applied_step": every * index + 10 if applied else None,
+                "decided_step": every * index + 10,
                 "status": "applied" if applied else "kept",
                 "reason": None if applied else "The solver [cbc] was killed after 60 s.",
                 "fp4_fraction": 0.5,
@@ -67,19 +68,13 @@ def write_run(folder: Path, assignments: list[Assignment], kept: tuple[int, ...]
 
 
 def write_divergence(folder: Path, step: int, values: dict[tuple[str, str], tuple[float, float]]) -> None:
-    records = [
-        {
-            "layer": layer,
-            "gemm": gemm,
-            "format": name,
-            "loss_divergence": loss,
-            "weight_divergence": weight,
-            "flops": 1.0,
-        }
+    columns = ["layer", "gemm", "format", "loss_divergence", "weight_divergence", "flops"]
+    rows = [
+        [layer, gemm, name, loss, weight, 1.0]
         for (layer, gemm), (loss, weight) in values.items()
         for name, loss, weight in (("fp4", loss, weight), ("fp8", loss / 100, weight / 10))
     ]
-    document = {"schema_version": 1, "step": step, "loss": 4.0, "records": records}
+    document = {"schema_version": 2, "step": step, "loss": 4.0, "columns": columns, "rows": rows}
     (folder / "snip" / f"divergence-{step}.json").write_text(json.dumps(document))
 
 

@@ -21,8 +21,7 @@ from transformers import TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig
 from snip_hf.layers.convert import convert_model
-from snip_hf.records.history import read_history
-from snip_hf.records.interventions import Retarget
+from snip_hf.records.events import Retarget, read_history
 from snip_hf.training.checkpoint import weights_fingerprint
 
 OPTIONS: dict[str, Any] = {**SCHEDULE, "granularity": "gemm"}

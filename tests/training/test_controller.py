@@ -35,7 +35,6 @@ from tiny_runs import (
 from torch import Tensor, nn
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, is_probing
-from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.kernels.backend import BACKENDS, register_backend
 from snip_hf.kernels.emulated import Emulated
 from snip_hf.layers.state import snip_linears
@@ -50,7 +49,7 @@ from snip_hf.planning.solver import process as process_module
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.policies.setting import Setting
 from snip_hf.records import run_folder as run_folder_module
-from snip_hf.records.divergences import read_divergence
+from snip_hf.records.load import read_divergence
 from snip_hf.training.checks import check_launch
 from snip_hf.training.refresh import Solving, start_solver
 
@@ -362,25 +361,12 @@ def test_a_run_decides_by_the_criterion_that_its_file_of_divergences_has(
     assert (plan.provenance.step, plan.provenance.policy) == (2, policy)
     assert plan.provenance.solver == ("greedy" if policy == "greedy" else FAST["solver"])
     assert 0.5 <= plan.fp4_fraction < 0.65
-    step, records = read_divergence(tmp_path / "snip" / "divergence-2.json")
-    table = DivergenceTable(0.0, tuple(Divergence(**record) for record in records))
+    step, table = read_divergence(tmp_path / "snip" / "divergence-2.json")
     assert step == 2 and sum(row.criterion for row in table.rows) > 0
     setting = Setting(config, plan.flops, plan.stages)
     assert setting.assignment(ilp.solve(problem(setting, table))["choices"]) == plan.assignment
     if granularity == "gemm" and policy in ("fisher", "greedy"):
         assert {formats["forward"] for formats in plan.assignment.values()} == {"fp8"}
-
-
-def test_a_file_of_divergences_without_the_column_of_criteria_is_read(tmp_path: Path) -> None:
-    Loop(CONFIG, tmp_path).run(4)
-    path = tmp_path / "snip" / "divergence-2.json"
-    document = json.loads(path.read_text())
-    before = read_divergence(path)
-    column = document["columns"].index("criterion")
-    del document["columns"][column]
-    assert [row.pop(column) for row in document["rows"]] == [None] * len(before[1])
-    path.write_text(json.dumps(document))
-    assert read_divergence(path) == before
 
 
 @pytest.mark.parametrize("policy", ["first2-last8", "last-15-percent", "backward-first"])

@@ -24,7 +24,7 @@ from snip_hf.estimation.coverage import CountedPass
 from snip_hf.integrations.trackers import quantities_in_force
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.parallel.ranks import Processes, Ranks
-from snip_hf.records.coverage import Counted
+from snip_hf.records.events import Counted
 from snip_hf.records.load import load_run
 from snip_hf.reporting.facts import attained_text
 from snip_hf.training import coverage_check

@@ -19,9 +19,7 @@ from tiny_runs import SCHEDULE, differing, one_thread, weights
 from torch import Tensor, nn
 
 from snip_hf import SnipConfig, SnipController
-from snip_hf.records.events import Refresh
-from snip_hf.records.history import read_history
-from snip_hf.records.interventions import Alarm
+from snip_hf.records.events import Alarm, Refresh, read_history
 from snip_hf.records.load import load_run
 from snip_hf.training import guard as guard_module
 

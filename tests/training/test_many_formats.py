@@ -12,7 +12,7 @@ from snip_hf.cli import main
 from snip_hf.integrations.export import TARGETS
 from snip_hf.layers.state import snip_linears
 from snip_hf.planning.plan import PrecisionPlan
-from snip_hf.records.divergences import read_divergence
+from snip_hf.records.load import read_divergence
 from snip_hf.reporting.run_report import run_report
 
 NAMES = ("nvfp4-rht", "mxfp4", "mxfp6", "fp8-tensor", "bf16")
@@ -27,10 +27,10 @@ def test_five_formats_train_resume_to_the_bit_report_and_export(
     used = {name for row in plan.assignment.values() for name in row.values()}
     assert used <= set(NAMES) and used & {"nvfp4-rht", "mxfp4"} and plan.fp4_fraction >= 0.5
     assert {name: layer.formats for name, layer in snip_linears(whole.model).items()} == plan.to_dict()["assignment"]
-    _, records = read_divergence(tmp_path / "whole" / "snip" / "divergence-2.json")
-    assert {record["format"] for record in records} == set(NAMES) - {"bf16"}
+    _, table = read_divergence(tmp_path / "whole" / "snip" / "divergence-2.json")
+    assert {row.format for row in table.rows} == set(NAMES) - {"bf16"}
     # Finer formats disturb less: over all layers.
-    size = {name: sum(record["weight_divergence"] for record in records if record["format"] == name) for name in NAMES}
+    size = {name: sum(row.weight_divergence for row in table.rows if row.format == name) for name in NAMES}
     assert size["fp8-tensor"] < size["mxfp6"] < min(size["mxfp4"], size["nvfp4-rht"])
     # Saved between a probe and the application of its plan.
     checkpoint = tmp_path / "whole" / "checkpoint-3"

@@ -15,8 +15,8 @@ from rich.console import Console
 from tiny_runs import SCHEDULE
 
 from snip_hf import PrecisionPlan, SnipConfig
-from snip_hf.costs import gemm_timing as gemm_timing_module
-from snip_hf.costs.gemm_timing import GemmShape
+from snip_hf.costs import timing as gemm_timing_module
+from snip_hf.costs.timing import GemmShape
 from snip_hf.records.load import load_run
 from snip_hf.reporting.figures import write_figures
 from snip_hf.reporting.run_report import print_run

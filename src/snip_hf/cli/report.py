@@ -103,7 +103,7 @@ def _bf16_losses(name: str) -> dict[int, dict[str, float]]:
         ValueError: there are no losses.
     """
     from ..integrations.hub import run_folder
-    from ..records.losses import read_log
+    from ..records.load import read_log
 
     notes: list[str] = []
     folder = run_folder(name)

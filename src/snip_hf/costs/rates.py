@@ -1,7 +1,7 @@
 """The rates at which hardware runs each format's GEMMs, relative to BF16, and the speed-up of a plan that follows.
 
 A rate is a vendor's dense peak by the peak for BF16, from the datasheet that the table names. Peaks are upper bounds:
-quantization, memory and small GEMMs take their part. Measured times (`costs.measured_cost.MeasuredCost`) know these.
+quantization, memory and small GEMMs take their part. Measured times (`costs.timing.MeasuredCost`) know these.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..config import RATES
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from .flops import Work
-from .measured_cost import MeasuredCost
+from .timing import MeasuredCost
 
 GemmTimes = Mapping[str, Mapping[str, Mapping[str, float]]]
 """Layer -> GEMM -> format -> time, in any unit."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,8 @@ _CLAUSES = {
 _ACTIVATIONS = "products of activations with each other (attention, scans)"
 
 
-class Uncovered(NamedTuple):
+@dataclass(frozen=True)
+class Uncovered:
     """Matrix products that stay in high precision, those of one kind of weight under all numbers of blocks."""
 
     name: str
@@ -90,7 +91,7 @@ class Coverage:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON data."""
-        rest = [one._asdict() for one in self.uncovered]
+        rest = [dict(vars(one)) for one in self.uncovered]
         return {"flops": self.flops, "covered": self.covered, "uncovered": rest, "aside": dict(self.aside)}
 
     def describe(self) -> str:

@@ -12,8 +12,7 @@ from huggingface_hub import ModelCard
 from ..config import POLICIES, SnipConfig, read_shares, shares_text
 from ..estimation.coverage import Coverage
 from ..numerics.formats import FORMATS
-from ..planning.forward_shares import forward_shares
-from ..planning.plan import PrecisionPlan
+from ..planning.plan import PrecisionPlan, forward_shares
 from ..records.run_folder import FOLDER
 from ..shipped_files import REPOSITORY
 from ..text import printable

@@ -12,7 +12,7 @@ from typing import Any, cast
 from transformers import Trainer, TrainerState, TrainingArguments
 
 from ..json_io import read_json, remove_temporaries, write_json_atomic
-from ..records.checkpoints import STATE_NAME
+from ..records.load import STATE_NAME
 from ..text import printable
 from ..training.controller import SnipController
 from .trainer_loss import Wrapped, find_call

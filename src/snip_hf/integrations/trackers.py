@@ -22,11 +22,8 @@ from transformers.integrations.integration_utils import (
 )
 
 from ..estimation.coverage import Coverage
-from ..planning.forward_shares import forward_shares
-from ..planning.plan import PrecisionPlan
-from ..records.coverage import Counted
-from ..records.events import Event, Refresh, Start
-from ..records.interventions import Alarm, Retarget
+from ..planning.plan import PrecisionPlan, forward_shares
+from ..records.events import Alarm, Counted, Event, Refresh, Retarget, Start
 from ..text import printable
 from ..training.controller import SnipController
 

@@ -18,7 +18,7 @@ from ..layers.convert import keep_states_apart, restore_model
 from ..layers.run_hooks import RunMark, marks_on
 from ..layers.state import snip_linears
 from ..parallel.sharding import gather_ahead, unwrap
-from ..records.event_writer import Tracker, check_tracker
+from ..records.run_folder import Tracker, check_tracker
 from ..text import WITHOUT_PROBE, printable
 from ..training.checks import check_launch, check_trainer
 from ..training.controller import SnipController

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..costs.measured_cost import predicted_times
+from ..costs.timing import predicted_times
 from ..numerics.formats import REFERENCE
 from .plan import PrecisionPlan
 

@@ -1,69 +1,93 @@
 """The precision plan: the format of each GEMM of each layer, and where that decision came from.
 
-A plan is data: exact layer name and GEMM -> format, the FLOPs behind its FP4 share, the stages that each had to meet
-the target, its provenance, and the measured times where these were what had to meet it. It is checked whenever it is
-built, so a plan that exists is a plan that can be applied.
-Files are JSON, read strictly: a plan may come from the Hub or from a disk that filled up.
+A plan is checked whenever it is built, so a plan that exists can be applied. `raised_plan` and `forward_shares` are the
+other views of it that a run needs.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
+from ..config import FORWARD
 from ..costs.flops import Tokens, Work, as_json, executed, is_routed, linear_flops
-from ..costs.measured_cost import MeasuredCost
 from ..costs.rates import GemmTimes, linear_times, speedup
-from ..json_io import read_json, write_json_atomic
+from ..costs.timing import MeasuredCost
+from ..json_io import from_json, read_json, short, write_json_atomic
 from ..layers.state import GRAD_WEIGHT, snip_linears
-from ..numerics.formats import FORMATS, check_format
+from ..numerics.formats import FORMATS, UNQUANTIZED, check_format
 from ..numerics.gemms import GEMMS
 from ..registry import UnknownName
 from ..text import printable
-from .checked_tables import (
-    as_stages,
-    check_same_gemms,
-    check_same_layers,
-    checked_measured,
-    checked_stages,
-    checked_table,
-    checked_tokens,
-    read_measured,
-    without_idle,
-)
-from .checked_values import MAX_TEXT, check_keys, check_type, finite, short
-from .provenance import PlanProvenance
 
 SCHEMA_VERSION = 1
 KIND = "snip-hf precision plan"
+# Characters of a path that an error shows.
+_MAX_PATH = 4096
 
 Assignment = Mapping[str, Mapping[str, str]]
+"""Layer -> GEMM -> format."""
 Flops = Mapping[str, Mapping[str, float]]
+"""Layer -> GEMM -> FLOPs per token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanProvenance:
+    """Where a plan comes from. `None` means that it does not apply or is not known.
+
+    Raises:
+        ValueError: `config` is not JSON data.
+    """
+
+    step: int
+    """Optimizer step that the probe preceded; 0 for a plan made before training."""
+    policy: str
+    granularity: str | None = None
+    target_fp4_fraction: float | None = None
+    objective: float | None = None
+    bound: float | None = None
+    """Proven lower bound of the objective."""
+    gap: float | None = None
+    """(objective - bound) / objective."""
+    solver: str | None = None
+    solver_version: str | None = None
+    seconds: float | None = None
+    """Wall-clock time of the solver."""
+    config: Mapping[str, Any] | None = None
+    """The `SnipConfig` as a dict."""
+    model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.config is None:
+            return
+        try:
+            config = json.loads(json.dumps(dict(self.config), allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"provenance.config is not JSON data: {error}.") from error
+        object.__setattr__(self, "config", config)
 
 
 @dataclass(frozen=True)
 class PrecisionPlan:
     """Exact layer name and GEMM -> format. Immutable: the mappings are copied, ordered by stage and made read-only.
 
-    A layer whose weight is frozen has no grad_weight. An entry for it, which earlier versions wrote with 0 FLOPs and
-    which a plan has that was made for a trained weight, is left out.
+    A layer whose weight is frozen has no grad_weight; an entry for one without FLOPs is left out.
 
     Raises:
-        ValueError: no layers; a layer without exactly the GEMMs that have FLOPs; an unknown format; FLOPs for other
-            layers than the assignment's, negative or not finite; stages that do not hold each layer exactly once, or
-            have no FLOPs; measured times or tokens for other layers, or no time for a GEMM that has FLOPs.
+        ValueError: no layers; a layer without exactly the GEMMs that have FLOPs; an unknown format; FLOPs, measured
+            times or tokens for other layers than the assignment's; stages that do not hold each layer exactly once, or
+            have no FLOPs.
     """
 
     assignment: Assignment
-    """{layer: {gemm: format}}"""
     flops: Flops
-    """{layer: {gemm: FLOPs per token}}"""
     stages: tuple[tuple[str, ...], ...]
     """Layer names of each (pipeline) stage; at least one stage."""
     provenance: PlanProvenance
@@ -74,23 +98,51 @@ class PrecisionPlan:
     saw the same number, and so did all its GEMMs, or, of a model with experts, nothing was counted."""
 
     def __post_init__(self) -> None:
-        flops = checked_table(self.flops, "flops", lambda value, where: finite(value, where, minimum=0.0))
-        flops = {layer: without_idle(row, row) for layer, row in flops.items()}
-        assignment = checked_table(self.assignment, "assignment", check_format)
-        check_same_layers(assignment, flops)
-        assignment = {layer: without_idle(row, flops[layer]) for layer, row in assignment.items()}
-        check_same_gemms(assignment, flops)
-        stages = checked_stages(self.stages, flops)
-        if not isinstance(self.provenance, PlanProvenance):
-            raise ValueError(f"provenance is {short(self.provenance)}, expected a PlanProvenance.")
-        ordered = [layer for stage in stages for layer in stage]
+        flops, assignment = _table(self.flops, "flops", float), _table(self.assignment, "assignment", str)
+        for layer in assignment.keys() ^ flops.keys():
+            missing = "flops" if layer in assignment else "assignment"
+            raise ValueError(f"{missing} has no entry for layer {short(layer)}; both must name the same layers.")
+        gemms = {layer: [gemm for gemm in row if gemm != GRAD_WEIGHT or row[gemm] > 0] for layer, row in flops.items()}
+        for layer, row in assignment.items():
+            if GRAD_WEIGHT in gemms[layer] and GRAD_WEIGHT not in row:
+                raise ValueError(
+                    f"assignment[{layer!r}] has no format for grad_weight, which has FLOPs: the plan was made for a "
+                    "frozen weight. Freeze the weight, or use a plan that was made for a trained one."
+                )
+            for gemm in gemms[layer]:
+                check_format(row[gemm], f"assignment[{layer!r}][{gemm!r}]")
+                if not 0 <= flops[layer][gemm] <= 1e300:
+                    number = flops[layer][gemm]
+                    raise ValueError(f"flops[{layer!r}][{gemm!r}] is {number}, expected a number of at least 0.")
+        stages = _checked_stages(self.stages, flops)
+        order = [layer for stage in stages for layer in stage]
+
+        def ordered(table: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+            return MappingProxyType(
+                {layer: MappingProxyType({gemm: table[layer][gemm] for gemm in gemms[layer]}) for layer in order}
+            )
+
         if self.measured is not None:
-            object.__setattr__(self, "measured", checked_measured(self.measured, flops, ordered))
-        if self.tokens is not None:
-            object.__setattr__(self, "tokens", checked_tokens(self.tokens, flops, stages))
-        object.__setattr__(self, "assignment", MappingProxyType({layer: assignment[layer] for layer in ordered}))
-        object.__setattr__(self, "flops", MappingProxyType({layer: flops[layer] for layer in ordered}))
+            self.measured.check({layer: {gemm: flops[layer][gemm] for gemm in gemms[layer]} for layer in flops})
+            object.__setattr__(self, "measured", replace(self.measured, seconds=ordered(self.measured.seconds)))
+        object.__setattr__(self, "assignment", ordered(assignment))
+        object.__setattr__(self, "flops", ordered(flops))
         object.__setattr__(self, "stages", stages)
+        if self.tokens is not None:
+            object.__setattr__(self, "tokens", self._checked_tokens())
+
+    def _checked_tokens(self) -> Tokens:
+        tokens = from_json(Tokens, self.tokens, "tokens")
+        for layer in tokens.keys() ^ self.flops.keys():
+            raise ValueError(f"tokens and flops do not both name layer {short(layer)}; expected the same layers.")
+        work = executed(self.flops, tokens)
+        for index, stage in enumerate(self.stages):
+            if not math.fsum(value for layer in stage for value in work[layer].values()) > 0:
+                raise ValueError(
+                    f"No layer of stages[{index}], such as {stage[0]!r}, saw a token of the micro-batch, so its FP4 "
+                    "share means nothing. Leave its layers out (skip_modules), or let every micro-batch reach them."
+                )
+        return MappingProxyType({layer: tokens[layer] for layer in self.flops})
 
     @classmethod
     def uniform(
@@ -98,7 +150,7 @@ class PrecisionPlan:
     ) -> PrecisionPlan:
         """The plan that runs every GEMM of every layer in `flops` in one format."""
         assignment = {layer: dict.fromkeys(row, format) for layer, row in flops.items()}
-        return cls(assignment, flops, as_stages(stages), provenance)
+        return cls(assignment, flops, tuple(map(tuple, stages)), provenance)
 
     @property
     def executed(self) -> Work:
@@ -302,39 +354,27 @@ class PrecisionPlan:
             "assignment": {layer: dict(formats) for layer, formats in self.assignment.items()},
             "flops": {layer: dict(flops) for layer, flops in self.flops.items()},
             "stages": [list(stage) for stage in self.stages],
-            "provenance": self.provenance.to_dict(),
+            "provenance": asdict(self.provenance),
         }
         if self.measured is not None:
             document["measured"] = self.measured.to_dict()
         return document if self.tokens is None else document | {"tokens": as_json(self.tokens)}
 
     @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> PrecisionPlan:
+    def from_dict(cls, document: Any) -> PrecisionPlan:
         """The inverse of `to_dict`.
 
         Raises:
             ValueError: another schema version or kind, a missing or unknown key, or anything the plan itself refuses.
         """
-        check_type(document, Mapping, "the document", "a JSON object")
-        if document.get("kind") != KIND:
-            raise ValueError(f"kind is {short(document.get('kind'))}, expected {KIND!r}.")
-        version = document.get("schema_version")
-        if type(version) is not int or version != SCHEMA_VERSION:
-            raise ValueError(f"schema_version is {short(version)}, expected {SCHEMA_VERSION}.")
-        optional = [name for name in ("measured", "tokens") if name in document]
-        keys = ("schema_version", "kind", "assignment", "flops", "stages", "provenance", *optional)
-        check_keys(document, keys, "the document")
-        provenance = document["provenance"]
-        check_type(provenance, Mapping, "provenance", "a JSON object")
-        check_keys(provenance, tuple(field.name for field in fields(PlanProvenance)), "provenance")
-        return cls(
-            document["assignment"],
-            document["flops"],
-            document["stages"],
-            PlanProvenance(**provenance),
-            read_measured(document["measured"]) if "measured" in document else None,
-            document.get("tokens"),
-        )
+        if not isinstance(document, Mapping):
+            raise ValueError(f"the document is {short(document)}, expected an object.")
+        for key, expected in (("kind", KIND), ("schema_version", SCHEMA_VERSION)):
+            if document.get(key) != expected:
+                raise ValueError(f"{key} is {short(document.get(key))}, expected {expected!r}.")
+        values = {name: value for name, value in document.items() if name not in ("kind", "schema_version")}
+        plan: PrecisionPlan = from_json(cls, values)
+        return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; the file at `path` is the old one or the whole new one, never a part."""
@@ -352,11 +392,102 @@ class PrecisionPlan:
             return cls.from_dict(read_json(path))
         except UnknownName as error:
             raise UnknownName(
-                f"{printable(path, MAX_TEXT)} cannot be read: {error} Otherwise, restore the file or let a run "
+                f"{printable(path, _MAX_PATH)} cannot be read: {error} Otherwise, restore the file or let a run "
                 "write it again."
             ) from error
         except ValueError as error:
             raise ValueError(
-                f"{printable(path, MAX_TEXT)} is not a usable precision plan: {error} Restore the file or let a "
+                f"{printable(path, _MAX_PATH)} is not a usable precision plan: {error} Restore the file or let a "
                 "run write it again."
             ) from error
+
+
+def _table(table: Any, name: str, kind: type) -> dict[str, dict[str, Any]]:
+    """{layer: {gemm: value}} with the GEMMs in their order; a layer may lack grad_weight (its weight is frozen)."""
+    checked: dict[str, dict[str, Any]] = from_json(Mapping[str, Mapping[str, kind]], table, name)  # type: ignore[valid-type]
+    if not checked:
+        raise ValueError(f"{name} is empty, expected at least one layer.")
+    for layer, row in checked.items():
+        if not set(GEMMS) - {GRAD_WEIGHT} <= row.keys() <= set(GEMMS):
+            got = short(", ".join(row))
+            raise ValueError(f"{name}[{layer!r}] has the entries {got}; expected exactly {', '.join(GEMMS)}.")
+        checked[layer] = {gemm: row[gemm] for gemm in GEMMS if gemm in row}
+    return checked
+
+
+def _checked_stages(stages: Any, flops: Flops) -> tuple[tuple[str, ...], ...]:
+    """The stages as tuples; refuses those that do not part the layers, or have no FLOPs."""
+    checked: tuple[tuple[str, ...], ...] = from_json(tuple[tuple[str, ...], ...], stages, "stages")
+    seen: dict[str, int] = {}
+    for index, stage in enumerate(checked):
+        for layer in stage:
+            if layer not in flops:
+                raise ValueError(f"stages[{index}] names layer {layer!r}, which the assignment does not have.")
+            if layer in seen:
+                raise ValueError(f"layer {layer!r} is in stages[{seen[layer]}] and stages[{index}], expected in one.")
+            seen[layer] = index
+        if not math.fsum(value for layer in stage for value in flops[layer].values()) > 0:
+            raise ValueError(f"stages[{index}] has no FLOPs, so its FP4 share means nothing; leave the stage out.")
+    for layer in flops:
+        if layer not in seen:
+            raise ValueError(f"layer {layer!r} is in no stage, expected in exactly one.")
+    return checked
+
+
+def raised_plan(plan: PrecisionPlan, layers: Collection[str], formats: Sequence[str]) -> PrecisionPlan:
+    """Returns the plan in which GEMMs of `layers` have the next format of more bits; the last one is unquantized.
+
+    Args:
+        plan: in force.
+        layers: to raise; what is unquantized stays so.
+        formats: of the run. Of several with as many bits, the first one is taken.
+    """
+    ladder = sorted(dict.fromkeys([*formats, UNQUANTIZED.name]), key=lambda name: FORMATS[name].bits)
+
+    def raised(name: str) -> str:
+        return next((other for other in ladder if FORMATS[other].bits > FORMATS[name].bits), name)
+
+    assignment = {
+        layer: {gemm: raised(name) if layer in layers else name for gemm, name in row.items()}
+        for layer, row in plan.assignment.items()
+    }
+    return replace(plan, assignment=assignment)
+
+
+@dataclass(frozen=True)
+class ForwardShares:
+    """Shares (0..1) of the forward GEMMs alone that run in FP4."""
+
+    fp4_fraction: float
+    """Of their FLOPs."""
+    stage_fp4_fractions: tuple[float, ...]
+    """Of their FLOPs in each stage."""
+    fp4_time_fraction: float | None
+    """Of their measured time; None: nothing was measured."""
+
+    def describe(self) -> str:
+        """Returns them as the log shows them, after the shares of all GEMMs."""
+        stages = ", ".join(f"{share:.1%}" for share in self.stage_fp4_fractions)
+        time = "" if self.fp4_time_fraction is None else f" and {self.fp4_time_fraction:.1%} of their time"
+        return f"{self.fp4_fraction:.1%} of the forward GEMMs alone (per stage: {stages}){time}"
+
+
+def forward_shares(plan: PrecisionPlan) -> ForwardShares | None:
+    """Returns the shares of a plan that decides on forward GEMMs alone (`SnipConfig.decides`); None for any other."""
+    if (plan.provenance.config or {}).get("decides") != FORWARD:
+        return None
+    work, times = plan.executed, plan.times
+    return ForwardShares(
+        forward_fraction(plan, plan.assignment, work),
+        tuple(forward_fraction(plan, stage, work) for stage in plan.stages),
+        None if times is None else forward_fraction(plan, plan.assignment, times.work),
+    )
+
+
+def forward_fraction(plan: PrecisionPlan, layers: Iterable[str], work: Work) -> float:
+    """Returns the share of these layers' forward work that a plan has in FP4; 0 if there is no such work."""
+    gemm = GEMMS[0]
+    numbers = {layer: work[layer][gemm] for layer in layers}
+    low = [number for layer, number in numbers.items() if FORMATS[plan.assignment[layer][gemm]].counts_as_fp4]
+    whole = math.fsum(numbers.values())
+    return math.fsum(low) / whole if whole > 0 else 0.0

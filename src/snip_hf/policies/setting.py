@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..config import ALL, SnipConfig
 from ..costs.flops import Tokens, Work, executed
-from ..costs.measured_cost import MeasuredCost
+from ..costs.timing import MeasuredCost
 from ..numerics.gemms import GEMMS
 
 Assignment = Mapping[str, Mapping[str, str]]

@@ -1,29 +1,33 @@
-"""The events of a run, one class each: a line of history.jsonl is what `to_record` gives, and `from_record` reads it.
+"""The events of a run, one class each: a line of history.jsonl is what `to_record` gives and `read_event` reads.
 
-A history may come from elsewhere and hold anything: `from_record` checks every value before anybody works with it, and
-names the field that it refuses. Entries that it does not know are left out, since a later version may write more.
+`EventWriter` writes them into the run's folder and passes them to the user's trackers; `read_history` reads them back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import platform
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from importlib import metadata
+from pathlib import Path
 from typing import Any, ClassVar
 
-from ..costs.flops import as_json
-from ..planning.forward_shares import forward_shares
-from ..planning.plan import PrecisionPlan
-from ..planning.provenance import PlanProvenance
+from ..costs.flops import Tokens, as_json
+from ..estimation.coverage import Coverage
+from ..json_io import MAX_JSON_BYTES, from_json, parse_json, short
+from ..planning.plan import PlanProvenance, PrecisionPlan, forward_shares
 from ..planning.solver.process import SolverResult
-from ..text import printable
-from .coverage import Counted
-from .interventions import Alarm, Retarget
-from .values import changes_of, check_event, entry_of, list_of, mapping_of, number_of, short, step_of, text_of
+from ..registry import UnknownName
 
-# The last one: of a backend, in one refresh.
-_MOST_LAYERS, _MOST_PACKAGES, _MOST_FIGURES = 100_000, 1000, 100
-# Of a refresh, which may be absent.
-_NUMBERS = ("forward_fp4_fraction", "fp4_time_fraction", "linear_speedup", "objective", "bound", "gap")
+LOSS, GRADIENT_NORM = "loss", "gradient norm"
+NOTED, RAISED = "noted", "raised"
+# Fields of a config that a resumed run may have otherwise, with an event.
+TARGETS = ("target_fp4_fraction", "target_linear_speedup", "rates")
+_PACKAGES = ("snip-hf", "torch", "torchao", "transformers", "accelerate", "trl", "peft", "mip", "scipy")
+
+Changes = Mapping[str, tuple[str, str]]
+"""`layer:gemm` -> (old format, new format)."""
+Numbers = Mapping[str, float | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,48 +44,46 @@ class Start:
     """The plan in force from here on."""
     model_name: str | None
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Package -> version (`records.versions`); empty for a run of an earlier version."""
+    """Package -> version (`installed_versions`)."""
 
     def to_record(self) -> dict[str, Any]:
+        plan = self.plan.to_dict()
         return {
             "event": self.event,
             "step": self.step,
             "config": dict(self.config),
-            "plan": {layer: dict(formats) for layer, formats in self.plan.assignment.items()},
-            "flops": {layer: dict(flops) for layer, flops in self.plan.flops.items()},
-            "stages": [list(stage) for stage in self.plan.stages],
+            "plan": plan["assignment"],
+            "flops": plan["flops"],
+            "stages": plan["stages"],
             "model_name": self.model_name,
-            **({} if self.plan.tokens is None else {"tokens": as_json(self.plan.tokens)}),
+            **({} if self.plan.tokens is None else {"tokens": plan["tokens"]}),
             **({"versions": dict(self.versions)} if self.versions else {}),
         }
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Start:
-        """Reads a line.
+        """Reads a line; raises ValueError, which names the field, if it is not a start."""
+        line = from_json(_StartLine, _of_event(record, cls.event))
+        policy = line.config.get("policy")
+        if not isinstance(policy, str):
+            raise ValueError(f"config.policy is {short(policy)}, expected text.")
+        provenance = PlanProvenance(step=line.step, policy=policy, config=line.config, model_name=line.model_name)
+        plan = PrecisionPlan(line.plan, line.flops, line.stages, provenance, tokens=line.tokens)
+        return cls(step=line.step, config=line.config, plan=plan, model_name=line.model_name, versions=line.versions)
 
-        Raises:
-            ValueError: it is none of a start; names the field.
-        """
-        check_event(record, cls.event)
-        config = mapping_of(entry_of(record, "config"), "config")
-        assignment = mapping_of(entry_of(record, "plan"), "plan")
-        if len(assignment) > _MOST_LAYERS:
-            raise ValueError(f"plan names {len(assignment):,} layers, expected at most {_MOST_LAYERS:,}.")
-        provenance = PlanProvenance(
-            step=step_of(entry_of(record, "step"), "step"),
-            policy=entry_of(config, "policy"),
-            config=config,
-            model_name=entry_of(record, "model_name") or None,
-        )
-        flops, stages = entry_of(record, "flops"), entry_of(record, "stages")
-        plan = PrecisionPlan(assignment, flops, stages, provenance, tokens=record.get("tokens"))
-        return cls(
-            step=provenance.step,
-            config=config,
-            plan=plan,
-            model_name=provenance.model_name,
-            versions=_versions(record.get("versions", {})),
-        )
+
+@dataclass(frozen=True)
+class _StartLine:
+    """The layout of the line of a `Start`."""
+
+    step: int
+    config: Mapping[str, Any]
+    plan: Mapping[str, Mapping[str, str]]
+    flops: Mapping[str, Mapping[str, float]]
+    stages: tuple[tuple[str, ...], ...]
+    model_name: str | None
+    tokens: Tokens | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,39 +95,29 @@ class RefreshBegun:
     step: int
     """Optimizer step that was probed; of a policy without a probe, the one at which its target changed."""
     target_fp4_fraction: float | None = None
-    """That the refresh aims at, where a run has several; None: that of the config, or the refresh failed before."""
+    """The refresh's target, if the run has several; None: that of the config, or the refresh failed before."""
     loss: float | None = None
-    """Of the probed micro-batch; None, as all that follows is empty: the refresh failed before."""
-    divergence: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    """Of the probed micro-batch; None, and all that follows empty: the refresh failed before."""
+    divergence: Mapping[str, Numbers] = field(default_factory=dict)
     """Format -> {"loss", "weight"}: the totals over all layers."""
-    memory_mib: Mapping[str, float | None] = field(default_factory=dict)
+    memory_mib: Numbers = field(default_factory=dict)
     """"predicted" and "measured"."""
-    seconds: Mapping[str, float | None] = field(default_factory=dict)
+    seconds: Numbers = field(default_factory=dict)
     """"probe", "solver" and "waited"."""
-    kernels: Mapping[str, float | None] = field(default_factory=dict)
-    """What the backend counted on the first rank since the refresh before (`Backend.figures`); empty: it counts
-    nothing."""
+    kernels: Numbers = field(default_factory=dict)
+    """What the backend counted on the first rank since the last refresh (`Backend.figures`)."""
 
     def to_record(self) -> dict[str, Any]:
-        record: dict[str, Any] = {"event": self.event, "step": self.step}
-        for name in ("target_fp4_fraction", "loss"):
-            if getattr(self, name) is not None:
-                record[name] = getattr(self, name)
-        if self.divergence:
-            record["divergence"] = {name: dict(totals) for name, totals in self.divergence.items()}
-        for name in ("memory_mib", "seconds", "kernels"):
-            if values := getattr(self, name):
-                record[name] = dict(values)
-        return record
+        """Returns JSON data without what is empty."""
+        values = {one.name: getattr(self, one.name) for one in fields(RefreshBegun)}
+        kept = {name: value for name, value in values.items() if value is not None and value != {}}
+        return {"event": self.event, **kept}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> RefreshBegun:
-        """Reads the part of a line.
-
-        Raises:
-            ValueError: it is none of a refresh; names the field.
-        """
-        return cls(**_begun(record))
+        """Reads the part of a line; raises ValueError, which names the field, if it is not one."""
+        begun: RefreshBegun = from_json(cls, _of_event(record, cls.event))
+        return begun
 
     def with_seconds(self, **seconds: float) -> RefreshBegun:
         """Returns the same with further times."""
@@ -139,7 +131,7 @@ class RefreshBegun:
         Args:
             step: the optimizer step after which it was applied.
             plan: the new one.
-            changes: as `PrecisionPlan.changes` tells them from the plan before.
+            changes: from the plan before, as `PrecisionPlan.changes` returns them.
             result: the solver's; None: nothing was solved.
         """
         found = ("objective", "bound", "gap", "solver", "solver_version")
@@ -177,16 +169,15 @@ class Refresh(RefreshBegun):
     """Of the plan that is in force now, as the fractions that follow."""
     stage_fp4_fractions: tuple[float | None, ...] = ()
     forward_fp4_fraction: float | None = None
-    """Of the forward GEMMs alone, where plans decide on these alone; None: they decide on all."""
+    """Of the forward GEMMs, if plans decide on these only."""
     stage_forward_fp4_fractions: tuple[float | None, ...] = ()
     fp4_time_fraction: float | None = None
     """None: nothing was measured."""
     stage_fp4_time_fractions: tuple[float | None, ...] = ()
     linear_speedup: float | None = None
-    """None: neither rates nor times tell."""
+    """None: there are neither rates nor times."""
     stage_linear_speedups: tuple[float | None, ...] = ()
-    changes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """"layer:gemm" -> (old format, new format)."""
+    changes: Changes = field(default_factory=dict)
     layers_changed: int = 0
     objective: float | None = None
     """None, as what follows: the plan was kept, or nothing was solved."""
@@ -209,15 +200,9 @@ class Refresh(RefreshBegun):
             "fp4_fraction": self.fp4_fraction,
             "stage_fp4_fractions": list(self.stage_fp4_fractions),
         }
-        if self.forward_fp4_fraction is not None:
-            record["forward_fp4_fraction"] = self.forward_fp4_fraction
-            record["stage_forward_fp4_fractions"] = list(self.stage_forward_fp4_fractions)
-        if self.fp4_time_fraction is not None:
-            record["fp4_time_fraction"] = self.fp4_time_fraction
-            record["stage_fp4_time_fractions"] = list(self.stage_fp4_time_fractions)
-        if self.linear_speedup is not None:
-            record["linear_speedup"] = self.linear_speedup
-            record["stage_linear_speedups"] = list(self.stage_linear_speedups)
+        for name, stages in _OPTIONAL_SHARES.items():
+            if getattr(self, name) is not None:
+                record |= {name: getattr(self, name), stages: list(getattr(self, stages))}
         record["changes"] = {cell: list(pair) for cell, pair in self.changes.items()}
         record["layers_changed"] = self.layers_changed
         if self.applied_step is not None:
@@ -226,107 +211,188 @@ class Refresh(RefreshBegun):
         return record
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any], cells: Mapping[str, str] | None = None) -> Refresh:
-        """Reads a line.
+    def from_record(cls, record: Mapping[str, Any]) -> Refresh:
+        """Reads a line; raises ValueError, which names the field, if it is not a refresh."""
+        values = _of_event(record, cls.event)
+        values.pop("status", None)
+        refresh: Refresh = from_json(cls, values)
+        return refresh
 
-        Args:
-            record: the line as JSON data.
-            cells: the texts "layer:gemm" to use for equal ones, since a history names each layer very often.
 
-        Raises:
-            ValueError: it is none of a refresh; names the field.
-        """
-        begun = _begun(record)
-        applied = entry_of(record, "applied_step")
-        applied_step = None if applied is None else step_of(applied, "applied_step")
-        decided = record.get("decided_step", begun["step"] if applied_step is None else applied_step)
-        numbers: dict[str, Any] = {name: number_of(record.get(name), name) for name in _NUMBERS}
-        texts: dict[str, Any] = {name: text_of(record.get(name), name) for name in ("solver", "solver_version")}
-        found = cls(
-            **begun,
-            applied_step=applied_step,
-            decided_step=step_of(decided, "decided_step"),
-            reason=text_of(entry_of(record, "reason"), "reason"),
-            fp4_fraction=number_of(entry_of(record, "fp4_fraction"), "fp4_fraction"),
-            layers_changed=step_of(entry_of(record, "layers_changed"), "layers_changed"),
-            changes=changes_of(entry_of(record, "changes"), cells or {}),
-            stage_fp4_fractions=_numbers(record, "stage_fp4_fractions"),
-            stage_forward_fp4_fractions=_numbers(record, "stage_forward_fp4_fractions"),
-            stage_fp4_time_fractions=_numbers(record, "stage_fp4_time_fractions"),
-            stage_linear_speedups=_numbers(record, "stage_linear_speedups"),
-            **numbers,
-            **texts,
-        )
-        if record.get("status", found.status) != found.status:
-            raise ValueError(
-                f"status is {short(record['status'])}, expected {found.status!r} where applied_step is {applied_step}."
-            )
-        return found
+_OPTIONAL_SHARES = {
+    "forward_fp4_fraction": "stage_forward_fp4_fractions",
+    "fp4_time_fraction": "stage_fp4_time_fractions",
+    "linear_speedup": "stage_linear_speedups",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counted:
+    """The FLOPs of a micro-batch were counted: what the plan covers, and which tokens each layer saw."""
+
+    event: ClassVar[str] = "coverage"
+
+    step: int
+    """Optimizer step of the micro-batch."""
+    coverage: Coverage
+    """Of the micro-batches of all ranks."""
+    tokens: Tokens | None
+    """As `PrecisionPlan.tokens`, by which shares count from here on."""
+    changes: Changes = field(default_factory=dict)
+    """What a policy without a probe changed because of it."""
+
+    def to_record(self) -> dict[str, Any]:
+        return {
+            "event": self.event,
+            "step": self.step,
+            **self.coverage.to_dict(),
+            "tokens": None if self.tokens is None else as_json(self.tokens),
+            "changes": {cell: list(pair) for cell, pair in self.changes.items()},
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Counted:
+        """Reads a line; raises ValueError, which names the field, if it is not a count."""
+        values = _of_event(record, cls.event)
+        own = {name: values.pop(name) for name in ("step", "tokens", "changes") if name in values}
+        counted: Counted = from_json(cls, own | {"coverage": values})
+        return counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alarm:
+    """The guard has seen a spike or a number that is not finite (`SnipConfig.guard`)."""
+
+    event: ClassVar[str] = "guard"
+
+    step: int
+    """Optimizer step of the figure; formats that were raised act from the next one on."""
+    figure: str
+    """"loss" or "gradient norm"."""
+    value: float | None
+    """None: it was not finite."""
+    limit: float | None
+    """What the value had to stay below; None: to be finite."""
+    action: str
+    """"raised", or "noted" if nothing was left to raise."""
+    reason: str
+    failures: int
+    """Alarms in a row, this one included."""
+    left_out: bool = False
+    """Whether the optimizer step was left out."""
+    changes: Changes = field(default_factory=dict)
+    fp4_fraction: float | None = None
+    """Of the plan that is in force now."""
+    forward_fp4_fraction: float | None = None
+
+    def to_record(self) -> dict[str, Any]:
+        return {"event": self.event, **_values(self), "changes": {cell: list(x) for cell, x in self.changes.items()}}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Alarm:
+        """Reads a line; raises ValueError, which names the field, if it is not an alarm."""
+        alarm: Alarm = from_json(cls, _of_event(record, cls.event))
+        return alarm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retarget:
+    """A resumed run has another target than its checkpoint."""
+
+    event: ClassVar[str] = "target"
+
+    step: int
+    """The first optimizer step under it."""
+    fields: Mapping[str, tuple[Any, Any]]
+    """Field of the config -> (in the checkpoint, now), as JSON data."""
+
+    def to_record(self) -> dict[str, Any]:
+        pairs = {name: list(pair) for name, pair in self.fields.items()}
+        return {"event": self.event, "step": self.step, "fields": pairs}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Retarget:
+        """Reads a line; raises ValueError, which names the field, if it is not a new target."""
+        retarget: Retarget = from_json(cls, _of_event(record, cls.event))
+        return retarget
 
 
 LaterEvent = Refresh | Counted | Alarm | Retarget
 Event = Start | LaterEvent
+_KINDS: dict[str, type[Event]] = {kind.event: kind for kind in (Start, Refresh, Counted, Alarm, Retarget)}
 
 
-def later_event(record: Mapping[str, Any], cells: Mapping[str, str] | None = None) -> LaterEvent:
-    """Reads a line after the first one; `cells` as in `Refresh.from_record`.
+def read_event(record: Any) -> Event:
+    """Reads a line of a history, as JSON data.
 
     Raises:
-        ValueError: it is none; names the field.
+        ValueError: it is not an event; names the field.
     """
-    if entry_of(record, "event") == Retarget.event:
-        return Retarget.from_record(record)
-    if record["event"] == Counted.event:
-        return Counted.from_record(record, cells)
-    if record["event"] == Alarm.event:
-        return Alarm.from_record(record, cells)
-    return Refresh.from_record(record, cells)
+    kind = record.get("event") if isinstance(record, Mapping) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ValueError(f"event is {short(kind)}, expected one of {', '.join(_KINDS)}.")
+    return _KINDS[kind].from_record(record)
 
 
-def _values(event: RefreshBegun) -> dict[str, Any]:
+def read_history(path: Path, notes: list[str] | None = None) -> Iterator[Event]:
+    """Yields the events of a history.jsonl; the first is the start.
+
+    Args:
+        path: the file.
+        notes: gets a sentence if the last line is incomplete, as a killed process leaves it. None: it raises.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is not an event, the first is not a start, or the file is too large; names line and field.
+    """
+    with open(path, "rb") as file:
+        lines = file.read(MAX_JSON_BYTES + 1).split(b"\n")
+        if sum(map(len, lines)) > MAX_JSON_BYTES:
+            raise ValueError(f"{path} is larger than {MAX_JSON_BYTES} bytes.")
+    if not lines[-1]:
+        lines.pop()
+    cells: set[str] = set()
+    for number, line in enumerate(lines, 1):
+        try:
+            event = read_event(parse_json(line))
+            if isinstance(event, Start) != (number == 1):
+                raise ValueError("expected one start, in the first line.")
+        except UnknownName as error:  # not damaged, so not left out
+            raise UnknownName(f"Line {number} of {path} cannot be read: {error}") from error
+        except ValueError as error:
+            if 1 < number == len(lines) and notes is not None:
+                notes.append(f"The last line of {path.name} is not complete and is left out.")
+                return
+            raise ValueError(f"Line {number} of {path} is not a line of a snip-hf history: {error}") from error
+        if isinstance(event, Start):
+            cells = {f"{layer}:{gemm}" for layer, row in event.plan.assignment.items() for gemm in row}
+        for cell in () if isinstance(event, Start | Retarget) else event.changes:
+            if cell not in cells:
+                raise ValueError(f"The {event.event} of step {event.step} changes {cell!r}, which the start lacks.")
+        yield event
+    if not lines:
+        raise ValueError(f"{path} is empty; expected a line with the start of the run.")
+
+
+def installed_versions() -> dict[str, str]:
+    """Returns the versions of Python, snip-hf and the libraries that compute, if they are installed."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _of_event(record: Mapping[str, Any], expected: str) -> dict[str, Any]:
+    if record.get("event") != expected:
+        raise ValueError(f"event is {short(record.get('event'))}, expected {expected!r}.")
+    return {name: value for name, value in record.items() if name != "event"}
+
+
+def _values(event: Any) -> dict[str, Any]:
     return {one.name: getattr(event, one.name) for one in fields(event)}
-
-
-def _begun(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `RefreshBegun`."""
-    check_event(record, RefreshBegun.event)
-    totals = mapping_of(record.get("divergence", {}), "divergence")
-    return {
-        "step": step_of(entry_of(record, "step"), "step"),
-        **{name: number_of(record.get(name), name) for name in ("target_fp4_fraction", "loss")},
-        "divergence": {name: _parts(totals, name, ("loss", "weight"), "divergence.") for name in totals},
-        "memory_mib": _parts(record, "memory_mib", ("predicted", "measured")),
-        "seconds": _parts(record, "seconds", ("probe", "solver", "waited")),
-        "kernels": _parts(record, "kernels", _names(record, "kernels")),
-    }
-
-
-def _versions(value: object) -> dict[str, str]:
-    found = mapping_of(value, "versions")
-    if len(found) > _MOST_PACKAGES:
-        raise ValueError(f"versions has {len(found):,} entries, expected at most {_MOST_PACKAGES}.")
-    return {name: text_of(version, f"versions[{printable(name)!r}]") or "" for name, version in found.items()}
-
-
-def _parts(record: Mapping[str, Any], name: str, parts: tuple[str, ...], where: str = "") -> Mapping[str, float | None]:
-    """Returns the numbers of an entry that has one for each part; empty if there is no entry."""
-    if name not in record:
-        return {}
-    shown = where + printable(name)
-    values = mapping_of(record[name], shown)
-    return {part: number_of(values.get(part), f"{shown}.{part}") for part in parts}
-
-
-def _names(record: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Returns the names in an entry of numbers, which are the backend's own."""
-    found = mapping_of(record.get(name, {}), name)
-    if len(found) > _MOST_FIGURES:
-        raise ValueError(f"{name} has {len(found):,} entries, expected at most {_MOST_FIGURES}.")
-    return tuple(found)
-
-
-def _numbers(record: Mapping[str, Any], name: str) -> tuple[float | None, ...]:
-    return tuple(number_of(value, name) for value in list_of(record.get(name, []), name))
 
 
 def _shares(plan: PrecisionPlan) -> dict[str, Any]:

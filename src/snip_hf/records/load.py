@@ -1,17 +1,16 @@
 """A run read back from its folder, or from a checkpoint: its plans, refreshes, divergences and losses.
 
 The sources are OUTPUT/snip/history.jsonl, plan.json and divergence-<step>.json, and the Trainer's trainer_state.json.
-What is missing is named in a note and left out. A folder may come from elsewhere, and its files may hold anything:
-sizes and counts are bounded, and every value is checked before it is used.
+What is missing is named in a note and left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,27 +19,49 @@ from typing import Any, TypeVar
 
 from ..config import SnipConfig
 from ..costs.flops import Tokens
-from ..costs.measured_cost import MeasuredCost
-from ..planning.forward_shares import forward_shares
-from ..planning.plan import PrecisionPlan
-from .checkpoints import STATE_NAME, Checkpoint, read_checkpoint
-from .coverage import Counted
-from .divergences import read_divergence
-from .events import Event, Refresh, Start
-from .history import read_history
-from .interventions import Alarm, Retarget
-from .losses import read_log
-from .run_folder import FOLDER
-from .values import short
+from ..costs.timing import MeasuredCost
+from ..estimation.coverage import Coverage
+from ..estimation.table import Divergence, DivergenceTable
+from ..json_io import MAX_JSON_BYTES, from_json, read_as, read_json, short
+from ..numerics.formats import check_format
+from ..planning.plan import PrecisionPlan, forward_shares
+from ..registry import UnknownName
+from .events import Alarm, Counted, Event, Refresh, Retarget, Start, read_history
+from .run_folder import DIVERGENCE_VERSION, FOLDER, tables
 
 T = TypeVar("T")
 
-# Plans that are kept at the same time: so many, or so many times their layers.
+# In the folder of a checkpoint.
+STATE_NAME = "snip_state.json"
+# Plans that are kept at the same time, and their layers.
 _MOST_PLANS, _MOST_PLANNED_LAYERS = 500, 500_000
 # Tables of divergences that are read: so many, and so many bytes, whatever the size of the last refresh's.
 _MOST_TABLES, _MOST_TABLE_BYTES = 128, 128 * 2**20
-# A step in the name of a file.
-_STEP = re.compile(r"[0-9]{1,16}")
+# Numbers in the Trainer's state that tell how the training was run.
+_FACTS = ("max_steps", "num_train_epochs", "train_batch_size")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What the state of a checkpoint says of its run."""
+
+    folder: Path
+    step: int
+    """Optimizer steps that were done."""
+    plan: PrecisionPlan
+    """The plan in force, with the configuration of the run."""
+    counted: list[Counted]
+    """Of the first micro-batch, with the tokens of the plan; empty if it was not counted."""
+
+
+@dataclass(frozen=True)
+class TrainerLog:
+    """What the Trainer recorded."""
+
+    losses: dict[int, dict[str, float]]
+    """Step -> {"loss", "eval_loss"}, either may be absent; in order of the steps."""
+    facts: dict[str, str]
+    """Name of a number that the training was run with -> the number."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +77,8 @@ class Run:
     refreshes: list[Refresh]
     counted: list[Counted]
     """What the plans cover, of each micro-batch that was counted; empty for a run of an earlier version."""
-    divergences: dict[int, list[dict[str, Any]]]
-    """Probe step -> records, whose keys are the fields of `Divergence`."""
+    divergences: dict[int, DivergenceTable]
+    """Probe step -> table."""
     losses: dict[int, dict[str, float]]
     """Step -> {"loss": training loss, "eval_loss": validation loss}, either may be absent; in order of the steps."""
     facts: Mapping[str, str]
@@ -71,7 +92,7 @@ class Run:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The run's configuration, with the names that its fields have now."""
+        """The run's configuration."""
         return self.plans[0][1].provenance.config or {}
 
     @property
@@ -281,34 +302,123 @@ def _measured(source: Path | PrecisionPlan, plan: PrecisionPlan, notes: list[str
 
 def _read_divergences(
     folder: Path, layers: set[str], wanted: Sequence[int], notes: list[str], until: float
-) -> dict[int, list[dict[str, Any]]]:
+) -> dict[int, DivergenceTable]:
     """Returns the tables of divergences: those of the wanted steps, and others as far as the limits allow."""
-    names = (path.stem.removeprefix("divergence-") for path in folder.glob("divergence-*.json"))
-    steps = sorted({int(name) for name in names if _STEP.fullmatch(name) and int(name) <= until})
-    divergences: dict[int, list[dict[str, Any]]] = {}
+    paths = {step: path for step, path in tables(folder).items() if step <= until}
+    divergences: dict[int, DivergenceTable] = {}
     left = _MOST_TABLE_BYTES
-    tried = dict.fromkeys([*(step for step in wanted if step in steps), *reversed(thinned(steps, _MOST_TABLES))])
+    tried = dict.fromkeys([*(step for step in wanted if step in paths), *reversed(thinned(list(paths), _MOST_TABLES))])
     for step in tried:
-        path = folder / f"divergence-{step}.json"
+        path = paths[step]
         try:
             left -= path.stat().st_size
             if left >= 0 or step in wanted:
                 divergences[step] = _table_of(path, step, layers)
         except (OSError, ValueError) as error:
             notes.append(f"{path.name} cannot be used and is left out: {error}")
-    if len(steps) > len(tried) or left < 0:
-        notes.append(f"The figure of the divergences shows {len(divergences)} of {len(steps):,} probes.")
+    if len(paths) > len(tried) or left < 0:
+        notes.append(f"The figure of the divergences shows {len(divergences)} of {len(paths):,} probes.")
     if not divergences:
-        none = f"None of the {len(steps):,} divergence files can be used" if steps else "There are no divergence files"
+        none = f"None of the {len(paths):,} divergence files can be used" if paths else "There are no divergence files"
         notes.append(f"{none}, so there is no figure of the divergences.")
     return dict(sorted(divergences.items()))
 
 
-def _table_of(path: Path, step: int, layers: set[str]) -> list[dict[str, Any]]:
-    found, records = read_divergence(path)
+def _table_of(path: Path, step: int, layers: set[str]) -> DivergenceTable:
+    found, table = read_divergence(path)
     if found != step:
         raise ValueError(f"it is of step {found}.")
-    for record in records:
-        if record["layer"] not in layers:
-            raise ValueError(f"it names layer {short(record['layer'])}, which the history does not have.")
-    return records
+    for row in table.rows:
+        if row.layer not in layers:
+            raise ValueError(f"it names layer {short(row.layer)}, which the history does not have.")
+    return table
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Reads the state in a checkpoint's folder.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not a state; names the file, the field and what is wrong.
+    """
+    path = folder / STATE_NAME
+    try:
+        state: Mapping[str, Any] = from_json(Mapping[str, Any], read_json(path), "the state")
+        for name in ("step", "plan", "config"):
+            if name not in state:
+                raise ValueError(f"it has no entry {name!r}.")
+        step: int = from_json(int, state["step"], "step")
+        plan = PrecisionPlan.from_dict(state["plan"])
+        config: Mapping[str, Any] = from_json(Mapping[str, Any], state["config"], "config")
+        coverage: Coverage | None = from_json(Coverage | None, state.get("coverage"), "coverage")
+    except UnknownName as error:
+        raise UnknownName(f"{path} cannot be read: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not a usable state of a checkpoint: {error}") from error
+    counted = [] if coverage is None else [Counted(step=step, coverage=coverage, tokens=plan.tokens)]
+    provenance = dataclasses.replace(plan.provenance, config=config)
+    return Checkpoint(folder, step, dataclasses.replace(plan, provenance=provenance), counted)
+
+
+@dataclass(frozen=True)
+class _DivergenceFile:
+    """The layout of divergence-<step>.json."""
+
+    schema_version: int
+    step: int
+    loss: float
+    columns: tuple[str, ...]
+    rows: tuple[Any, ...]
+
+
+def read_divergence(path: str | os.PathLike[str]) -> tuple[int, DivergenceTable]:
+    """Returns the probe step and the table of a divergence-<step>.json.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a table; an `UnknownName` if it has a format that is not registered.
+    """
+    found = read_as(_DivergenceFile, path)
+    if found.schema_version != DIVERGENCE_VERSION:
+        raise ValueError(f"schema_version is {found.schema_version}, expected {DIVERGENCE_VERSION}.")
+    rows = []
+    for index, values in enumerate(found.rows):
+        if not isinstance(values, list) or len(values) != len(found.columns):
+            raise ValueError(f"rows[{index}] is {short(values)}, expected {len(found.columns)} values.")
+        row: Divergence = from_json(Divergence, dict(zip(found.columns, values, strict=True)), f"rows[{index}]")
+        check_format(row.format, f"rows[{index}].format")
+        rows.append(row)
+    return found.step, DivergenceTable(found.loss, tuple(rows))
+
+
+def read_log(folder: Path, notes: list[str]) -> TrainerLog:
+    """Returns what is in the trainer_state.json that got furthest; notes what cannot be used."""
+    losses: dict[int, dict[str, float]] = {}
+    log, facts = _latest(folder, notes)
+    for entry in log:
+        for key in ("loss", "eval_loss"):
+            if isinstance(entry.get("step"), int) and isinstance(entry.get(key), int | float):
+                losses.setdefault(entry["step"], {})[key] = float(entry[key])
+    if not losses:
+        notes.append("There is no trainer_state.json with losses (saved with a checkpoint or by trainer.save_state()).")
+    return TrainerLog(dict(sorted(losses.items())), facts)
+
+
+def _latest(folder: Path, notes: list[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Returns log and facts of the Trainer's state that got furthest: the folder's own or a checkpoint's."""
+    states: list[tuple[int, int, list[dict[str, Any]], dict[str, Any]]] = []
+    # `hub_strategy="checkpoint"` pushes the second one.
+    own = [folder / "trainer_state.json", folder / "last-checkpoint" / "trainer_state.json"]
+    for path in (*own, *folder.glob("checkpoint-*/trainer_state.json")):
+        if not path.exists():
+            continue
+        try:
+            data = path.read_bytes()[: MAX_JSON_BYTES + 1]
+            state = json.loads(data)  # not parse_json: the Trainer writes a NaN loss as NaN
+            states.append((int(state["global_step"]), len(states), list(state["log_history"]), state))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            notes.append(f"{path.relative_to(folder)} cannot be used and is left out: {error!r}")
+    if not states:
+        return [], {}
+    _, _, log, state = max(states, key=lambda one: one[:2])
+    return log, {name: short(state[name]) for name in _FACTS if isinstance(state.get(name), int | float)}

@@ -95,9 +95,9 @@ def _plan_rows(run: Run) -> Iterator[Sequence[Any]]:
 
 
 def _divergence_rows(run: Run) -> Iterator[Sequence[Any]]:
-    for step, records in run.divergences.items():
-        for record in records:
-            yield [step, *(record.get(name) for name in _DIVERGENCE)]
+    for step, table in run.divergences.items():
+        for row in table.rows:
+            yield [step, *(getattr(row, name) for name in _DIVERGENCE)]
 
 
 def _refresh_rows(run: Run) -> Iterator[Sequence[Any]]:

@@ -14,13 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..json_io import short
 from ..layers.labels import LayerLabels
 from ..planning.plan import PrecisionPlan
-from ..records.checkpoints import STATE_NAME
-from ..records.load import Run, load_recorded, thinned
-from ..records.losses import read_log
+from ..records.load import STATE_NAME, Run, load_recorded, read_log, thinned
 from ..records.run_folder import FOLDER
-from ..records.values import short
 from ..text import printable
 from .tables import listed, name_text, new_table, number, say
 

@@ -8,11 +8,10 @@ from typing import Any
 
 from ..config import FORWARD, POLICIES, mean_share, read_shares, shares_text
 from ..estimation.coverage import Coverage
-from ..planning.forward_shares import forward_shares
-from ..planning.plan import PrecisionPlan
-from ..records.interventions import RAISED, Alarm, Retarget
+from ..json_io import short
+from ..planning.plan import PrecisionPlan, forward_shares
+from ..records.events import RAISED, Alarm, Retarget
 from ..records.load import Run
-from ..records.values import short
 
 
 def policy_text(config: Mapping[str, Any]) -> str:

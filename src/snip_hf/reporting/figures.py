@@ -25,7 +25,7 @@ from ..json_io import write_atomic
 from ..layers.labels import LayerLabels, split_layer
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
-from ..planning.forward_shares import forward_shares
+from ..planning.plan import forward_shares
 from ..records.load import Run, thinned
 from ..records.run_folder import FOLDER
 from ..text import printable
@@ -232,16 +232,16 @@ def divergence_panels(run: Run, layers: Sequence[str], steps: Sequence[int]) -> 
     rows = {layer: row for row, layer in enumerate(layers)}
     panels: Panels = {}
     for column, step in enumerate(steps):
-        for record in run.divergences[step]:
-            if record["format"] != run.formats[0] or record["layer"] not in rows:
+        for row in run.divergences[step].rows:
+            if row.format != run.formats[0] or row.layer not in rows:
                 continue
             for quantity in ("loss divergence", "weight divergence"):
-                value = record[quantity.replace(" ", "_")]
-                key = (quantity, record["gemm"])
+                value = getattr(row, quantity.replace(" ", "_"))
+                key = (quantity, row.gemm)
                 if 0 < value < math.inf and key not in panels:
                     panels[key] = np.full((len(rows), len(steps)), math.nan)
                 if 0 < value < math.inf:
-                    panels[key][rows[record["layer"]], column] = value
+                    panels[key][rows[row.layer], column] = value
     return {key: panels[key] for key in sorted(panels, key=lambda key: ((LAYER, *GEMMS).index(key[1]), key[0]))}
 
 

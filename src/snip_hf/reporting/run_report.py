@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import FORWARD, SnipConfig
-from ..estimation.table import LAYER, Divergence, DivergenceTable
+from ..estimation.table import LAYER
 from ..layers.labels import LayerLabels
 from ..numerics.formats import FORMATS
 from ..planning.program import problem
@@ -197,9 +197,9 @@ def reason_table(run: Run) -> Table | None:
         raise ValueError(f"the plan has {len(plan.stages):,} stages, expected at most {_MOST_STAGES:,}.")
     config = SnipConfig.from_dict(run.config)
     setting = Setting(config, plan.flops, plan.stages, plan.measured, plan.tokens)
-    rows = tuple(Divergence(**record) for record in run.divergences[step])
-    divergences = {(row.layer, row.gemm): row for row in rows if row.format == run.formats[0]}
-    program = problem(setting.at_step(step), DivergenceTable(0.0, rows))
+    table_of_step = run.divergences[step]
+    divergences = {(row.layer, row.gemm): row for row in table_of_step.rows if row.format == run.formats[0]}
+    program = problem(setting.at_step(step), table_of_step)
     stage_of = {group: row["name"] for row in program["constraints"] for group in row["groups"]}
     prices, work = {}, setting.executed
     for group in program["groups"]:

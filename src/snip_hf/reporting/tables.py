@@ -9,12 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..costs.measured_cost import cost_shares, describe_cost
+from ..costs.timing import cost_shares, describe_cost
 from ..layers.labels import LayerLabels, split_layer
 from ..numerics.formats import FORMATS, REFERENCE
-from ..planning.forward_shares import forward_shares
 from ..planning.pipeline_model import PipelineTimes, pipeline_times
-from ..planning.plan import PrecisionPlan
+from ..planning.plan import PrecisionPlan, forward_shares
 from ..text import printable
 
 # The largest plan table. Covers the blocks of today's models, and their kinds of linears unless experts are linears.

@@ -16,15 +16,15 @@ from ..config import SnipConfig, as_names
 from ..costs.flops import Work
 from ..estimation.coverage import Coverage
 from ..estimation.shared_inputs import Ties
+from ..json_io import from_json
 from ..layers.state import unwrapped_name
 from ..parallel.ranks import Attempt, Ranks
 from ..parallel.sharding import has_first_rows, own_part
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
 from ..policies.ties import names_of
-from ..records.coverage import read_coverage
-from ..records.event_writer import EventWriter
-from ..records.interventions import TARGETS, Retarget
+from ..records.events import TARGETS, Retarget
+from ..records.run_folder import EventWriter
 from .checks import check_plans, differences
 from .guard import read_guard
 from .plan_in_force import fitting
@@ -79,7 +79,7 @@ class SavedState:
             pending, last_probe, postponed = state["pending"], state["last_probe"], state.get("postponed")
             counted = None
             if "coverage" in state:
-                counted = CountedState(None if state["coverage"] is None else read_coverage(state["coverage"]))
+                counted = CountedState(from_json(Coverage | None, state["coverage"], "coverage"))
             return cls(
                 # Fields that a later version added have their defaults.
                 config=SnipConfig().to_dict() | dict(state["config"]),

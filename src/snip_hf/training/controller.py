@@ -23,8 +23,7 @@ from ..parallel.pipeline import Pipeline, parts_of
 from ..parallel.ranks import Attempt
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
-from ..records.event_writer import EventWriter, Tracker
-from ..records.run_folder import RunFolder
+from ..records.run_folder import EventWriter, RunFolder, Tracker
 from .checkpoint import agreed_state, restore, state_of, weights_fingerprint
 from .checks import StepCalls, check_alike, check_configs, check_launch
 from .messages import SpeedForecast, compiled_by, how_compiled, tokens_of

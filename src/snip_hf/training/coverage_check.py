@@ -23,8 +23,8 @@ from ..estimation.passes import forward_inputs
 from ..parallel.ranks import Attempt, Processes, RankError, describe, failing_together
 from ..parallel.sharding import is_fully_sharded
 from ..policies.registry import needs_probe
-from ..records.coverage import Counted
-from ..records.event_writer import EventWriter
+from ..records.events import Counted
+from ..records.run_folder import EventWriter
 from .messages import tokens_of
 from .micro_batches import StepWatch, TrainingPass
 from .plan_in_force import PlanInForce

@@ -30,12 +30,11 @@ from ..estimation.samples import read
 from ..layers.layer import SnipLayer
 from ..parallel.ranks import Processes
 from ..parallel.sharding import is_sharded, own_part
-from ..planning.forward_shares import forward_shares
-from ..planning.raised import raised_plan
+from ..planning.plan import forward_shares, raised_plan
 from ..policies.registry import needs_probe
 from ..policies.ties import siblings
-from ..records.event_writer import EventWriter
-from ..records.interventions import GRADIENT_NORM, LOSS, NOTED, RAISED, Alarm
+from ..records.events import GRADIENT_NORM, LOSS, NOTED, RAISED, Alarm
+from ..records.run_folder import EventWriter
 from .gradients import BackwardEnd, LossScaling
 from .plan_in_force import PlanInForce, describe_plan
 from .refresh import Refresher

@@ -12,18 +12,15 @@ from torch import nn
 
 from ..config import SnipConfig
 from ..costs.flops import Tokens, Work
-from ..costs.measured_cost import MeasuredCost
+from ..costs.timing import MeasuredCost
 from ..estimation.shared_inputs import Ties
 from ..parallel.ranks import RankError, describe
-from ..planning.forward_shares import forward_shares
-from ..planning.plan import PrecisionPlan
-from ..planning.provenance import PlanProvenance
+from ..planning.plan import PlanProvenance, PrecisionPlan, forward_shares
 from ..planning.solver.process import SolverResult
 from ..policies.registry import aims_at_share, needs_probe, rule_assignment
 from ..policies.setting import Assignment, Setting
-from ..records.event_writer import EventWriter
-from ..records.events import RefreshBegun, Start
-from ..records.versions import installed_versions
+from ..records.events import RefreshBegun, Start, installed_versions
+from ..records.run_folder import EventWriter
 from ..registry import UnknownName
 
 _EXPECTED_PLAN = "Expected a plan that a run wrote (OUTPUT_DIR/snip/plan.json) or `PrecisionPlan.save`."

@@ -25,8 +25,8 @@ from ..planning.program import problem
 from ..planning.solver.process import FALLBACK, SolverError, SolverProcess, SolverResult, solver_of
 from ..policies.registry import weighs_updates
 from ..python_state import collecting_no_garbage
-from ..records.event_writer import EventWriter
 from ..records.events import RefreshBegun
+from ..records.run_folder import EventWriter
 from .gradients import GradientSource
 from .micro_batches import NOT_CAPTURED, StepWatch
 from .plan_in_force import PlanInForce, describe_plan, solved_plan

@@ -19,17 +19,15 @@ from torch.torch_version import TorchVersion
 
 from ..config import AUTO_TIES, POLICIES, SnipConfig
 from ..costs.flops import Work, linear_flops
-from ..costs.gemm_timing import read_times
-from ..costs.measured_cost import MeasuredCost, describe_cost, measure_cost
+from ..costs.timing import MeasuredCost, describe_cost, measure_cost, read_times
 from ..estimation.shared_inputs import usual_ties
+from ..json_io import from_json
 from ..kernels.backend import BACKENDS, select_backend
 from ..layers.convert import keep_states_apart
 from ..layers.state import block_of, snip_linears
 from ..parallel.pipeline import ModelParts, Pipeline, parts_of
 from ..parallel.ranks import Attempt, Processes, Ranks
 from ..parallel.sharding import deepspeed_engine, unwrap
-from ..planning.checked_tables import read_measured
-from ..planning.checked_values import MAX_TEXT
 from ..planning.solver.process import check_solver
 from ..policies.notices import notices
 from ..policies.registry import aims_at_share, needs_probe, weighs_updates
@@ -37,7 +35,7 @@ from ..policies.setting import Setting
 from ..policies.stages import find_stages
 from ..policies.target import check_attainable
 from ..policies.ties import check_ties
-from ..records.event_writer import EventWriter
+from ..records.run_folder import EventWriter
 from ..text import printable
 from .checks import check_guard, check_model, check_parts, check_pipeline
 from .coverage_check import CoverageCheck
@@ -216,7 +214,7 @@ def name_of(model: nn.Module) -> str:
     """Returns the name that a model was loaded by, or that of its class, for plans and records."""
     name = getattr(getattr(model, "config", None), "_name_or_path", "")
     # It may be a path, with any characters.
-    return printable(name, MAX_TEXT) or type(model).__name__.removeprefix("FSDP")
+    return printable(name, 4096) or type(model).__name__.removeprefix("FSDP")
 
 
 def cost_of_all(
@@ -236,7 +234,7 @@ def cost_of_all(
             ).to_dict()
         )
     processes.everyone.agree(attempt.error)
-    parts = [read_measured(part) for part in processes.pipeline.gather(cost)]
+    parts: list[MeasuredCost] = [from_json(MeasuredCost, part) for part in processes.pipeline.gather(cost)]
     seconds = {layer: row for part in parts for layer, row in part.seconds.items()}
     measured = replace(parts[0], seconds={layer: seconds[layer] for layer in flops})
     taken = time.perf_counter() - began

@@ -23,19 +23,25 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 from snip_hf import PrecisionPlan, SnipController, convert_model, restore_model
-from snip_hf.costs import gemm_timing as gemm_timing_module
-from snip_hf.costs import measured_cost
+from snip_hf.costs import timing as gemm_timing_module
 from snip_hf.costs.flops import linear_flops
-from snip_hf.costs.gemm_timing import GemmShape, Machine, read_times
-from snip_hf.costs.measured_cost import MeasuredCost, cost_shares, describe_cost, predicted_times
+from snip_hf.costs.timing import (
+    GemmShape,
+    Machine,
+    MeasuredCost,
+    cost_shares,
+    describe_cost,
+    predicted_times,
+    read_times,
+)
+from snip_hf.json_io import from_json
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.parallel.ranks import Ranks
-from snip_hf.planning.checked_tables import read_measured
-from snip_hf.planning.provenance import PlanProvenance
+from snip_hf.planning.plan import PlanProvenance
 from snip_hf.training import setup as run_setup
 
-measure_cost = partial(measured_cost.measure_cost, formats=fp4_config().formats)
+measure_cost = partial(gemm_timing_module.measure_cost, formats=fp4_config().formats)
 MACHINE = Machine("a GPU", "2.11.0", "hopper", "bfloat16")
 
 
@@ -131,7 +137,7 @@ def test_a_gemm_counts_its_time_in_the_most_precise_quantized_format_of_the_run(
     measured = measure_cost(frozen_llama(), 48, "emulated", timer=by_bits, formats=("nvfp4", "mxfp8", "bf16"))
     assert (measured.formats, measured.reference) == (("bf16", "mxfp8", "nvfp4"), "mxfp8")
     assert measured.work["model.layers.1.mlp.up_proj"]["grad_input"] == FORMATS["mxfp8"].bits
-    assert read_measured(measured.to_dict()).reference == "mxfp8"
+    assert from_json(MeasuredCost, measured.to_dict()).reference == "mxfp8"
 
 
 def test_layers_of_one_shape_share_a_measurement() -> None:
@@ -243,32 +249,27 @@ def changed(**changes: Any) -> Any:
 
 
 BAD_TIMES: list[tuple[Any, str]] = [
-    (changed(tokens=0), "measured.tokens is 0, expected an integer of at least 1."),
-    (changed(tokens=True), "measured.tokens is True, expected an integer of at least 1."),
-    (changed(machine={}), "measured.machine has no entry 'device'; expected exactly device, torch_version, backend, "),
-    (changed(seconds={}), "measured.seconds is empty, expected at least one layer."),
-    (changed(extra=1), "measured has an unknown entry 'extra'; expected exactly machine, tokens, seconds, reference."),
+    (changed(tokens=True), "measured.tokens is True, expected an integer."),
+    (changed(machine={}), "measured.machine has no entry 'device'."),
+    (changed(seconds={}), "measured.seconds and flops do not both name layer 'layers.0."),
+    (changed(extra=1), "measured has an unknown entry 'extra'; expected machine, tokens, seconds, reference."),
     (changed(reference="fp9"), "Unknown format 'fp9' for measured.reference. `list(snip_hf.formats)` lists all "),
-    (changed(reference="mxfp8"), "measured.seconds['layers.0.up']['forward'] has no entry 'mxfp8'."),
-    (
-        lambda m: m["machine"].update(device="a\x1b[2J"),
-        "measured.machine.device is 'a\\x1b[2J', expected text without control characters.",
-    ),
+    (changed(reference="mxfp8"), "measured.seconds['layers.0.up']['forward'] has times in 'bf16, fp8, fp4'; expected"),
     (
         lambda m: m["seconds"].pop("layers.0.v"),
         "measured.seconds and flops do not both name layer 'layers.0.v'; expected the same layers.",
     ),
     (
         lambda m: m["seconds"]["layers.0.v"].pop("forward"),
-        "measured.seconds['layers.0.v'] has no entry 'forward'; expected exactly forward, grad_input, grad_weight.",
+        "measured.seconds['layers.0.v']['forward'] has times in ''; expected one in each format.",
     ),
     (
         lambda m: m["seconds"]["layers.0.v"]["forward"].update(fp8=0.0),
-        "measured.seconds['layers.0.v']['forward'].fp8 is 0.0, expected a number of seconds above 0.",
+        "measured.seconds['layers.0.v']['forward'] has a time that is not above 0; expected seconds.",
     ),
     (
         lambda m: m["seconds"]["layers.0.v"]["forward"].pop("fp4"),
-        "measured.seconds['layers.0.v']['forward'] has times in bf16, fp8; the others have bf16, fp8, fp4.",
+        "measured.seconds['layers.0.v']['forward'] has times in 'bf16, fp8'; expected one in each format.",
     ),
 ]
 
@@ -285,21 +286,8 @@ def test_a_plan_with_damaged_times_is_refused_by_field(change: Any, message: str
 def test_a_gemm_without_flops_has_no_time() -> None:
     document = json.loads(json.dumps(plan_with_times().to_dict()))
     document["flops"]["layers.0.v"]["grad_input"] = 0.0
-    with pytest.raises(ValueError, match=r"expected 0 in every format: the GEMM has no FLOPs\.$"):
-        PrecisionPlan.from_dict(document)
     document["measured"]["seconds"]["layers.0.v"]["grad_input"] = dict.fromkeys(("bf16", "fp8", "fp4"), 0)
     assert PrecisionPlan.from_dict(document).measured is not None
-
-
-def test_the_times_of_a_frozen_weight_s_gradient_are_left_out_of_plans_of_earlier_versions() -> None:
-    document = json.loads(json.dumps(plan_with_times().to_dict()))
-    document["flops"]["layers.0.v"]["grad_weight"] = 0.0
-    document["measured"]["seconds"]["layers.0.v"]["grad_weight"] = dict.fromkeys(("bf16", "fp8", "fp4"), 0)
-    plan = PrecisionPlan.from_dict(document)
-    assert plan.measured is not None
-    tables: list[Any] = [plan.flops, plan.assignment, plan.measured.seconds]
-    assert [list(table["layers.0.v"]) for table in tables] == [["forward", "grad_input"]] * 3
-    assert PrecisionPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
 def test_a_plan_that_names_no_reference_counts_time_in_fp8() -> None:

@@ -11,9 +11,8 @@ from events import refresh_event, start_event
 from tiny_runs import history
 
 from snip_hf import SnipCallback
-from snip_hf.records.event_writer import EventWriter
 from snip_hf.records.events import Event
-from snip_hf.records.run_folder import RunFolder
+from snip_hf.records.run_folder import EventWriter, RunFolder
 
 LOG = logging.getLogger("snip_hf.of_the_test")
 EVENTS: list[Event] = [start_event(), refresh_event(2), refresh_event(6)]

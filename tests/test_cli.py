@@ -192,7 +192,9 @@ def test_no_micro_batches_are_refused_in_one_line(
         with pytest.raises(SystemExit) as left:
             main([command, str(path), "--micro-batches", count])
         assert left.value.code == 2
-        error = f"snip-hf {command}: argument --micro-batches: {count!r} is no whole number of at least 1. See snip-hf "
+        error = (
+            f"snip-hf {command}: argument --micro-batches: {count!r} is not a whole number of at least 1. See snip-hf "
+        )
         assert capsys.readouterr() == ("", f"{error}{command} --help.\n")
 
 
@@ -413,9 +415,7 @@ def test_the_help_of_a_command_fits_a_terminal_and_says_what_each_argument_is(
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    before, _, shown = capsys.readouterr().out.partition("examples:")
-    assert max(map(len, before.splitlines())) < 80
-    assert all(line.startswith("  snip-hf ") for line in shown.splitlines() if line)
+    assert max(map(len, capsys.readouterr().out.splitlines())) < 80
     (commands,) = [action for action in build_parser()._actions if isinstance(action.choices, dict)]
     described = commands.choices[command]
     arguments = [action for action in described._actions if not isinstance(action.choices, dict)]
@@ -432,7 +432,7 @@ def test_the_help_of_a_command_fits_a_terminal_and_says_what_each_argument_is(
         (
             ["inspec", "plan.json"],
             "snip-hf: argument COMMAND: unknown 'inspec'. Did you mean 'inspect'? Expected one of report, inspect, "
-            "compare, export, recipe, solve, doctor, completion. See snip-hf --help.\n",
+            "compare, export, recipe, solve, doctor. See snip-hf --help.\n",
         ),
         (
             ["recipe", "lst"],
@@ -440,9 +440,9 @@ def test_the_help_of_a_command_fits_a_terminal_and_says_what_each_argument_is(
             "See snip-hf recipe --help.\n",
         ),
         (
-            ["completion", "powershell"],
-            "snip-hf completion: argument shell: unknown 'powershell'; expected one of bash, zsh, fish, tcsh. "
-            "See snip-hf completion --help.\n",
+            ["completion", "bash"],
+            "snip-hf: argument COMMAND: the command 'completion' was removed: your shell completes file names without "
+            "it. See snip-hf --help.\n",
         ),
         (["solve", "a", "-q"], "snip-hf solve: unrecognized arguments: -q. See snip-hf solve --help.\n"),
         (
@@ -461,7 +461,7 @@ QUICK = """
 import contextlib, sys
 from snip_hf.cli import main
 
-for arguments in (["--help"], ["--version"], ["report"], ["solve", "there is none.json"]):
+for arguments in (["--help"], ["--version"], ["report"]):
     with contextlib.suppress(SystemExit):
         main(arguments)
 heavy = ("snip_hf", "torch", "transformers", "accelerate")
@@ -469,16 +469,14 @@ print(sorted(name for name in sys.modules if name.partition(".")[0] in heavy))
 """
 
 
-def test_help_and_wrong_usage_wait_for_no_torch_and_load_no_registry() -> None:
+def test_help_and_wrong_usage_load_no_library() -> None:
     done = subprocess.run([sys.executable, "-c", QUICK], capture_output=True, text=True, timeout=120, check=True)
     loaded = ast.literal_eval(done.stdout.splitlines()[-1])
-    light = ["extras", "json_io", "shipped_files", "text"]
-    assert [name for name in loaded[1:] if not name.startswith("snip_hf.cli")] == [f"snip_hf.{name}" for name in light]
+    assert loaded == ["snip_hf", "snip_hf.cli", "snip_hf.extras", "snip_hf.text"]
 
 
-@pytest.mark.parametrize("module", ["snip_hf", pytest.param("snip_hf.cli", marks=pytest.mark.slow)])
-def test_the_module_runs_as_a_process_of_its_own(tmp_path: Path, module: str) -> None:
-    command = [sys.executable, "-m", module, "solve", write(tmp_path / "problem.json", PROBLEM)]
+def test_the_package_runs_as_a_process_of_its_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "snip_hf", "solve", write(tmp_path / "problem.json", PROBLEM)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["choices"] == CHOICES

@@ -35,7 +35,6 @@ _ALL = (
         "recipes", "the runs in recipes/", {"datasets": "datasets", "psutil": "psutil", "yaml": "pyyaml", **_FIGURES}
     ),
     Extra("eval", "scores of benchmarks and comparisons of policies, in eval/", {"lm_eval": "lm-eval"}),
-    Extra("completion", "completion of commands in a shell", {"shtab": "shtab"}),
 )
 EXTRAS: Mapping[str, Extra] = {extra.name: extra for extra in _ALL}
 

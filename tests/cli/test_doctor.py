@@ -7,7 +7,7 @@ from importlib import metadata
 
 import pytest
 
-from snip_hf.cli import doctor, main, self_test
+from snip_hf.cli import doctor, main
 from snip_hf.kernels.backend import BACKENDS
 from snip_hf.numerics.formats import FORMATS
 
@@ -30,8 +30,6 @@ def test_all_that_is_installed_works_here(capsys: pytest.CaptureFixture[str]) ->
     quantized = [name for name, format in FORMATS.items() if format.is_quantized]
     assert [line.partition(":")[0] for line in lines(text, "Formats")] == quantized
     assert [line.partition(":")[0] for line in lines(text, "Solvers")] == ["cbc", "highs"]
-    [trained] = lines(text, "Tiny model")
-    assert "in 4 bits, made at step 1 by cbc (mip " in trained
 
 
 def test_a_missing_extra_is_no_error_and_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,22 +94,12 @@ def test_a_section_that_breaks_is_told_and_the_others_go_on(
     assert captured.err == "snip-hf: 1 of these do not work: RuntimeError: the second one is not\n"
 
 
-def test_a_format_that_rounds_wrongly_and_a_kernel_that_fails_its_trial_are_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    wrong, faulty = "fp8", "fp4"
-    monkeypatch.setattr(self_test, "quantize", lambda x, name, *options, **more: x * (0.0 if name == wrong else 1.0))
+def test_a_kernel_that_fails_its_trial_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = BACKENDS["emulated"]
     monkeypatch.setattr(
-        type(backend), "fails", lambda self, format, device: "it is off" if format.name == faulty else None
+        type(backend), "fails", lambda self, format, device: "it is off" if format.name == "fp4" else None
     )
     problems: list[str] = []
     found = list(doctor._formats(problems))
-    assert problems == ["Rounding to FP8 (fp8) has an error of 1, expected less than 0.5.", "emulated: it is off."]
+    assert problems == ["emulated: it is off."]
     assert [line for line in found if line in problems] == problems
-
-
-def test_a_plan_that_misses_its_target_fails_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_test, "_TOLERANCE", -1.0)
-    with pytest.raises(self_test.SelfTestFailed, match=r"The plan has 0\.7500 in FP4, expected at least 0\.75\."):
-        self_test.train_tiny_model()

@@ -16,7 +16,7 @@ from llama_plans import BLOCK, llama, make_plan
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from snip_hf.cli import export as cli_export
+from snip_hf import cli
 from snip_hf.cli import main
 from snip_hf.integrations.export import TARGETS, NotExpressible, export_plan
 from snip_hf.planning.plan import PrecisionPlan
@@ -291,13 +291,13 @@ def test_the_command_refuses_another_model(plan_path: Path, capsys: pytest.Captu
 def test_an_unknown_target_and_an_unknown_format_are_refused(
     plan_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert list(cli_export.TARGETS) == [*TARGETS, "checkpoint"]
+    assert list(cli.TARGETS) == [*TARGETS, "checkpoint"]
     with pytest.raises(ValueError, match="Unknown target 'vllm'; expected one of megatron, torchao"):
         export_plan(PrecisionPlan.load(plan_path), "vllm")
     with pytest.raises(SystemExit, match="2"):
         main(["export", str(plan_path), "--to", "vllm"])
     message = capsys.readouterr().err
-    assert all(name in message for name in cli_export.TARGETS)
+    assert all(name in message for name in cli.TARGETS)
     plan_path.write_text(plan_path.read_text().replace("nvfp4", "nvfp3"))
     assert main(["export", str(plan_path), "--to", "megatron"]) == 2
     assert "Unknown format 'nvfp3'" in capsys.readouterr().err

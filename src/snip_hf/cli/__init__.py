@@ -1,77 +1,279 @@
-"""The command line: one module per command, whose `add` makes its parser and whose `run` runs it.
+"""The command line `snip-hf`.
 
-Exit codes: 0, 1 (the plan does not fit the model; no solution; something installed does not work), 2 (bad input), 141
-(nobody reads the output any more). An error is one sentence on stderr. Commands import what they need when they run, so
-that help and wrong usage do not wait for torch.
+Exit codes: 0 (done), 1 (the plan does not fit the model; no solution; an installed part does not work), 2 (bad input),
+141 (the reader of the output is gone, as with `head`). An error is one sentence on stderr. Commands import what they
+need when they run, so that help does not wait for torch.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 import snip_hf
 
 from ..extras import MissingExtra, needed_by
-from . import compare, completion, doctor, export, inspect, recipe, report, solve
-from .commands import Parser, examples
-from .messages import NO_READER, drop_output, fail, flush
-from .own_modules import import_modules as import_modules
+from ..text import printable
 
-_EXAMPLES = {
-    "snip-hf report runs/mine": "what a run did, as tables and figures",
-    "snip-hf inspect runs/mine/snip/plan.json": "a plan; --model NAME compares it with a model",
-    "snip-hf compare runs/mine runs/other": "shares, changes and losses of runs or plans",
-    "snip-hf export plan.json --to torchao": "a plan for another library",
-    "snip-hf recipe copy quickstart": "a complete run, to try or to change",
-    "snip-hf doctor": "what runs here, and what is missing",
-    'eval "$(snip-hf completion bash)"': "complete commands in this shell",
-}
+# A shell reports this code for a program that SIGPIPE ended: 128 + 13.
+NO_READER = 141
+TARGETS = ("megatron", "torchao", "checkpoint")
+_REMOVED = {"completion": "your shell completes file names without it", "self-test": "use `snip-hf doctor`"}
+_MAX_ERROR = 4000
+_EXAMPLES = """examples:
+  snip-hf report runs/mine                   what a run did, as tables and figures
+  snip-hf report runs/a runs/b --html --csv  a page of several runs, and the data of their figures
+  snip-hf compare runs/mine runs/other       shares, settings, formats and losses of runs or plans
+  snip-hf inspect plan.json --model DIR      a plan, and whether it fits a model
+  snip-hf export plan.json --to torchao      a plan for another library
+  snip-hf recipe copy quickstart             a complete run, to try or to change
+  snip-hf doctor                             what runs here, and what is missing
+
+`snip-hf COMMAND --help` shows the options of a command."""
+_RUN = "the Trainer's output_dir, one of its checkpoints, or a repository of the Hub (USER/NAME[@REVISION])"
+_PLAN = "a plan, e.g. OUTPUT_DIR/snip/plan.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code (argparse itself exits on `--help`, `--version` and wrong usage).
-
-    Ends quietly where the reader of the output has gone, as `head` does.
-    """
+    """Runs one command and returns its exit code; argparse exits on `--help`, `--version` and wrong usage."""
     try:
         try:
             return _run(build_parser().parse_args(argv))
         finally:
-            flush()
-    except SystemExit as left:
-        if not isinstance(left.__context__, BrokenPipeError):  # rich leaves so
+            sys.stdout.flush()
+    except SystemExit as left:  # argparse leaves so, and rich if its reader is gone
+        if not isinstance(left.__context__, BrokenPipeError):
             raise
     except BrokenPipeError:
         pass
-    except OSError as error:  # a full disk
-        return drop_output(fail(error, 2))
-    return drop_output(NO_READER)
+    except OSError as error:  # e.g. a full disk
+        _drop_output()
+        return fail(error)
+    _drop_output()
+    return NO_READER
 
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        import_modules(getattr(arguments, "modules", ()))
+        _import_modules(getattr(arguments, "modules", ()))
         with needed_by(f"The command {arguments.command!r}"):
             return int(arguments.run(arguments))
     except BrokenPipeError:
         raise
-    except (OSError, ValueError, TypeError, MissingExtra) as error:
-        return drop_output(fail(error, 2))
-    except ArithmeticError as error:
-        return fail(
-            ValueError(f"A figure cannot be computed ({error}): the files hold numbers that are no real ones."), 2
-        )
+    except (OSError, ValueError, TypeError, ArithmeticError, MissingExtra) as error:
+        return fail(error)
+
+
+def fail(error: Exception, code: int = 2) -> int:
+    """Prints the error in one line on stderr and returns the exit code."""
+    print(f"snip-hf: {printable(' '.join(str(error).split()), _MAX_ERROR)}", file=sys.stderr, flush=True)
+    return code
+
+
+def _drop_output() -> None:
+    """Redirects both streams to the null device, so that the interpreter does not fail when it flushes them at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def _import_modules(names: Iterable[str]) -> None:
+    """Imports the user's own modules, which register formats and policies, from the working directory or the path."""
+    if names and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a module may raise anything
+            raise ValueError(
+                f"--import {name}: {type(error).__name__}: {error}. Expected the name of a module that can be imported "
+                "from here, such as my_formats for ./my_formats.py."
+            ) from error
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line with the closest known name."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Refuses unknown arguments here, so that the error names the command."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            from ..registry import did_you_mean
+
+            self.error(
+                f"unrecognized arguments: {' '.join(unknown)}.{did_you_mean(unknown[0], self._option_string_actions)}"
+            )
+        return known, unknown
+
+    def error(self, message: str) -> NoReturn:
+        end = "" if message.endswith((".", "?")) else "."
+        self.exit(2, f"{self.prog}: {message}{end} See {self.prog} --help.\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        if action.dest == "command" and value in _REMOVED:
+            raise argparse.ArgumentError(action, f"the command {value!r} was removed: {_REMOVED[value]}")
+        from ..registry import choices, did_you_mean
+
+        known = [str(choice) for choice in action.choices]
+        raise argparse.ArgumentError(action, f"unknown {value!r}{choices(known, did_you_mean(str(value), known))}")
+
+
+def at_least_one(text: str) -> int:
+    """Reads a whole number of at least 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _command(module: str, function: str) -> Callable[[argparse.Namespace], int]:
+    """Returns a function that imports a module of this package and runs a command in it."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        code: int = getattr(importlib.import_module(f".{module}", __name__), function)(arguments)
+        return code
+
+    return run
 
 
 def build_parser() -> Parser:
     parser = Parser(
         prog="snip-hf",
-        description="Runs and plans of adaptive FP4/FP8 training: look at them, compare them, take them elsewhere.",
-        epilog=examples(_EXAMPLES, "`snip-hf COMMAND --help` says more about a command."),
+        description="Look at runs and plans of adaptive FP4/FP8 training, compare them, and export them.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"snip-hf {snip_hf.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (report, inspect, compare, export, recipe, solve, doctor, completion):
-        command.add(commands)
+
+    def add(name: str, help: str, module: str, description: str, reads_plans: bool = True) -> Parser:
+        command = commands.add_parser(name, help=help, description=description)
+        command.set_defaults(run=_command(module, name))
+        if reads_plans:
+            command.add_argument(
+                "--import",
+                dest="modules",
+                action="append",
+                default=[],
+                metavar="MODULE",
+                help="import this module first, which registers formats or policies of your own; may be repeated",
+            )
+        return command
+
+    report = add(
+        "report",
+        "tables, figures and a page of one run or several",
+        "report",
+        "Print the tables of a run: refreshes, losses, the plan at its end, its stages, and why each layer has its "
+        "format. Write its figures as PNG files.",
+    )
+    report.add_argument("runs", nargs="+", metavar="RUN", help=_RUN)
+    report.add_argument("--html", action="store_true", help="also write report.html, one page of all runs")
+    report.add_argument("--csv", action="store_true", help="also write the figures' data as CSV files")
+    report.add_argument("--bf16", metavar="RUN", help="a run in BF16, with or without SNIP, whose losses the page adds")
+    report.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for the files (default: RUN/snip; of the Hub: ./snip-report)"
+    )
+
+    inspect = add(
+        "inspect",
+        "show a plan; with --model, compare it with a model",
+        "plans",
+        "Print a plan: the format of each GEMM, its stages, and the run and settings that it comes from. With --model, "
+        "check whether the plan fits the model; exit code 1 if it does not.",
+    )
+    inspect.add_argument("plan", type=Path, metavar="plan.json", help=_PLAN)
+    inspect.add_argument(
+        "--model", metavar="NAME_OR_DIR", help="a causal LM, as a folder or a name on the Hub; only its config is read"
+    )
+    for command in (report, inspect):
+        command.add_argument(
+            "--micro-batches",
+            type=at_least_one,
+            metavar="N",
+            help="micro-batches per step, for the predicted times of a pipeline (default: 4 per stage)",
+        )
+
+    compare = add(
+        "compare",
+        "two or more runs or plans: shares, settings, losses",
+        "report",
+        "Print the FP4 shares, the settings that differ, which layers have other formats, and the losses at common "
+        "steps. The others are compared with the first run or plan.",
+    )
+    compare.add_argument("sources", nargs="+", metavar="RUN_OR_PLAN", help=f"{_RUN}; or a plan.json")
+
+    export = add(
+        "export",
+        "write a plan for another library, or a checkpoint for inference",
+        "plans",
+        "Write a plan for another library, or a checkpoint with quantized weights. If the target lacks formats of the "
+        "plan, list them, write nothing and exit with code 1.",
+    )
+    export.add_argument("plan", type=Path, metavar="plan.json", help=_PLAN)
+    export.add_argument(
+        "--to",
+        required=True,
+        choices=TARGETS,
+        help="the library that reads the file; or checkpoint, a folder with the model in quantized weights",
+    )
+    export.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help="the file to write (default: stdout); for a checkpoint, a new or empty folder",
+    )
+    export.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    export.add_argument(
+        "--model",
+        metavar="NAME_OR_DIR",
+        help="compare the plan with this model first; a checkpoint needs it, as a folder with weights",
+    )
+
+    recipe = add(
+        "recipe",
+        "list the recipes (complete runs), or copy them here",
+        "recipe",
+        "List complete runs, or copy them with everything that they need.",
+        reads_plans=False,
+    )
+    actions = recipe.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", help="the names, and what each run is")
+    copy = actions.add_parser("copy", help="copy recipes with everything that they need into a folder")
+    copy.add_argument("names", nargs="*", metavar="NAME", help="as `list` shows them (default: all)")
+    copy.add_argument("--to", type=Path, default=Path(), metavar="DIR", help="folder (default: the working directory)")
+    copy.add_argument("--overwrite", action="store_true", help="replace files that differ")
+
+    solve = add(
+        "solve",
+        "solve an integer program, as JSON, in a process of its own",
+        "solve",
+        "Solve an integer program that chooses one option per group, as a refresh does. docs/files.md describes the "
+        "program and the solution.",
+        reads_plans=False,
+    )
+    solve.add_argument("problem", type=Path, metavar="problem.json", help="the program, with its solver")
+    solve.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the solution here, not to stdout")
+
+    add(
+        "doctor",
+        "what runs here, and what is missing",
+        "doctor",
+        "List packages, extras, devices, backends, formats and solvers, and how to install what is missing. Exit code "
+        "1 if an installed part does not work; a missing extra is not an error.",
+        reads_plans=False,
+    )
     return parser

@@ -1,4 +1,4 @@
-"""`snip-hf doctor`: what runs here, what is missing and how to install it, and a self-test."""
+"""`snip-hf doctor`: what runs here, what is missing, and how to install it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ import snip_hf
 
 from ..extras import EXTRAS
 from ..text import printable
-from .commands import Commands
-from .messages import fail
+from . import fail
 
 if TYPE_CHECKING:
     import torch
     from packaging.specifiers import SpecifierSet
 
-# Packages of the core -> the module whose import shows that they load.
+# Required packages -> the module to import.
 _CORE = {
     "torch": "torch",
     "torchao": "torchao",
@@ -33,7 +32,7 @@ _CORE = {
     "scipy": "scipy",
     "pyyaml": "yaml",
 }
-# Packages that training works with where they are installed -> for what.
+# Optional packages that training supports -> their use.
 _OTHERS = {
     "triton": "kernels on a GPU",
     "peft": "adapters",
@@ -42,43 +41,32 @@ _OTHERS = {
     "bitsandbytes": "8-bit optimizers",
 }
 _SOLVERS = ("cbc", "highs")
-_MOST_SHOWN = 400
+_MAX_LINE = 400
 
-# Lines of a section; what does not work is appended to the list.
+# Yields the lines of a section and appends problems to the list.
 Section = Callable[[list[str]], Iterator[str]]
 
 
-def add(commands: Commands) -> None:
-    doctor = commands.add_parser(
-        "doctor",
-        help="what runs here, what is missing, and a short test of it all",
-        description="Lists packages, extras, devices, backends, formats and solvers, and says what is missing and how "
-        "to install it. Then rounds to every format, and trains a tiny model under a plan. Exit code 1 if something "
-        "that is installed does not work; a missing extra is no error.",
-    )
-    doctor.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
+def doctor(arguments: argparse.Namespace) -> int:
     python = f"Python {platform.python_version()} ({printable(sys.executable)})"
     print(f"snip-hf {snip_hf.__version__}, {python}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
     problems: list[str] = []
     for name, section in _SECTIONS.items():
         print(f"\n{name}")
-        for line in _told(section, problems):
-            print(f"  {printable(line, _MOST_SHOWN)}", flush=True)
+        for line in _lines(section, problems):
+            print(f"  {printable(line, _MAX_LINE)}", flush=True)
         if problems and section is _packages:
-            break  # What follows needs them.
+            break  # The other sections need them.
     if problems:
         return fail(RuntimeError(f"{len(problems)} of these do not work: {' '.join(problems)}"), 1)
     print("\nAll that is installed works.")
     return 0
 
 
-def _told(section: Section, problems: list[str]) -> Iterator[str]:
+def _lines(section: Section, problems: list[str]) -> Iterator[str]:
     try:
         yield from section(problems)
-    except Exception as error:  # Whatever is broken here; the sections after it may still run.
+    except Exception as error:  # Later sections may still run.
         problems.append(f"{type(error).__name__}: {error}")
         yield f"does not work: {problems[-1]}"
 
@@ -91,14 +79,14 @@ def _packages(problems: list[str]) -> Iterator[str]:
             version, versions = metadata.version(package), expected.get(package)
             fits = versions is None or versions.contains(version, prereleases=True)
             yield f"{package} {version}{'' if fits else f', which is untested: expected {versions}'}"
-        except Exception as error:  # A package that is broken raises anything.
+        except Exception as error:  # A broken package may raise anything.
             problems.append(f"{package} does not load ({type(error).__name__}: {error}).")
             yield problems[-1]
 
 
 def _expected_versions() -> dict[str, SpecifierSet]:
-    """Returns package -> the versions that snip-hf asks for; {} if it is not installed, only imported."""
-    from packaging.requirements import Requirement  # which transformers and accelerate need
+    """Returns package -> required versions; {} if snip-hf is imported without an installation."""
+    from packaging.requirements import Requirement  # installed with transformers
 
     try:
         lines = metadata.requires("snip-hf") or []
@@ -146,7 +134,7 @@ def _backends(problems: list[str]) -> Iterator[str]:
 
 
 def _devices() -> list[torch.device]:
-    """The device that runs go to first, and the CPU."""
+    """The first GPU, if there is one, and the CPU."""
     import torch
 
     return [torch.device("cuda", 0)] * torch.cuda.is_available() + [torch.device("cpu")]
@@ -155,22 +143,15 @@ def _devices() -> list[torch.device]:
 def _formats(problems: list[str]) -> Iterator[str]:
     from ..kernels.backend import BACKENDS
     from ..numerics.formats import FORMATS
-    from .self_test import SelfTestFailed, rounding_error
 
     device = _devices()[0]
     for format in FORMATS.values():
         if not format.is_quantized:
             continue
-        try:
-            error = rounding_error(format.name)
-        except SelfTestFailed as failure:
-            problems.append(str(failure))
-            yield str(failure)
-            continue
         able = [backend for backend in BACKENDS.values() if backend.lacks(device) is None and backend.runs(format)]
         faults = {backend.name: backend.fails(format, device) for backend in able}
         runs = ", ".join(name for name, fault in faults.items() if fault is None)
-        yield f"{format.name}: {format.bits} bits, relative error {error:.3f}, by {runs}"
+        yield f"{format.name}: {format.bits} bits, by {runs}"
         for name, fault in faults.items():
             if fault is not None:
                 problems.append(f"{name}: {fault}.")
@@ -189,18 +170,6 @@ def _solvers(problems: list[str]) -> Iterator[str]:
             yield f"{name}: {error}"
 
 
-def _tiny_model(problems: list[str]) -> Iterator[str]:
-    from .self_test import train_tiny_model
-
-    trained = train_tiny_model()
-    plan, origin = trained.plan, trained.plan.provenance
-    solver = f"{origin.solver} ({origin.solver_version})"
-    yield (
-        f"two blocks trained under a plan with {plan.fp4_fraction:.4f} of the linear FLOPs in 4 bits, made at step "
-        f"{origin.step} by {solver}; loss {trained.loss:.4f}"
-    )
-
-
 _SECTIONS: dict[str, Section] = {
     "Packages": _packages,
     "Extras": _extras,
@@ -208,5 +177,4 @@ _SECTIONS: dict[str, Section] = {
     "Devices and backends": _backends,
     "Formats": _formats,
     "Solvers (solver='auto' takes the first that works)": _solvers,
-    "Tiny model, on the CPU": _tiny_model,
 }

@@ -1,9 +1,8 @@
-"""`snip-hf recipe`: the complete runs of the folder `recipes`, listed and copied from wherever they are installed."""
+"""`snip-hf recipe`: lists and copies the complete runs of the folder `recipes`."""
 
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import re
 import shlex
@@ -12,41 +11,21 @@ from pathlib import Path, PurePosixPath
 from ..extras import EXTRAS
 from ..json_io import write_atomic
 from ..shipped_files import FOLDER, absolute_links, shipped_files
-from .commands import Commands, examples
-from .messages import shown_path
+from ..text import printable
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RECIPES = PurePosixPath("recipes")
-# Beside the recipes: what runs those of YAML, the package's docstring, the page on all of them.
+# Files in the folder that are not recipes.
 _NO_RECIPES = ("pretrain.py", "__init__.py", "README.md")
 _FIRST = "quickstart"
 _SINGLE = "recipes/accelerate/single.yaml"
 
 
-_EXAMPLES = {
-    "snip-hf recipe list": "the names, and what each run is",
-    "snip-hf recipe copy quickstart": "into the working directory, with all that it needs",
-    "snip-hf recipe copy --to mine": "all of them, into the folder mine",
-}
+def recipe(arguments: argparse.Namespace) -> int:
+    return _list() if arguments.action == "list" else _copy(arguments)
 
 
-def add(commands: Commands) -> None:
-    recipe = commands.add_parser(
-        "recipe",
-        help="list the recipes (complete runs), or copy them here",
-        description="Complete runs: list them, or copy them with all that they need.",
-        epilog=examples(_EXAMPLES),
-    )
-    actions = recipe.add_subparsers(required=True, metavar="ACTION")
-    actions.add_parser("list", help="the names, and what each run is").set_defaults(run=run_list)
-    copy = actions.add_parser("copy", help="copy recipes with all that they need into a folder")
-    copy.add_argument("names", nargs="*", metavar="NAME", help="as `list` shows them (default: all)")
-    copy.add_argument("--to", type=Path, default=Path(), metavar="DIR", help="folder (default: the working directory)")
-    copy.add_argument("--overwrite", action="store_true", help="replace files that differ")
-    copy.set_defaults(run=run_copy)
-
-
-def run_list(arguments: argparse.Namespace) -> int:
+def _list() -> int:
     root = find_root()
     recipes = recipe_files(root)
     width = max(map(len, recipes))
@@ -55,7 +34,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_copy(arguments: argparse.Namespace) -> int:
+def _copy(arguments: argparse.Namespace) -> int:
     root = find_root()
     recipes = recipe_files(root)
     chosen = [recipes[_known(name, recipes)] for name in arguments.names] or list(recipes.values())
@@ -64,13 +43,13 @@ def run_copy(arguments: argparse.Namespace) -> int:
     differ = [path for path in new if os.path.lexists(path)]
     if differ and not arguments.overwrite:
         raise FileExistsError(
-            f"{shown_path(differ[0])} is there already and differs ({len(differ)} such files in all); nothing was "
+            f"{_shown(differ[0])} is there already and differs ({len(differ)} such files in all); nothing was "
             "copied. Give another folder with --to, or --overwrite."
         )
     for path in new:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, wanted[path])
-    print(f"{len(wanted)} files are in {shown_path(arguments.to / 'recipes')} and {shown_path(arguments.to / 'eval')}.")
+    print(f"{len(wanted)} files are in {_shown(arguments.to / 'recipes')} and {_shown(arguments.to / 'eval')}.")
     if missing := EXTRAS["recipes"].missing:
         print(f"Recipes need {', '.join(missing)}, which are not installed: {EXTRAS['recipes'].command}")
     print(f"To run {chosen[0]}:\n  {_command(root, chosen[0], arguments.to)}")
@@ -88,7 +67,7 @@ def find_root() -> Path:
         if is_ours and (root / _RECIPES).is_dir():
             return root
     raise FileNotFoundError(
-        f"{shown_path(_PACKAGE / FOLDER)} does not exist, so this installation has no recipes; install snip-hf again."
+        f"{_shown(_PACKAGE / FOLDER)} does not exist, so this installation has no recipes; install snip-hf again."
     )
 
 
@@ -101,7 +80,7 @@ def recipe_files(root: Path) -> dict[str, str]:
 
 
 def needed_files(root: Path, chosen: list[str]) -> list[str]:
-    """Returns the files that recipes need: themselves, what they build on, and what runs and scores them."""
+    """Returns the recipes' own files, their bases, and the code that runs and scores them."""
     recipes = set(recipe_files(root).values())
     needed = {file for file in shipped_files(root) if file not in recipes}
     left = list(chosen)
@@ -112,6 +91,10 @@ def needed_files(root: Path, chosen: list[str]) -> list[str]:
         if base is not None:
             left.append(str(PurePosixPath(file).parent / base[1]))
     return sorted(needed)
+
+
+def _shown(path: Path) -> str:
+    return printable(path, 4096)
 
 
 def _known(name: str, recipes: dict[str, str]) -> str:
@@ -127,7 +110,7 @@ def _known(name: str, recipes: dict[str, str]) -> str:
 def _content(root: Path, file: str) -> bytes:
     if not file.endswith(".md"):
         return (root / file).read_bytes()
-    # Its links lead to pages that are not copied.
+    # Relative links would lead to pages that are not copied.
     return absolute_links((root / file).read_text(encoding="utf-8"), str(PurePosixPath(file).parent)).encode()
 
 
@@ -136,10 +119,10 @@ def _is_there(path: Path, content: bytes) -> bool:
 
 
 def _head(path: Path) -> str:
-    """Returns what a recipe says of itself: its first comment, or its docstring."""
+    """Returns the description of a recipe: its first comment, or its docstring."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        return ast.get_docstring(ast.parse(text)) or ""
+        return text.split('"""')[1]
     comment = re.match(r"(?:#.*\n)*", text)
     return re.sub(r"^# ?", "", comment[0] if comment else "", flags=re.MULTILINE)
 

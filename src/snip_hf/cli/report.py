@@ -1,4 +1,4 @@
-"""`snip-hf report`: tables, figures and a page of runs."""
+"""`snip-hf report` and `snip-hf compare`: tables, figures and a page of runs."""
 
 from __future__ import annotations
 
@@ -7,49 +7,26 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from .commands import Commands, add_micro_batches, examples
-from .messages import shown_path
-from .own_modules import add_import_option
+from ..integrations.hub import run_folder
+from ..records.run_folder import FOLDER
+from ..text import printable
 
-# Runs on one page.
-_MOST_RUNS = 8
-_EXAMPLES = {
-    "snip-hf report runs/mine": "tables, and figures in runs/mine/snip",
-    "snip-hf report runs/mine --html --csv": "also a page, and the figures' data",
-    "snip-hf report runs/a runs/b --html": "several runs on one page",
-    "snip-hf report runs/mine/checkpoint-1000": "the run up to a checkpoint",
-}
+_MAX_RUNS = 8
+_MAX_PATH = 4096
 
 
-def add(commands: Commands) -> None:
-    report = commands.add_parser(
-        "report",
-        help="tables, figures and a page of one run or several",
-        description="Prints the tables of a run: refreshes, losses, the plan at its end, its stages, and why each "
-        "layer has its format. Writes its figures as PNG files.",
-        epilog=examples(_EXAMPLES),
-    )
-    report.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="the Trainer's output_dir, one of its checkpoints, or a repository of the Hub (USER/NAME[@REVISION])",
-    )
-    report.add_argument("--html", action="store_true", help="also write report.html, one page of all runs")
-    report.add_argument("--csv", action="store_true", help="also write the figures' data as CSV files")
-    report.add_argument("--bf16", metavar="RUN", help="a run in BF16, with or without SNIP, whose losses the page adds")
-    report.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder for the files (default: RUN/snip; of the Hub: ./snip-report)"
-    )
-    report.set_defaults(run=run)
-    add_import_option(report)
-    add_micro_batches(report)
-
-
-def run(arguments: argparse.Namespace) -> int:
+def compare(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from ..integrations.hub import run_folder
+    from ..reporting.differences import print_differences, read_compared
+
+    print_differences(read_compared([(name, run_folder(name)) for name in arguments.sources]), Console())
+    return 0
+
+
+def report(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from ..records.load import load_recorded
     from ..reporting.csv_files import write_csv
     from ..reporting.figures import write_figures
@@ -61,8 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--bf16 adds a run to the page; expected --html with it.")
     if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
         raise NotADirectoryError(f"--out {arguments.out} is a file; expected a folder.")
-    if len(arguments.runs) > _MOST_RUNS:
-        raise ValueError(f"Got {len(arguments.runs)} runs, expected at most {_MOST_RUNS} in one report.")
+    if len(arguments.runs) > _MAX_RUNS:
+        raise ValueError(f"Got {len(arguments.runs)} runs, expected at most {_MAX_RUNS} in one report.")
     folders = [run_folder(name) for name in arguments.runs]
     names = short_names([*arguments.runs, *([] if arguments.bf16 is None else [arguments.bf16])])
     runs = {name: load_recorded(folder) for name, folder in zip(names, folders, strict=False)}
@@ -81,14 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
         folder = _folder(arguments.runs[0], names[0], arguments.out, 1)
         files.append(write_page(folder / "report.html", runs, bf16))
     for path in files:
-        print(shown_path(path))
+        print(printable(path, _MAX_PATH))
     return 0
 
 
 def _folder(given: str, name: str, out: Path | None, count: int) -> Path:
     """Returns the folder for the files of a run: its own, --out, or ./snip-report for a run of the Hub."""
-    from ..records.run_folder import FOLDER
-
     if out is None and os.path.lexists(given):
         return Path(given) / FOLDER
     base = Path("snip-report") if out is None else out
@@ -102,7 +77,6 @@ def _bf16_losses(name: str) -> dict[int, dict[str, float]]:
         FileNotFoundError: there is no such folder.
         ValueError: there are no losses.
     """
-    from ..integrations.hub import run_folder
     from ..records.load import read_log
 
     notes: list[str] = []

@@ -8,23 +8,12 @@ import json
 from pathlib import Path
 
 from ..json_io import read_json, write_json_atomic
-from .commands import Commands
-from .messages import fail, shown_path
+from ..planning.solver.process import SolverError, SolverProcess
+from ..text import printable
+from . import fail
 
 
-def add(commands: Commands) -> None:
-    solve = commands.add_parser(
-        "solve",
-        help="solve an integer program, as JSON, in a process of its own",
-        description="Solves an integer program that chooses one option per group, as a refresh does. docs/files.md "
-        "describes the program and the solution.",
-    )
-    solve.add_argument("problem", type=Path, metavar="problem.json", help="the program, with its solver")
-    solve.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the solution here, not to stdout")
-    solve.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
+def solve(arguments: argparse.Namespace) -> int:
     try:
         problem = read_json(arguments.problem)
     except FileNotFoundError as error:
@@ -35,8 +24,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{arguments.problem} holds a {type(problem).__name__}, expected a JSON object with groups.")
     if arguments.output is not None:
         _check_output(arguments.output, arguments.problem)
-    from ..planning.solver.process import SolverError, SolverProcess
-
     try:
         with SolverProcess.start(problem) as process:
             result = process.result()
@@ -47,7 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(solution, indent=1))
     else:
         write_json_atomic(arguments.output, solution)
-        print(f"{result.status}, objective {result.objective:.6g}, by {result.solver}: {shown_path(arguments.output)}")
+        path = printable(arguments.output, 4096)
+        print(f"{result.status}, objective {result.objective:.6g}, by {result.solver}: {path}")
     return 0
 
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import json
 import math
@@ -237,17 +238,16 @@ def load_text(config: Config, cache: Path) -> Text:
 
 
 class Trainee:
-    """A model in training from a seed's start.
+    """A model in training: new, or as the checkpoint has it.
 
     Args:
         config: what is compared.
         text: its sequences.
-        seed: of the cell.
-        cache: folder of starts.
+        seed: decides weights and the order of the data.
         device: where it trains.
     """
 
-    def __init__(self, config: Config, text: Text, seed: int, cache: Path, device: torch.device) -> None:
+    def __init__(self, config: Config, text: Text, seed: int, device: torch.device) -> None:
         self._training, self._text, self._seed, self._device = config.training, text, seed, device
         set_seed(seed)
         self.model = build_model(_expanded(config.model), text.tokenizer).to(device).train()
@@ -261,26 +261,16 @@ class Trainee:
             [group for group in groups if group["params"]], lr=0.0, betas=betas, fused=device.type == "cuda"
         )
         self._compiled = False
-        self._start(cache / f"start-{config.start_key(seed)}.pt")
-        self.start = fingerprint(self.model)
 
-    def _start(self, path: Path) -> None:
-        """Loads the state after `base_steps`, or trains up to it and saves it for the other contenders."""
-        if not self._training.base_steps:
-            return
-        with FileLock(f"{path}.lock"):
-            if not path.exists():
-                for step in range(1, self._training.base_steps + 1):
-                    self.step(step)
-                state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-                unfinished = path.with_suffix(f".{os.getpid()}")
-                torch.save(state, unfinished)
-                unfinished.replace(path)
-        # Also for the process that saved it, so that all contenders start alike.
+    def load(self, path: Path) -> None:
         state = torch.load(path, map_location=self._device, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.optimizer.zero_grad()
+
+    def save(self, path: Path) -> None:
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, unfinished)
+        unfinished.replace(path)
 
     def step(self, number: int, controller: SnipController | None = None) -> Tensor:
         """Does one step, counted from 1 over base and cell, and returns its loss."""
@@ -323,6 +313,38 @@ class Trainee:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda")
 
 
+def start_path(config: Config, seed: int, cache: Path) -> Path:
+    return cache / f"start-{config.start_key(seed)}.pt"
+
+
+def started(config: Config, text: Text, seed: int, options: argparse.Namespace) -> Trainee:
+    """Returns a trainee after `base_steps`, which one process trains and all others load."""
+    if config.training.base_steps:
+        path = start_path(config, seed, options.cache)
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                trainee = Trainee(config, text, seed, options.device)
+                for step in range(1, config.training.base_steps + 1):
+                    trainee.step(step)
+                trainee.save(path)
+    # A new one in this process too: all contenders start alike, and blocks are compiled after their conversion.
+    trainee = Trainee(config, text, seed, options.device)
+    if config.training.base_steps:
+        trainee.load(path)
+    return trainee
+
+
+def is_busy(path: Path) -> bool:
+    """Whether another process is training this start."""
+    if path.exists():
+        return False
+    try:
+        with FileLock(f"{path}.lock", timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
 def compile_blocks(model: nn.Module) -> None:
     """Compiles the decoder layers one by one."""
     layers = getattr(model.config, "num_hidden_layers", None)
@@ -350,7 +372,8 @@ def train_cell(config: Config, contender: str, seed: int, text: Text, options: a
     Raises:
         RuntimeError: the contender decides by a probe, and no refresh gave a plan.
     """
-    trainee = Trainee(config, text, seed, options.cache, options.device)
+    trainee = started(config, text, seed, options)
+    start = fingerprint(trainee.model)
     snip, training, began = config.snip_config(contender, seed), config.training, time.monotonic()
     controller, events = None, []
     if snip is not None:
@@ -381,7 +404,7 @@ def train_cell(config: Config, contender: str, seed: int, text: Text, options: a
         "key": config.cell_key(contender, seed),
         "contender": contender,
         "seed": seed,
-        "start": trainee.start,
+        "start": start,
         "losses": losses,
         "loss_unquantized": _finite(trainee.held_out_loss()),
         "training_loss": _finite(float(torch.stack(trained[-25:]).mean())),
@@ -445,24 +468,37 @@ def run_cells(config: Config, options: argparse.Namespace) -> int:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     contenders, seeds = options.only or config.contenders, options.seeds or config.seeds
     cells = [(contender, seed) for seed in seeds for contender in contenders]
-    text, failed = load_text(config, options.cache), 0
-    for contender, seed in cells:
-        if time.monotonic() > options.deadline:
-            print("The time is over; the same command goes on.", flush=True)
-            break
-        key = config.cell_key(contender, seed)
-        with claimed(options.cache, key) as mine:
-            if not mine or any(line["key"] == key for line in read_lines(options.output)):
+    text, failed = load_text(config, options.cache), set()
+    # Cells whose start another process is training come last, so that processes do not wait for one another.
+    for waits in (False, True):
+        for contender, seed in cells:
+            key = config.cell_key(contender, seed)
+            if key in failed or (not waits and is_busy(start_path(config, seed, options.cache))):
                 continue
-            try:
-                line = train_cell(config, contender, seed, text, options)
-            except Exception as error:  # The other cells can still be trained.
-                print(f"{contender}, seed {seed}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                failed += 1
-                continue
-            append(options.output, line)
-            print(f"{contender}, seed {seed}: {line['losses']}, {line['seconds']:.0f} s", flush=True)
-    return failed
+            if time.monotonic() > options.deadline:
+                print("The time is over; the same command goes on.", flush=True)
+                return len(failed)
+            with claimed(options.cache, key) as mine:
+                if not mine or any(line["key"] == key for line in read_lines(options.output)):
+                    continue
+                try:
+                    line = train_cell(config, contender, seed, text, options)
+                except Exception as error:  # The other cells can still be trained.
+                    print(f"{contender}, seed {seed}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                    failed.add(key)
+                else:
+                    append(options.output, line)
+                    print(f"{contender}, seed {seed}: {line['losses']}, {line['seconds']:.0f} s", flush=True)
+            release(options.device)
+    return len(failed)
+
+
+def release(device: torch.device) -> None:
+    """Frees memory and compiled code of the last cell."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 # ------------------------------------------------------------------------------------------------ report

@@ -40,7 +40,7 @@ VALUES: dict[str, Any] = {
         "sequence_length": 32,
         "sample_by": "line",
     },
-    "training": {"steps": 5, "base_steps": 2, "measure_at": [2], "sequences": 2, "warmup_steps": 1},
+    "training": {"steps": 5, "base_steps": 2, "measure_at": [2], "sequences": 2, "learning_rate": 0.01},
     "seeds": [3, 4],
     "snip": {"formats": ["nvfp4", "mxfp8"], "solver": "greedy", "first_refresh": 1, "apply_delay": 0},
     "contenders": {
@@ -71,6 +71,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def run(config: Path, output: Path, *options: str) -> int:
     return compare.main(["run", str(config), "--output", str(output), "--device", "cpu", *options])
+
+
+@pytest.fixture(scope="module")
+def trained_model(files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    options = ("--seeds", "3", "--only", "bf16", "--cache", f"{files[1]}.cache", "--save", str(folder))
+    assert run(files[0], folder / "lines.jsonl", *options) == 0
+    return folder / "bf16-3"
 
 
 def test_contenders_of_a_seed_start_alike_and_train_differently(files: tuple[Path, Path]) -> None:
@@ -131,6 +139,48 @@ def test_a_cell_that_fails_is_named_and_the_others_are_trained(
     assert run(files[0], output, "--seeds", "3", "--cache", f"{files[1]}.cache") == 1
     assert [line["contender"] for line in compare.read_lines(output)] == ["bf16", "snip"]
     assert "fp8, seed 3: RuntimeError: no kernel" in capsys.readouterr().err
+
+
+def test_cells_wait_for_a_start_that_another_process_trains_until_nothing_else_is_left(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, path = compare.load_config(files[0]), compare.start_path(compare.load_config(files[0]), 3, tmp_path)
+    with FileLock(f"{path}.lock"):
+        assert compare.is_busy(path)
+    assert not compare.is_busy(path)
+    trained: list[tuple[str, int]] = []
+    monkeypatch.setattr(compare, "is_busy", lambda start: start == path)
+    monkeypatch.setattr(compare, "train_cell", lambda config, *cell: trained.append(cell[:2]) or {"key": 0})
+    monkeypatch.setattr(compare, "append", lambda output, line: None)
+    monkeypatch.setattr(compare, "load_text", lambda config, cache: None)
+    with pytest.raises(KeyError, match="losses"):
+        run(files[0], tmp_path / "lines.jsonl", "--cache", str(tmp_path), "--only", "bf16")
+    assert trained == [("bf16", 4)] and config.seeds == [3, 4]
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # PEFT's use of transformers
+@pytest.mark.parametrize("kind", ["checkpoint", "adapters", "experts"])
+def test_checkpoints_adapters_and_experts_are_compared_too(
+    kind: str, files: tuple[Path, Path], tmp_path: Path, trained_model: Path
+) -> None:
+    saved = ["model.model_type=null", f"model.name_or_path={trained_model}"]
+    overrides = {
+        "checkpoint": [*saved, "tokenizer.vocab_size=null"],
+        "adapters": [*saved, "tokenizer.vocab_size=null", "model.lora={r: 2, target_modules: all-linear}"],
+        "experts": [
+            "model.model_type=qwen3_moe",
+            "model.config.moe_intermediate_size=16",
+            "model.config.num_local_experts=2",
+            "model.config.num_experts_per_tok=1",
+        ],
+    }[kind]
+    options = ["--seeds", "3", "--only", "bf16", "snip"]
+    for override in (*overrides, "training.steps=3", "training.measure_at=[]"):
+        options += ["--override", override]
+    output = tmp_path / "lines.jsonl"
+    assert run(files[0], output, *options) == 0
+    bf16, snip = compare.read_lines(output)
+    assert bf16["start"] == snip["start"] and bf16["losses"] != snip["losses"] and snip["share"] > 0.3
 
 
 def test_the_report_has_the_paired_differences_of_the_lines(

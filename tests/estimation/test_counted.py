@@ -14,9 +14,9 @@ from small import convert_in_formats, text, tiny_llama, tiny_lm, tokens
 from torch import Tensor, nn
 
 from snip_hf.estimation.batch import Batch
-from snip_hf.estimation.counted import find_counted
 from snip_hf.estimation.divergence import estimate_divergence
 from snip_hf.estimation.ground_truth import measure_divergence
+from snip_hf.estimation.optimizer_step import compared_parameters
 from snip_hf.estimation.probe import run_probe
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.state import set_step, snip_linears
@@ -53,7 +53,7 @@ def weight_divergences(table: DivergenceTable) -> dict[tuple[str, str, str], flo
 @pytest.mark.parametrize("trained", [(), ("layers.1.up",), ("layers.0.up", "layers.1.down")])
 def test_where_a_swapped_weight_is_frozen_all_that_is_trained_counts(trained: tuple[str, ...]) -> None:
     model = converted_copy(frozen_lm(*trained))
-    found = find_counted(model, snip_linears(model), trained_by(None))
+    found = compared_parameters(model, snip_linears(model), trained_by(None))
     assert list(found.weights) == LAYERS
     assert list(found.others or {}) == BESIDE
     assert list(found.parameters) == LAYERS + BESIDE
@@ -61,14 +61,14 @@ def test_where_a_swapped_weight_is_frozen_all_that_is_trained_counts(trained: tu
 
 def test_where_every_swapped_weight_is_trained_these_alone_count() -> None:
     model = converted_copy(tiny_lm())
-    found = find_counted(model, snip_linears(model), trained_by(torch.optim.SGD(model.parameters(), lr=1.0)))
+    found = compared_parameters(model, snip_linears(model), trained_by(torch.optim.SGD(model.parameters(), lr=1.0)))
     assert found.others is None and list(found.parameters) == LAYERS
 
 
 def test_what_the_optimizer_does_not_hold_is_not_trained() -> None:
     model = converted_copy(tiny_lm())
     norms = [parameter for name, parameter in model.named_parameters() if name in NORMS]
-    found = find_counted(model, snip_linears(model), trained_by(torch.optim.SGD(norms, lr=1.0)))
+    found = compared_parameters(model, snip_linears(model), trained_by(torch.optim.SGD(norms, lr=1.0)))
     assert list(found.others or {}) == NORMS
 
 
@@ -82,7 +82,7 @@ def test_the_probe_of_what_is_trained_is_the_adjoint_of_an_error_in_a_frozen_lay
     """<d, change of all gradients> = <Gdot, E> for an error E of the layer's output."""
     model, inputs = frozen_lm(), tokens()
     converted = converted_copy(model)
-    others = find_counted(converted, snip_linears(converted), trained_by(None)).others
+    others = compared_parameters(converted, snip_linears(converted), trained_by(None)).others
     assert others is not None
     directions: dict[str, Tensor] = {}
 

@@ -30,8 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from snip_hf import convert_model, coverage, is_probing, restore_model
-from snip_hf.estimation.coverage import Coverage, Uncovered, count_pass
-from snip_hf.estimation.weight_flops import FlopsByWeight
+from snip_hf.estimation.coverage import Coverage, FlopsByWeight, Uncovered, count_pass
 
 TOKENS = 16
 # Products per token: multiplications of one pass through all weights of a part.

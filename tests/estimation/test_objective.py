@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from snip_hf import SnipController, estimate_divergence, measure_divergence
-from snip_hf.estimation.batch import Batch
-from snip_hf.estimation.objective import Objective, copied, objective_of
+from snip_hf.estimation.batch import Batch, Objective, copied, objective_of
 from snip_hf.estimation.passes import forward_inputs, run_forward, run_pass
 from snip_hf.parallel.ranks import Processes
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from snip_hf.estimation import products
-from snip_hf.estimation.products import is_split, product, rough_product, split_product
+from snip_hf.estimation.products import (
+    SplitLinear,
+    efficient_products,
+    is_split,
+    per_query_head,
+    product,
+    rough_product,
+    split_product,
+)
 
 SHAPES = {"matrices": ((37, 200), (200, 53)), "batches": ((3, 37, 200), (3, 200, 53))}
 
@@ -104,3 +114,125 @@ def test_on_cuda_products_of_operands_in_bf16_are_those_of_what_was_rounded() ->
     assert torch.equal(rough_product(left.bfloat16(), right), wide)
     narrow = rough_product(left.bfloat16(), right.bfloat16(), True)
     assert narrow.dtype == torch.bfloat16 and (narrow - wide).norm() <= 2**-8 * wide.norm()
+
+
+# -------------------------------------------------------------------------------------------------- large linears
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "OUTPUTS", 10)
+
+
+def operands(outputs: int = 37) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(shape, generator=generator) for shape in ((6, 16), (outputs, 16), (outputs,))]
+    return drawn[0], drawn[1], drawn[2]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_outputs_and_gradients_are_those_of_torch_s_linear(small_parts: None, has_bias: bool) -> None:
+    x, weight, bias = operands()
+    given = bias.requires_grad_() if has_bias else None
+    found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    direction = torch.randn(6, 37, generator=torch.Generator().manual_seed(1))
+    y = SplitLinear.apply(found, weight, given)
+    (y * direction).sum().backward()
+    grad_bias, bias.grad = bias.grad, None
+    exact = nn.functional.linear(expected, weight, given)
+    (exact * direction).sum().backward()
+    torch.testing.assert_close(y, exact)
+    torch.testing.assert_close(found.grad, expected.grad)
+    assert not has_bias or torch.equal(grad_bias, bias.grad)
+
+
+def test_a_loss_may_differentiate_its_gradient(small_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a penalty of gradients does; the kernels that split operands would count for constants."""
+
+    def without_derivative(left: Tensor, right: Tensor) -> Tensor:
+        return left.detach() @ right.detach()
+
+    monkeypatch.setattr(products, "product", without_derivative)
+    x, weight = (one.double() for one in operands()[:2])
+    found = []
+    for function in (SplitLinear.apply, nn.functional.linear):
+        at = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(function(at, weight, None).square().sum(), at, create_graph=True)
+        gradient.square().sum().backward()
+        found.append(at.grad)
+    torch.testing.assert_close(*found)
+
+
+def test_only_large_frozen_weights_are_taken_and_torch_s_function_comes_back(
+    small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "is_split", lambda left, right: True)
+    (x, weight, _), original = operands(), nn.functional.linear
+    x.requires_grad_()
+    trained = nn.Parameter(weight.clone())
+    with efficient_products():
+        head = nn.functional.linear(x.view(2, 3, 16), weight)
+        others = [nn.functional.linear(x, trained), nn.functional.linear(x, weight[:9])]
+    assert head.shape == (2, 3, 37) and "SplitLinear" in type(head.grad_fn.next_functions[0][0]).__name__  # type: ignore[union-attr]
+    assert all("SplitLinear" not in type(one.grad_fn).__name__ for one in others)
+    assert nn.functional.linear is original
+
+
+def test_on_a_cpu_linears_are_torch_s_own() -> None:
+    x, weight, bias = operands(products.OUTPUTS)
+    expected = nn.functional.linear(x, weight, bias)
+    with efficient_products():
+        assert torch.equal(nn.functional.linear(x, weight, bias), expected)
+
+
+# ------------------------------------------------------------------------------------------------------ attention
+
+
+torch_attention = nn.functional.scaled_dot_product_attention
+
+
+def heads_of(device: str = "cpu") -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, heads, 9, 8, generator=generator).to(device) for heads in (6, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"is_causal": True},
+        {"is_causal": True, "scale": 0.7},
+        {"attn_mask": torch.ones(9, 9, dtype=torch.bool).tril()},
+        {"dropout_p": 0.5},
+    ],
+    ids=["causal", "a scale", "a mask", "dropout"],
+)
+def test_on_a_cpu_attention_is_torch_s_own(given: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    expected = torch_attention(*heads_of(), **given, enable_gqa=True)
+    torch.manual_seed(0)
+    with efficient_products():
+        found = nn.functional.scaled_dot_product_attention(*heads_of(), **given, enable_gqa=True)
+    assert torch.equal(found, expected)
+    assert nn.functional.scaled_dot_product_attention is torch_attention
+
+
+def test_heads_that_do_not_fit_are_torch_s_to_refuse() -> None:
+    with efficient_products(), pytest.raises(RuntimeError):
+        nn.functional.scaled_dot_product_attention(*heads_of())
+
+
+def test_keys_per_query_head_are_those_that_torch_shares_between_heads() -> None:
+    query, key, value = heads_of()
+    wanted = torch_attention(query, key, value, is_causal=True, enable_gqa=True)
+    found = torch_attention(query, per_query_head(query, key), per_query_head(query, value), is_causal=True)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_shared_heads_take_the_memory_efficient_kernel() -> None:
+    tensors = [one.requires_grad_() for one in heads_of("cuda")]
+    with efficient_products():
+        found = nn.functional.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+    assert "EfficientAttention" in type(found.grad_fn).__name__
+    expected = torch_attention(*(one.double() for one in tensors), is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)

@@ -1,22 +1,22 @@
-"""One micro-batch, as the probe runs it again: its inputs, and the random state that it was first run with."""
+"""One micro-batch and its loss, as the probe runs them again: inputs, random state, labels, objective."""
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..numerics.random_state import RandomState
 from ..text import WITHOUT_PROBE
-from .objective import Objective, token_ids
 
 logger = logging.getLogger(__name__)
 
-# What a model's forward takes one row per sequence of: name -> numbers of dimensions, the first of which may also be 1.
+# Inputs of a model's forward with one row per sequence: name -> numbers of dimensions; the first one may also be 1.
 _BY_SEQUENCE = {
     "input_ids": (2,),
     "labels": (1, 2),
@@ -25,23 +25,115 @@ _BY_SEQUENCE = {
     "token_type_ids": (2,),
     "inputs_embeds": (3,),
 }
+# Inputs whose names end in "ids" and that are no tokens.
+_NO_TOKENS = ("position_ids", "token_type_ids")
 LABELS = "labels"
-"""The input of Hugging Face models that has the labels."""
-# The label of tokens that have no part in the loss, in torch and Hugging Face models.
+"""The input of Hugging Face models that holds the labels."""
+# Label of tokens that take no part in the loss, in torch and in Hugging Face models.
 _NO_LABEL = -100
+
+Compute = Callable[[nn.Module, dict[str, Any]], Tensor]
 
 
 class Labels(NamedTuple):
-    """The labels of a training loop."""
+    """Where a training loop keeps its labels."""
 
     names: Sequence[str] = ()
-    """Inputs that may have them if `labels` is none."""
+    """Inputs that may hold them if `labels` does not exist."""
     advice: str = "say how it is computed (compute_loss=...)"
     """Tells users of a model that does not return the loss what to do."""
 
 
 LABELS_OF_LOOP = Labels()
-"""Those of a loop of one's own."""
+"""The labels of a user's own training loop."""
+
+
+class _Called(BaseException):
+    """Ends a loss where it calls the model; handlers of `Exception` on the way must not catch it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.inputs = args, kwargs
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss that training computes from a model and a micro-batch, if it is not the one that the model returns."""
+
+    compute: Compute
+    """Returns the loss of a model and a micro-batch: a mean over the micro-batch's terms."""
+    terms: Callable[[Mapping[str, Any]], int] | None = None
+    """Returns how many independent terms of a micro-batch the loss is a mean over; None: its tokens with a label, or
+    its sequences if it has no labels."""
+    can_be_cut: bool = False
+    """Whether the loss of some of the sequences is a loss of the same kind. Pairs of sequences must not be torn."""
+
+    def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """Returns the loss of a micro-batch; `compute` may change its copy of the inputs.
+
+        Raises:
+            TypeError: `compute` returned anything but a tensor of one element.
+        """
+        found = self.compute(model, copied(inputs))
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise TypeError(
+                f"compute_loss returned {what}; expected the micro-batch's loss, a tensor of one element. Return only "
+                f"that, or use {WITHOUT_PROBE}."
+            )
+        return found.reshape(())
+
+    def forward_inputs(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the inputs with which the loss first calls the model under gradients, without running that call.
+
+        A single input without a name is the model's main one (`main_input_name`, as Hugging Face models have it).
+
+        Raises:
+            ValueError: the loss does not call the model, or gives it several inputs without names.
+        """
+        original, own = model.forward, vars(model).get("forward")
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                raise _Called(args, kwargs)
+            return original(*args, **kwargs)
+
+        vars(model)["forward"] = forward
+        try:
+            with torch.enable_grad():
+                self.loss(model, inputs)
+        except _Called as called:
+            args, kwargs = called.inputs
+            if len(args) <= 1:
+                return dict(zip([getattr(model, "main_input_name", "input_ids")], args, strict=False)) | kwargs
+        finally:
+            del vars(model)["forward"]
+            if own is not None:
+                vars(model)["forward"] = own
+        raise ValueError(
+            "The loss does not call the model as a whole, or gives its forward several inputs without names."
+        )
+
+
+def objective_of(compute_loss: Compute | None, terms: int | None = None) -> Objective | None:
+    """Returns the objective of a user's own training loop; None: the loss that the model returns.
+
+    Args:
+        compute_loss: `compute_loss(model, batch)` runs the model forward and returns the mean loss of the micro-batch.
+            It runs several times per probe, and must leave no trace outside the model. None: the model returns the
+            loss.
+        terms: how many independent terms (pairs, say) it is a mean over; None: as `Objective.terms`.
+
+    Raises:
+        ValueError: `terms` without a loss.
+    """
+    if compute_loss is not None:
+        return Objective(compute_loss, None if terms is None else lambda _: terms)
+    if terms is not None:
+        raise ValueError(
+            f"terms={terms} says what a loss of your own is a mean over, but there is no compute_loss. Give both, or "
+            "neither."
+        )
+    return None
 
 
 class BatchCounts(NamedTuple):
@@ -53,19 +145,19 @@ class BatchCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch as its loss takes it, and the generators' state with which it was first run."""
+    """One micro-batch, and the state of the random generators with which it was first run."""
 
     kwargs: Mapping[str, Any]
-    """Of the model's forward; with an objective, what that takes."""
+    """Keyword arguments of the model's forward; with an objective, the inputs of that."""
     random_state: RandomState
     cut_from: BatchCounts | None = None
     """Counts of the micro-batch that this is a part of (`part`); None: it is a whole one."""
     objective: Objective | None = None
     """The loss; None: the one that the model returns."""
     seen: int = 0
-    """Tokens that the model saw of it in training; 0: not known."""
+    """Tokens of it that the model saw in training; 0: not known."""
     label_name: str = LABELS
-    """The input that has the labels, if there are any."""
+    """The input that holds the labels, if there are any."""
 
     @classmethod
     def of(
@@ -75,17 +167,17 @@ class Batch:
         seen: int = 0,
         labels: Labels = LABELS_OF_LOOP,
     ) -> Batch:
-        """Keeps references to the inputs, not copies.
+        """Returns a batch that refers to the inputs, not to copies.
 
         `num_items_in_batch` is dropped: without it, Hugging Face models return the mean loss of the micro-batch.
 
         Args:
             kwargs, objective, seen: as the fields.
-            labels: of the training loop.
+            labels: where the training loop keeps its labels.
 
         Raises:
-            ValueError: there are no labels, so that the model gives no loss; or no token ids, so that nothing is known
-                of what another loss takes.
+            ValueError: there are no labels, so that the model gives no loss; or, with an objective, no token ids, so
+                that the number of tokens is unknown.
         """
         label_name = label_name_of(kwargs, labels.names)
         if objective is not None and kwargs.get(label_name) is None and not token_ids(kwargs):
@@ -104,34 +196,31 @@ class Batch:
         return cls(kept, RandomState.now(), objective=objective, seen=seen, label_name=label_name)
 
     def part(self, tokens: int | None) -> Batch:
-        """Returns some sequences, as many as hold at most so many tokens but at least one; None: all of them.
+        """Returns as many sequences as hold at most so many tokens, at least one; None: all of them.
 
-        They are spread evenly over the micro-batch, so that ranks that each take a part of theirs take together what
-        one process with all their sequences would. A single sequence is kept whole: cut, it would be another text with
-        other positions. The whole micro-batch is returned, and the log says why, if an input may belong to several
-        sequences at once (packed ones, say), if the chosen sequences have no labels, or if a loss is not known to be a
-        mean over sequences.
+        They are spread evenly over the micro-batch, so that the parts of several ranks are together the part that one
+        process with all their sequences would take. A single sequence stays whole: a piece of it would be another text
+        with other positions. The whole micro-batch is returned, and the log says why, if an input may belong to several
+        sequences at once (packed ones, say), if the chosen sequences have no labels, or if the loss is not known to be
+        a mean over sequences.
         """
         if tokens is None or self.tokens <= tokens or self._sequences == 1:
             return self
         labels = self._labels
         if labels is None or not (self.objective is None or self.objective.can_be_cut):
-            reason = "its loss may not be a mean over sequences"
-            logger.info("snip-hf: the probe takes the whole micro-batch of %d tokens: %s.", self.tokens, reason)
-            return self
+            return self._whole("its loss may not be a mean over sequences")
         kinds = {self.label_name: LABELS}
         packed = [
             name
             for name, value in self.kwargs.items()
             if not _is_by_sequence(kinds.get(name, name), value, labels.shape[0])
         ]
+        if packed:
+            return self._whole(f"its input {packed[0]!r} cannot be cut")
         count = max(1, tokens * labels.shape[0] // self.tokens)
         rows = torch.arange(count) * labels.shape[0] // count
-        chosen = labels[rows.to(labels.device)]
-        if packed or not (chosen != _NO_LABEL).any():
-            reason = f"its input {packed[0]!r} cannot be cut" if packed else f"{count} of its sequences have no labels"
-            logger.info("snip-hf: the probe takes the whole micro-batch of %d tokens: %s.", self.tokens, reason)
-            return self
+        if not (labels[rows.to(labels.device)] != _NO_LABEL).any():
+            return self._whole(f"{count} of its sequences have no labels")
         cut = {
             name: value[rows.to(value.device)]
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] > 1
@@ -139,6 +228,10 @@ class Batch:
             for name, value in self.kwargs.items()
         }
         return replace(self, kwargs=cut, cut_from=self.micro_batch)
+
+    def _whole(self, reason: str) -> Batch:
+        logger.info("snip-hf: the probe takes the whole micro-batch of %d tokens: %s.", self.tokens, reason)
+        return self
 
     @property
     def counts(self) -> BatchCounts:
@@ -151,7 +244,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens; of a classifier, which has one label per sequence, those of its inputs."""
+        """Number of tokens; for a classifier, which has one label per sequence, those of its inputs."""
         labels, inputs = self._labels, self.kwargs.get("input_ids")
         if labels is None:
             return self.seen or sum(int(ids.numel()) for ids in token_ids(self.kwargs))
@@ -159,15 +252,15 @@ class Batch:
 
     @property
     def is_likelihood(self) -> bool:
-        """Whether the loss is a mean over tokens with a label, of minus the logarithms of their probabilities.
+        """Whether the loss is a mean over labelled tokens, of minus the logarithms of their probabilities.
 
-        Of any other loss the value says nothing (it may be 0, or negative), and its rise is not taken relative to it.
+        Any other loss may be 0 or negative, so its rise is not taken relative to it.
         """
         return self._labels is not None and (self.objective is None or self.objective.terms is None)
 
     @property
     def labelled(self) -> int:
-        """Number of terms over which the loss is a mean: of tokens with a label, but for other losses (`Objective`)."""
+        """N: the number of terms that the loss is a mean over; tokens with a label, unless an objective has terms."""
         if self.objective is not None and self.objective.terms is not None:
             return self.objective.terms(self.kwargs)
         if self._labels is None:
@@ -190,14 +283,14 @@ def is_of_sequences(labels: Tensor) -> bool:
 
 
 def label_name_of(kwargs: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Returns the name of the input that has the labels: the first of `labels` and these that there is."""
+    """Returns the name of the input that holds the labels: the first of `labels` and `names` that exists."""
     return next((name for name in (LABELS, *names) if kwargs.get(name) is not None), LABELS)
 
 
 def labelled_tokens(kwargs: Mapping[str, Any], label_name: str = LABELS) -> int:
     """Returns the number of tokens with a label.
 
-    A causal LM shifts its labels, so that the first one of a sequence does not count, unless the batch has them shifted
+    A causal LM shifts its labels, so the first one of a sequence does not count, unless the batch holds them shifted
     already (`shift_labels`). A model of another kind has at most one more per sequence, a classifier one label per
     sequence.
     """
@@ -211,8 +304,29 @@ def labelled_tokens(kwargs: Mapping[str, Any], label_name: str = LABELS) -> int:
     return every if labels.dim() == 1 else int((labels[..., 1:] != _NO_LABEL).sum()) or every
 
 
+def token_ids(inputs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the tensors of token ids, (sequences, tokens), among the inputs of any loss."""
+    found = {
+        name: value
+        for name, value in inputs.items()
+        if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
+    }
+    if "input_ids" in found:
+        return [found["input_ids"]]
+    return [value for name, value in found.items() if name.endswith("ids") and name not in _NO_TOKENS]
+
+
+def copied(value: Any) -> Any:
+    """Returns copies of dicts and lists, nested ones too; their other elements are the same objects."""
+    if type(value) is dict:
+        return {key: copied(item) for key, item in value.items()}
+    if type(value) is list:
+        return [copied(item) for item in value]
+    return copy.copy(value) if isinstance(value, Mapping) else value
+
+
 def _is_by_sequence(name: str, value: Any, sequences: int) -> bool:
-    """Returns True if an input has one row per sequence, or says the same of all of them."""
+    """Returns True if an input has one row per sequence, or is the same for all of them."""
     if not isinstance(value, Tensor):
         return value is None or isinstance(value, bool | int | float | str)
     return value.dim() == 0 or (value.dim() in _BY_SEQUENCE.get(name, ()) and value.shape[0] in (1, sequences))

@@ -29,22 +29,19 @@ from ..optimizers.response import AnalyticResponse, responses, trained_by
 from ..parallel.ranks import Attempt, Processes, describe, failing_together
 from ..parallel.sharding import is_sharded, whole
 from ..progress import progress
-from .batch import Batch
-from .counted import find_counted
+from .batch import Batch, Compute, objective_of
 from .criterion import LayerCriterion, Rows
 from .extrapolation import BatchSizes, Squares
 from .layer_sums import Deferred, LayerSums, Pushforward, read_all
-from .loss_scale import without_loss_scale
 from .memory import MIB, NO_SAVINGS, PassSizes, Savings, find_savings, kept_tokens, step_memory
 from .moved_weights import random_directions
-from .objective import Compute, objective_of
-from .optimizer_step import OptimizerStep, RelativeUpdates, of_matrices
+from .optimizer_step import OptimizerStep, RelativeUpdates, compared_parameters, of_matrices, without_loss_scale
 from .passes import run_pass
 from .pooling import pooled
 from .probe import Probe, ProbeSettings, run_probe
 from .samples import LayerSample
-from .shared_inputs import Ties, ties_of
 from .table import LAYER, ROWS, Divergence, DivergenceTable
+from .ties import Ties, ties_of
 
 logger = logging.getLogger(__name__)
 # The estimate's own streams of random rounding: other numbers than those of the training step.
@@ -77,7 +74,7 @@ def estimate_divergence(
     config = config or SnipConfig(probe_tokens=None, probe_batch_tokens=None)
     with converted(model, config) as layers:
         captured = Batch.of(batch, objective_of(compute_loss, terms))
-        counted = find_counted(model, layers, trained_by(optimizer))
+        counted = compared_parameters(model, layers, trained_by(optimizer))
         POLICIES[config.policy].criterion.check_layers(layers, trained_by(optimizer))
         answers = responses(optimizer, counted.parameters)
         _, gradients = gradients_of(model, captured, layers, counted.others)
@@ -397,7 +394,7 @@ def gradients_of(
         model: a converted model, without wrappers.
         batch: the micro-batch to run.
         layers: the swapped layers.
-        others: as `Counted.others`.
+        others: as `ComparedParameters.others`.
     """
     weights = {**weights_of(layers), **(others or {})}
     names = {name: layers[name].weight_name(name) if name in layers else name for name in weights}

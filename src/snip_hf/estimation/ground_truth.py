@@ -25,11 +25,10 @@ from ..numerics.formats import FORMATS, UNQUANTIZED
 from ..numerics.gemms import GEMMS
 from ..optimizers.response import Response, responses, trained_by
 from ..progress import progress
-from .batch import Batch
-from .counted import find_counted
+from .batch import Batch, Compute, objective_of
 from .divergence import converted, gradients_of
 from .nonsmooth import FixedRouting
-from .objective import Compute, objective_of
+from .optimizer_step import compared_parameters
 from .passes import run_forward
 from .table import LAYER, ROWS, Divergence, DivergenceTable
 
@@ -160,7 +159,7 @@ class _Measurement:
     ) -> None:
         self._routing = routing
         self._model, self._batch, self._config, self.layers = model, batch, config, layers
-        counted = find_counted(model, layers, trained_by(optimizer))
+        counted = compared_parameters(model, layers, trained_by(optimizer))
         self._answers: dict[str, Response] = responses(optimizer, counted.parameters)
         self._others = counted.others
         self.loss, base = self._gradients()

@@ -1,21 +1,30 @@
-"""The optimizer step whose divergences are estimated: its gradients, and how the update answers to errors in them.
+"""The optimizer step whose divergences are estimated: its gradients, and how updates respond to errors in them.
 
-An update is seen relative to the norm of the weight that it changes, or, where swapped weights are frozen, relative to
-its own norm (docs/method.md, section 3).
+h(g) is the optimizer's update for a gradient g, J its derivative (docs/method.md, section 3). An update is compared
+with the norm of the weight that it changes, or, if swapped weights are frozen, with its own norm.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..layers.layer import SnipLayer
+from ..layers.state import plain_name
 from ..optimizers.response import ElementwiseResponse, Response
+from ..parallel.ranks import Attempt, Ranks
 from ..parallel.sharding import own_part, sharded_as, squares, whole, with_own_part
+from .products import product
+from .samples import LayerSample
+
+# Samples of tokens, sums over micro-batches and terms added to the loss change a gradient's norm by less; the loss
+# scale of FP16 begins at 65,536.
+_LARGEST_RATIO = 1000.0
 
 
 @dataclass(frozen=True)
@@ -40,19 +49,19 @@ Pushforward = UpdateChange | Tensor
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What a probe wants to know of the optimizer step that is about to be taken."""
+    """What a probe needs of the optimizer step that is about to be taken."""
 
     gradients: Mapping[str, Tensor]
-    """Layer, or name of another parameter that counts (`counted`) -> the gradient that the optimizer is about to use,
+    """Layer, or name of another compared parameter -> the gradient that the optimizer is about to use,
     laid out and sharded as the parameter is."""
     responses: Mapping[str, Response]
-    """The same -> how the optimizer's update answers to that gradient."""
+    """The same -> how the optimizer's update responds to that gradient."""
     clip_factor: float = 1.0
     """What clipping multiplied the gradients by."""
     micro_batches: int = 1
     """Micro-batches of the step; their errors are independent except for that of the weights."""
     others: Mapping[str, Tensor] | None = None
-    """As `Counted.others`."""
+    """As `ComparedParameters.others`."""
 
 
 @dataclass(frozen=True)
@@ -172,3 +181,120 @@ def _change_of(response: Response, gradient: Tensor, clip_factor: float, norm: f
 def _relative(product: Callable[[Tensor, Tensor], Tensor], gradient: Tensor, norm: float, tensor: Tensor) -> Tensor:
     """Returns a product with the optimizer's derivative at `gradient`, relative to the weight's norm."""
     return product(gradient.to(torch.float32), tensor).div_(norm)
+
+
+# --------------------------------------------------------------------------------------------------- what is compared
+
+
+@dataclass(frozen=True)
+class ComparedParameters:
+    """The parameters whose next updates the weight divergence compares, by name.
+
+    If the optimizer trains every swapped weight, these are the swapped weights, and each change is relative to the
+    weight. If it leaves some of them alone, as under adapters, they are all parameters that it trains, and each change
+    is relative to the next update of that parameter (docs/method.md, section 3). Swapped weights have their layers'
+    names.
+    """
+
+    weights: Mapping[str, Tensor]
+    others: Mapping[str, Tensor] | None = None
+    """Trained parameters beside the swapped weights; None if every swapped weight is trained: then only they count."""
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """All of them."""
+        return {**self.weights, **(self.others or {})}
+
+
+def compared_parameters(
+    model: nn.Module,
+    layers: Mapping[str, SnipLayer],
+    is_trained: Callable[[Tensor], bool],
+    stages: Ranks | None = None,
+) -> ComparedParameters:
+    """Returns the parameters to compare. Collective over the stages of a pipeline, which decide together.
+
+    Args:
+        model: a converted model, without wrappers.
+        layers: its swapped layers.
+        is_trained: returns True for a parameter that the optimizer updates.
+        stages: stages of a pipeline; None: this process holds the whole model.
+    """
+    weights = {name: layer.weight for name, layer in layers.items()}
+    is_full = all(map(is_trained, weights.values()))
+    if all((stages or Ranks()).gather(is_full)):
+        return ComparedParameters(weights)
+    return ComparedParameters(weights, trained_beside(model, layers, is_trained))
+
+
+def trained_beside(
+    model: nn.Module, layers: Mapping[str, SnipLayer], is_trained: Callable[[Tensor], bool]
+) -> dict[str, Tensor]:
+    """Returns the trained parameters beside the swapped weights, by their names in the bare model."""
+    swapped = {id(layer.weight) for layer in layers.values()}
+    return {
+        plain_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in swapped and parameter.is_floating_point() and is_trained(parameter)
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- loss scale
+
+
+def without_loss_scale(
+    clip_factor: float,
+    samples: Mapping[str, LayerSample],
+    gradients: Mapping[str, Tensor],
+    trained: list[str],
+    data: Ranks,
+    attempt: Attempt,
+) -> float:
+    """Returns the factor of clipping alone, also if a loss scale was divided out at the same time.
+
+    Compares the gradient of the last layer with that of the probed loss: the optimizer must use its gradients, and not
+    those of a multiple of it. Collective.
+
+    Args:
+        clip_factor: norm of the gradients that the optimizer uses / norm of those of the backward pass.
+        samples: layer -> sample, of the layers that this rank owns.
+        gradients: layer -> the optimizer's gradient, laid out as the weight.
+        trained: layers with a gradient, the same on all ranks that share them.
+        data: those ranks.
+        attempt: gets a ValueError if the gradients are those of a multiple of the loss, by a factor that no batch
+            explains.
+    """
+    ratio = None
+    with attempt:
+        ratio = _ratio(samples, gradients, trained)
+    known = [found for found in data.gather(ratio) if found is not None]
+    if not known:
+        return clip_factor
+    before, after = known[0] / (clip_factor or 1.0), known[0]
+    with attempt:
+        if not math.isfinite(before):
+            raise ValueError(
+                f"The norm of the gradients is {clip_factor} times what it was after the backward pass; expected a "
+                "finite factor. What clips or scales the gradients made them so."
+            )
+        if after > _LARGEST_RATIO or before < 1 / _LARGEST_RATIO:
+            raise ValueError(
+                f"The gradients are about {after if after > _LARGEST_RATIO else before:.2g} times those of the model's "
+                f"loss (norms at layer {trained[-1]!r}), expected about 1. With a GradScaler, unscale them "
+                "(scaler.unscale_(optimizer)) before before_optimizer_step; otherwise train on the loss that the model "
+                "returns."
+            )
+    # Loss scales are powers of two.
+    return clip_factor if before <= _LARGEST_RATIO else clip_factor * 2.0 ** round(math.log2(before))
+
+
+def _ratio(samples: Mapping[str, LayerSample], gradients: Mapping[str, Tensor], trained: list[str]) -> float | None:
+    """Returns norm of the optimizer's gradient / norm of the loss's; None where this rank does not know it."""
+    if not trained:
+        return None
+    norm, sample = squares([gradients[trained[-1]]])[0] ** 0.5, samples.get(trained[-1])
+    if sample is None or not sample.x.shape[0]:
+        return None
+    # (O, n) x (n, I), from the sample to all tokens.
+    of_loss = float(product(sample.grad_output.t(), sample.x).norm()) * sample.tokens / sample.x.shape[0]
+    return norm / of_loss if of_loss > 0 and norm > 0 and math.isfinite(of_loss) else None

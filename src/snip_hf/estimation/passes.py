@@ -21,10 +21,8 @@ from ..numerics.random_state import RandomState
 from ..parallel.sharding import whole, without_sharding_hooks
 from ..python_state import Shared, binding_kept
 from ..text import WITHOUT_PROBE
-from .attention import efficient_attention
-from .batch import Batch
-from .objective import Objective
-from .split_linear import split_linears
+from .batch import Batch, Objective
+from .products import efficient_products
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +238,7 @@ def _version(parameter: Tensor) -> int:
 def _patched_torch() -> Iterator[None]:
     """Patches torch for the passes: compiled layers, attention and large linears."""
     # Compiled layers would record nothing, and be compiled again for it.
-    with torch.compiler.set_stance("force_eager"), efficient_attention(), split_linears():
+    with torch.compiler.set_stance("force_eager"), efficient_products():
         yield
 
 

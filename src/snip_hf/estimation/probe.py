@@ -28,10 +28,9 @@ from ..progress import progress
 from .batch import Batch
 from .memory import NO_SAVINGS, Savings
 from .moved_weights import Draw, MovedWeights
-from .noise import PLACES, Noise
 from .nonsmooth import FixedRouting
 from .passes import recomputing, run_pass
-from .samples import LayerSample, Record, Recorder, SamplePlan, read, recording
+from .samples import PLACES, LayerSample, Noise, Record, Recorder, SamplePlan, read, recording
 
 logger = logging.getLogger(__name__)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,9 @@ from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..numerics.gemms import TILE
 from ..numerics.random_streams import stream_key
 from ..parallel.sharding import whole
-from .noise import Noise
+from .moved_weights import Draw
 from .products import is_split, product
-from .shared_inputs import SharedInputs
+from .ties import SharedInputs
 
 
 @dataclass(frozen=True)
@@ -300,6 +301,66 @@ def _matrices_recorded(layer: SnipLayer, input: Tensor, dispatch: Dispatch, name
     return y + bias
 
 
+Place = Literal["input", "grad_output"]
+PLACES: tuple[Place, ...] = ("input", "grad_output")
+# Streams of their own: random directions have operand 0, sampled tokens 1, rounding the ones after that.
+_NOISE_OPERANDS = {"input": 16, "grad_output": 17}
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Gaussian noise that one pass adds to what every swapped layer reads, relative to its size (policy "snip-paper").
+
+    With noise on inputs, each layer multiplies X + N instead of X, and its own weight's gradient is taken with X + N
+    too. With noise on output gradients, both backward GEMMs of each layer read G + N instead of G. The root mean square
+    of N is `relative` times that of the tensor that it is added to, in each call of the layer.
+
+    The numbers are a function of the draw, the data rank and the layer's name, so a resumed run and a recomputed block
+    repeat them, and torch's own generators are left alone. A layer that is called twice in a pass with inputs of one
+    shape adds the same numbers twice.
+    """
+
+    place: Place
+    """What it is added to."""
+    draw: Draw
+    """What decides its numbers, with the layer's name."""
+    relative: float
+    """Root mean square of the noise / that of the tensor."""
+    rank: int = 0
+    """Data rank: ranks see other tokens, with noise of their own."""
+
+    def on_input(self, name: str, x: Tensor) -> Tensor:
+        """Returns what the layer reads in place of x (T, I)."""
+        return x + self._of(name, x) if self.place == "input" else x
+
+    def on_output(self, name: str, y: Tensor) -> Tensor:
+        """Returns y (T, O), whose gradient reaches the layer with noise where that is the pass's."""
+        if self.place == "input":
+            return y
+        noisy: Tensor = _NoisyGradient.apply(y, name, self)
+        return noisy
+
+    def _of(self, name: str, tensor: Tensor) -> Tensor:
+        of_draw = stream_key(*self.draw, zlib.crc32(name.encode(errors="surrogatepass")), _NOISE_OPERANDS[self.place])
+        generator = torch.Generator(tensor.device).manual_seed(stream_key(of_draw, 0, self.rank, 0, 0) >> 1)
+        numbers = torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=tensor.dtype)
+        size = tensor.detach().square().mean().sqrt() if tensor.numel() else 0.0
+        return numbers.mul_(self.relative * size)
+
+
+class _NoisyGradient(torch.autograd.Function):
+    """The identity; its backward pass adds noise to the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, name: str, noise: Noise) -> Tensor:
+        ctx.name, ctx.noise = name, noise
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad_output + ctx.noise._of(ctx.name, grad_output), None, None
+
+
 @contextmanager
 def recording(
     layers: Mapping[str, SnipLayer], recorder: Recorder, autocast: bool, noise: Noise | None = None
@@ -317,7 +378,7 @@ def recording(
         def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
             if not autocast and torch.is_autocast_enabled(input.device.type):
                 raise ValueError("The probe's passes run in FP32; leave autocast out of what Pipeline.run does.")
-            recorder.inputs.note(name, input)
+            recorder.inputs.add(name, input)
             if torch.is_grad_enabled() and not input.requires_grad:
                 # Nothing before it asks for a gradient: what the layer sees of the loss is wanted all the same.
                 input = input.detach().requires_grad_()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..numerics.gemms import GEMMS
-from .shared_inputs import Ties
+from .ties import Ties
 
 LAYER = "layer"
 """Stands for the three GEMMs of a layer together."""

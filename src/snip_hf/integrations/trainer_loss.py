@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerState
 
-from ..estimation.batch import Labels, label_name_of, labelled_tokens
-from ..estimation.objective import Objective, token_ids
+from ..estimation.batch import Labels, Objective, label_name_of, labelled_tokens, token_ids
 from ..python_state import binding_kept
 from ..training.micro_batches import TrainingPasses
 from .reference import Reference

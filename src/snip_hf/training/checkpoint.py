@@ -15,7 +15,7 @@ from torch import nn
 from ..config import SnipConfig, as_names
 from ..costs.flops import Work
 from ..estimation.coverage import Coverage
-from ..estimation.shared_inputs import Ties
+from ..estimation.ties import Ties
 from ..json_io import from_json
 from ..layers.state import unwrapped_name
 from ..parallel.ranks import Attempt, Ranks

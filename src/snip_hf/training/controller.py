@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config import SnipConfig
+from ..estimation.batch import Compute, Objective, objective_of
 from ..estimation.coverage import Coverage
-from ..estimation.objective import Compute, Objective, objective_of
 from ..numerics.random_state import RandomState
 from ..parallel.pipeline import Pipeline, parts_of
 from ..parallel.ranks import Attempt

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ..costs.flops import Tokens, relative_tokens
+from ..estimation.batch import Objective
 from ..estimation.coverage import LITTLE, CountedPass, Coverage, count_pass, training_autocast
-from ..estimation.objective import Objective
 from ..estimation.passes import forward_inputs
 from ..parallel.ranks import Attempt, Processes, RankError, describe, failing_together
 from ..parallel.sharding import is_fully_sharded

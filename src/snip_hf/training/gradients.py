@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..estimation.counted import Counted, find_counted, trained_beside
-from ..estimation.optimizer_step import OptimizerStep
+from ..estimation.optimizer_step import ComparedParameters, OptimizerStep, compared_parameters, trained_beside
 from ..estimation.samples import read
 from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunHook
@@ -423,9 +422,9 @@ class GradientSource:
         Raises:
             ValueError: there are no gradients, or they are not finite.
         """
-        return self._read(model, find_counted(model, layers, self.trains(), everyone), watch, everyone)
+        return self._read(model, compared_parameters(model, layers, self.trains(), everyone), watch, everyone)
 
-    def _read(self, model: nn.Module, counted: Counted, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
+    def _read(self, model: nn.Module, counted: ComparedParameters, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
         raise NotImplementedError
 
     def beside(self, model: nn.Module, layers: Mapping[str, SnipLayer]) -> dict[str, Tensor]:
@@ -496,7 +495,7 @@ class TorchGradients(GradientSource):
     def unclipped(self, model: nn.Module) -> Iterable[nn.Parameter]:
         return model.parameters()
 
-    def _read(self, model: nn.Module, counted: Counted, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
+    def _read(self, model: nn.Module, counted: ComparedParameters, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
         weights = counted.parameters
         gradients = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
         if not gradients and is_fully_sharded(model):
@@ -551,7 +550,7 @@ class ZeroGradients(GradientSource):
         if self._hook is not None:
             self._hook.remove()
 
-    def _read(self, model: nn.Module, counted: Counted, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
+    def _read(self, model: nn.Module, counted: ComparedParameters, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
         weights, factor = counted.parameters, self._zero.clip_factor()
         gradients, answers = self._zero.gradients(weights, factor), self._zero.responses(weights)
         return OptimizerStep(gradients, answers, factor, watch.micro_batches, counted.others)

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..estimation.batch import LABELS_OF_LOOP, Batch, BatchCounts, Labels
-from ..estimation.objective import Objective, copied
+from ..estimation.batch import LABELS_OF_LOOP, Batch, BatchCounts, Labels, Objective, copied
 from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunHook, RunMark
 from ..layers.state import set_step, snip_linears

@@ -13,7 +13,7 @@ from torch import nn
 from ..config import SnipConfig
 from ..costs.flops import Tokens, Work
 from ..costs.timing import MeasuredCost
-from ..estimation.shared_inputs import Ties
+from ..estimation.ties import Ties
 from ..parallel.ranks import RankError, describe
 from ..planning.plan import PlanProvenance, PrecisionPlan, forward_shares
 from ..planning.solver.process import SolverResult

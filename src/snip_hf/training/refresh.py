@@ -18,8 +18,8 @@ from ..config import SnipConfig
 from ..costs.flops import Work
 from ..estimation.divergence import divergences_at
 from ..estimation.memory import adds_noise, kept_tokens, measured_peak, probe_memory
-from ..estimation.shared_inputs import Ties
 from ..estimation.table import DivergenceTable
+from ..estimation.ties import Ties
 from ..parallel.ranks import Attempt, Processes
 from ..planning.program import problem
 from ..planning.solver.process import FALLBACK, SolverError, SolverProcess, SolverResult, solver_of

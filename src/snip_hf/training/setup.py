@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 from ..config import AUTO_TIES, POLICIES, SnipConfig
 from ..costs.flops import Work, linear_flops
 from ..costs.timing import MeasuredCost, describe_cost, measure_cost, read_times
-from ..estimation.shared_inputs import usual_ties
+from ..estimation.ties import usual_ties
 from ..json_io import from_json
 from ..kernels.backend import BACKENDS, select_backend
 from ..layers.convert import keep_states_apart

@@ -1,4 +1,4 @@
-"""Linears that receive the same tensor, as the passes of a probe hand it to them."""
+"""Ties: linears that receive the same tensor, found in the passes of a probe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import Tensor
 
 Ties = tuple[tuple[str, ...], ...]
-# Last names of linears that take the same input in families of transformers: what counts as long as no pass has run.
+# Last names of linears that receive the same input in families of transformers: the ties until a pass has run.
 _USUAL: Ties = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -29,8 +29,8 @@ class SharedInputs:
         self._latest: dict[int, tuple[weakref.ref[Tensor], int, list[str]]] = {}
         """id of a tensor -> the tensor, its version then, and the layers that received it."""
 
-    def note(self, layer: str, input: Tensor) -> None:
-        """Notes that a layer is called with a tensor. One that was written to since counts as another one."""
+    def add(self, layer: str, input: Tensor) -> None:
+        """Records that a layer is called with a tensor. One that was written to since is another tensor."""
         self._calls[layer] += 1
         known = self._latest.get(id(input))
         if known is None or known[0]() is not input or known[1] != input._version:

@@ -16,7 +16,7 @@ from small import tiny_llama, tokens
 from torch import Tensor, nn
 
 from snip_hf import SnipConfig, SnipController, convert_model, estimate_divergence
-from snip_hf.estimation.shared_inputs import SharedInputs, ties_of, usual_ties
+from snip_hf.estimation.ties import SharedInputs, ties_of, usual_ties
 from snip_hf.layers.state import snip_linears
 from snip_hf.policies.setting import Setting
 from snip_hf.policies.ties import siblings
@@ -75,24 +75,24 @@ def test_names_that_are_not_tied_alike_everywhere_are_left_apart() -> None:
 
 def test_a_tensor_that_is_written_to_between_two_layers_is_another_one() -> None:
     shared, x = SharedInputs(), torch.zeros(2)
-    shared.note("a.q", x)
-    shared.note("a.k", x)
+    shared.add("a.q", x)
+    shared.add("a.k", x)
     x += 1
-    shared.note("a.v", x)
+    shared.add("a.v", x)
     assert shared.groups() == [["a.q", "a.k"], ["a.v"]]
 
 
 def test_a_tensor_in_the_memory_of_one_that_is_gone_is_another_one() -> None:
     shared = SharedInputs()
     for name in ("a.q", "a.k"):
-        shared.note(name, torch.zeros(2))
+        shared.add(name, torch.zeros(2))
     assert shared.groups() == [["a.q"], ["a.k"]]
 
 
 def test_a_layer_that_is_called_twice_is_in_no_group() -> None:
     shared, x = SharedInputs(), torch.zeros(2)
     for name in ("a.q", "a.k", "a.q"):
-        shared.note(name, x)
+        shared.add(name, x)
     assert [name for group in shared.groups() for name in group] == ["a.k"]
 
 

@@ -264,8 +264,8 @@ def test_steps_that_go_on_overflowing_are_warned_of_once(caplog: pytest.LogCaptu
             schedule.postpone(step)
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     assert caplog.records[1].getMessage() == (
-        "snip-hf: the refresh of step 2 has waited for 10 steps, all of which the GradScaler left out: the gradients "
-        "are not finite in any scale. Train in BF16 or FP32 if they stay so."
+        "snip-hf: the refresh of step 2 has waited for 10 steps, since the GradScaler skipped all of them: the "
+        "gradients are not finite in any scale. Train in BF16 or FP32 if they stay so."
     )
     schedule.note_probe(16)
     assert [step for step in range(16, 25) if schedule.refreshes(step, True)] == [16, 20, 24]

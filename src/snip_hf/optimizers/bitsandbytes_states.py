@@ -1,8 +1,8 @@
 """Update rules of bitsandbytes' optimizers, with states in 8 bits or 32, paged or not.
 
 A step dequantizes the states, updates weight and states in FP32, and quantizes the states again. So the update is that
-of the optimizer in full precision on the dequantized state. Codes are numbers of entries of a table, and 256
-neighbours (2,048 in old versions) share a scale (arXiv:2110.02861). Pages lie in memory that CPU and GPU share.
+of the full-precision optimizer on the dequantized state. Codes index a table, and 256 neighbours (2,048 in old
+versions) share a scale (arXiv:2110.02861). Pages lie in memory that CPU and GPU share.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def dequantized(codes: Tensor, table: Tensor, largest: Tensor) -> Tensor:
         table: (256,), code -> number in units of its block's scale.
         largest: the scale of each block of neighbours.
     """
-    # The power of two that gives so many blocks.
+    # The block size is a power of two.
     block = 2 ** math.ceil(math.log2(codes.numel() / largest.numel()))
     numbers = table.to(torch.float32)[codes.flatten().to(torch.int64)]
     return (numbers * largest.repeat_interleave(block)[: codes.numel()]).view(codes.shape)
 
 
 def unpacked(at: UpdateContext) -> UpdateContext:
-    """Returns the context with the states as the rules know them: dequantized, and by their names in torch."""
+    """Returns the context with dequantized states under their names in torch."""
     state: dict[str, Any] = {"step": at.state.get("step", 0)}
     for name, number in (("exp_avg", 1), ("exp_avg_sq", 2)):
         if f"state{number}" in at.state:
@@ -77,7 +77,7 @@ def ademamix(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def _scheduled(at: UpdateContext) -> tuple[float, float, float, float]:
-    """Returns AdEMAMix's three betas and alpha at this step; `t_alpha` and `t_beta3` are the ends of warm-ups."""
+    """Returns AdEMAMix's three betas and alpha at this step, during and after their warm-ups."""
     beta1, beta2, beta3 = (float(beta) for beta in at.group["betas"])
     alpha, ends = at.number("alpha"), at.group.get("t_beta3")
     if at.group.get("t_alpha"):
@@ -120,7 +120,7 @@ AUTOGRAD: Mapping[str, Autograd] = dict.fromkeys(_named("Lion", "Paged"), smooth
 
 
 def refusal(optimizer: Any) -> str | None:
-    """Returns why an optimizer of bitsandbytes' cannot be differentiated, although it has a rule; None if it can."""
+    """Returns the option that keeps an optimizer of bitsandbytes from being differentiated; None if there is none."""
     settings = optimizer.args
     if getattr(settings, "max_unorm", 0.0) > 0:
         return f"max_unorm={settings.max_unorm} makes its update of one element depend on the gradients of others"
@@ -132,6 +132,6 @@ def refusal(optimizer: Any) -> str | None:
 
 
 def context_of(optimizer: Any, group: Mapping[str, Any], parameter: Tensor) -> UpdateContext:
-    """Returns the context of a parameter, with what `GlobalOptimManager` overrides for it."""
+    """Returns the context of a parameter, with the overrides of `GlobalOptimManager`."""
     overrides = optimizer.mng.pid2config.get(id(parameter), {})
     return UpdateContext({**group, **overrides}, optimizer.state.get(parameter, {}), parameter.detach())

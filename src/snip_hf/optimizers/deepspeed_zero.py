@@ -1,9 +1,8 @@
 """Access to one weight's gradient and state in a DeepSpeed ZeRO optimizer (stages 1 and 2).
 
 Each rank holds a part of the averaged gradients, of the FP32 master weights and of the optimizer's state, on its device
-or offloaded to the CPU. `ZeroOptimizer` puts together what belongs to one weight, whole and in FP32. That is
-collective: every rank asks for the same weights in the same order, and for one at a time, so that no rank has to hold
-more than one weight's worth of what ZeRO spread out.
+or offloaded to the CPU. `ZeroOptimizer` gathers the data of one weight, whole and in FP32. That is collective: every
+rank asks for the same weights in the same order, one at a time, so that no rank holds more than one weight's data.
 
 DeepSpeed clips, steps and drops the gradients in one call, within Accelerate's `backward`. `before_step` is the moment
 between: gradients are accumulated and averaged over the ranks, nothing is clipped or updated yet.
@@ -24,14 +23,13 @@ from ..text import WITHOUT_PROBE
 from .response import AnalyticResponse, Response, rule_name
 from .update_rules import ELEMENTWISE, UpdateContext
 
-# DeepSpeed's classes for stages 1 and 2, and where each keeps the model's weights: parameter group -> weights.
+# DeepSpeed's classes for stages 1 and 2 -> their attribute with the model's weights by parameter group.
 _WEIGHTS = {"DeepSpeedZeroOptimizer": "bit16_groups", "BF16_Optimizer": "bf16_groups"}
 _REFUSED = {
     "DeepSpeedZeroOptimizer_Stage3": "ZeRO stage 3 partitions the parameters",
     "ZenFlowZeroOptimizer": "ZenFlow updates parts of the weights at different times",
 }
-# Inner optimizers whose update of an element depends on that element alone, so that it is the same on a flat part of
-# many weights as on one weight.
+# Inner optimizers with elementwise updates, which are the same on a flat partition as on single weights.
 _RULES = ("torch.SGD", "torch.Adam", "torch.AdamW")
 _ADAMS = ("deepspeed.FusedAdam", "deepspeed.DeepSpeedCPUAdam")
 _FP16 = ("fp16 scales the loss and the gradients that the probe needs", "bf16")
@@ -54,7 +52,7 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
         raise _refusal(f"zero_optimization.stage={stage} {reason}", _STAGES_INSTEAD)
     if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
         raise _refusal("zero_optimization.offload_optimizer keeps the state on disk", "device 'cpu' or 'none' there")
-    # "auto" is what Accelerate makes of mixed_precision, which is checked where it is known.
+    # "auto" follows Accelerate's mixed_precision, which `check_launch` checks.
     if (config.get("fp16") or {}).get("enabled") is True:
         raise _refusal(*_FP16)
     if "zenflow" in zero:
@@ -75,14 +73,14 @@ def _refusal(reason: str, instead: str) -> ValueError:
 
 
 def find_zero(optimizer: Any, *candidates: Any) -> ZeroOptimizer | None:
-    """Returns access to the run's ZeRO optimizer, or None if the run is not one of DeepSpeed.
+    """Returns access to the run's ZeRO optimizer; None without DeepSpeed.
 
     Args:
-        optimizer: the optimizer as a launcher gives it, wrapped; a Trainer's callbacks get nothing else of DeepSpeed.
-        candidates: what may be the engine, or its Accelerator.
+        optimizer: the optimizer as a launcher wraps it; a Trainer's callbacks get nothing else of DeepSpeed.
+        candidates: objects that may be the engine, or its Accelerator.
 
     Raises:
-        ValueError: DeepSpeed is in use in a way that cannot be supported; says why, and what to use instead.
+        ValueError: DeepSpeed is in use in an unsupported way; says why, and what to use instead.
     """
     engine = deepspeed_engine(*candidates)
     if has_class(engine, "PipelineEngine"):
@@ -117,7 +115,7 @@ class ZeroOptimizer:
         weights = getattr(optimizer, _WEIGHTS[kind])
         self._groups = {id(weight): index for index, group in enumerate(weights) for weight in group}
         self.rule = self._find_rule()
-        """Key of `rules.ELEMENTWISE` whose rule is that of the update."""
+        """Key of the update's rule in `update_rules.ELEMENTWISE`."""
         scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
         if scaler is not None or any(weight.dtype == torch.float16 for group in weights for weight in group):
             raise _refusal(*_FP16)
@@ -147,7 +145,7 @@ class ZeroOptimizer:
         return BeforeStep(self._zero, callback)
 
     def clip_factor(self) -> float:
-        """Returns what the gradients are about to be multiplied by. Collective; before the step only.
+        """Returns the factor by which DeepSpeed is about to clip the gradients. Collective; before the step only.
 
         Raises:
             ValueError: the norm of all gradients is not finite.
@@ -157,10 +155,10 @@ class ZeroOptimizer:
         if bound == 0:
             return 1.0
         norm = self._norm()
-        # DeepSpeed writes -1 for a norm that is no number.
+        # DeepSpeed uses -1 for NaN.
         if norm < 0 or not math.isfinite(norm):
             raise ValueError("The norm of all gradients is not finite; expected finite numbers.")
-        # Both classes bound by norm + 1e-6, in FP32.
+        # Both classes divide by norm + 1e-6, in FP32.
         return float(bound / torch.tensor(norm).add(1e-6).clamp(min=bound))
 
     def _norm(self) -> float:
@@ -187,7 +185,7 @@ class ZeroOptimizer:
         return gradient.detach().to(torch.float32)
 
     def context(self, weight: Tensor) -> UpdateContext:
-        """Returns what the next update of this weight knows besides its gradient, for the rule `rule`. Collective.
+        """Returns the context of the next update of this weight, for the rule `rule`. Collective.
 
         The state and the weight are whole: FP32 master weight, and state in FP32.
 
@@ -202,14 +200,14 @@ class ZeroOptimizer:
         # Sorted, so that all ranks gather them in one order.
         state = {key: self._whole(weight, held[key], flat) for key in sorted(held)}
         if not group.get("bias_correction", True):
-            state["step"] = math.inf  # where 1 - beta^step has become 1
-        # DeepSpeed's own Adams have no AMSGrad and do not say so.
+            state["step"] = math.inf  # so that 1 - beta^step is 1
+        # DeepSpeed's own Adams have no AMSGrad and no such entry.
         return UpdateContext({"amsgrad": False, **group}, state, safe_get_full_fp32_param(weight).detach())
 
     def responses(self, weights: Mapping[str, Tensor]) -> dict[str, Response]:
         """Returns name -> response for the weights that the optimizer updates, as `response.responses` does.
 
-        Each is put together when it is asked for, and every time anew; `gathered` keeps it. Collective then.
+        Each call of a response gathers the context anew, and is collective; `gathered` keeps it.
         """
         return {
             name: _Spread(self._blank(weight), self, weight) for name, weight in weights.items() if self.holds(weight)
@@ -221,7 +219,7 @@ class ZeroOptimizer:
     def gradients(self, weights: Mapping[str, Tensor], factor: float) -> Mapping[str, Tensor]:
         """Returns name -> gradient times `factor` (that of `clip_factor`) of the weights that the optimizer updates.
 
-        Each is put together when it is asked for, and every time anew. Collective then; before the step only.
+        Each access gathers the gradient anew, and is collective; before the step only.
         """
         return _Gradients(self, {name: weight for name, weight in weights.items() if self.holds(weight)}, factor)
 
@@ -240,7 +238,7 @@ class ZeroOptimizer:
         return group
 
     def _whole(self, weight: Tensor, value: Any, flat: Tensor) -> Any:
-        """Gathers a weight's state from the ranks' flat partitions; what is not one number per element stays as it is.
+        """Gathers a weight's state from the flat partitions; anything but one number per element is returned as is.
 
         DeepSpeed's own accessor for states fails between the loading of a checkpoint and the step after it.
         """
@@ -306,14 +304,14 @@ class _Gradients(Mapping[str, Tensor]):
 
 
 class BeforeStep:
-    """Runs a callback before each `step` of an optimizer that knows no hooks, until `remove`."""
+    """Runs a callback before each `step` of an optimizer without hooks, until `remove`."""
 
     def __init__(self, optimizer: Any, callback: Callable[[], None]) -> None:
         self._optimizer = optimizer
         self._callback: Callable[[], None] | None = callback
         self._inner = optimizer.step
         self._was_wrapped = "step" in vars(optimizer)
-        # The same object at any time, so that `remove` knows it again.
+        # One bound method, so that `remove` recognises it.
         self._own = self._step
         optimizer.step = self._own
 
@@ -323,7 +321,7 @@ class BeforeStep:
         return self._inner(*args, **kwargs)
 
     def remove(self) -> None:
-        """Ends the calls, and takes the wrapper away unless somebody wrapped `step` again since."""
+        """Ends the calls, and removes the wrapper unless somebody else has wrapped `step` since."""
         self._callback = None
         if vars(self._optimizer).get("step") is not self._own:
             return

@@ -26,7 +26,7 @@ _LEAST_NORM = 1e-8
 
 
 class _Projection(NamedTuple):
-    """Multiplies with a matrix of orthonormal columns from the left, of orthonormal rows from the right, or both."""
+    """A projection: orthonormal columns on the left, orthonormal rows on the right, or both."""
 
     left: Tensor | None
     right: Tensor | None
@@ -77,12 +77,12 @@ def apollo(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _adamw(at: UpdateContext, gradient: Tensor) -> Tensor:
-    """The update of AdamW as transformers once had it: eps is added before the correction of the bias."""
+    """AdamW as in old versions of transformers: eps is added before the bias correction."""
     return _rate(at) * _direction(at, gradient)
 
 
 def _rate(at: UpdateContext) -> float:
-    """Returns the learning rate, with Adam's correction of the bias, and less the weight decay, which comes after."""
+    """Returns the learning rate with Adam's bias correction, less the weight decay that follows."""
     lr = at.number("lr")
     beta1, beta2 = (float(beta) for beta in at.group["betas"])
     correction = math.sqrt(1 - beta2**at.step) / (1 - beta1**at.step) if at.group["correct_bias"] else 1.0
@@ -101,7 +101,7 @@ def _direction(at: UpdateContext, gradient: Tensor) -> Tensor:
 def _projection(at: UpdateContext, gradient: Tensor) -> _Projection:
     """Returns the projection of the step."""
     projector = at.state.get("projector")
-    # GaLore's are all of singular vectors; APOLLO's others are drawn.
+    # GaLore always uses singular vectors; APOLLO may draw its projection.
     if at.group.get("proj", "svd") != "svd":
         return _random_projection(at, gradient)
     if projector is None:
@@ -115,7 +115,7 @@ def _projection(at: UpdateContext, gradient: Tensor) -> _Projection:
 
 
 def _is_left(at: UpdateContext, gradient: Tensor) -> bool:
-    """Returns True if the gradient is projected from the left, which makes it lower."""
+    """Returns True if the gradient is projected from the left."""
     is_wide = gradient.shape[0] < gradient.shape[1]
     return {"std": is_wide, "reverse_std": not is_wide, "left": True, "right": False}[at.group["proj_type"]]
 
@@ -130,7 +130,7 @@ def _singular_projection(at: UpdateContext, gradient: Tensor) -> _Projection:
 
 
 def _random_projection(at: UpdateContext, gradient: Tensor) -> _Projection:
-    """Returns APOLLO's projection, which is drawn anew, by the next seed, every `update_proj_gap` steps."""
+    """Returns APOLLO's projection, redrawn with the next seed every `update_proj_gap` steps."""
     projector, rank, is_left = at.state.get("projector"), int(at.group["rank"]), _is_left(at, gradient)
     if projector is not None and int(at.step - 1) % projector.update_proj_gap:
         matrix = projector.ortho_matrix

@@ -1,4 +1,4 @@
-"""An optimizer's own step, taken on copies: for optimizers without a rule, and to try on a throwaway weight."""
+"""An optimizer's own step, taken on copies: for optimizers without a rule, and for trials on throwaway weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..numerics.random_state import RandomState
 from ..python_state import Shared, binding_kept
 from .update_rules import UpdateContext
 
-# bitsandbytes' managers of all its optimizers.
+# bitsandbytes' global managers.
 _COMMON = ("GlobalOptimManager", "GlobalPageManager")
 # Types of values that refer to no parameter.
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
@@ -25,17 +25,14 @@ SHAPES = ((8, 12), (64, 64))
 
 
 def own_step(optimizer: torch.optim.Optimizer, at: UpdateContext, gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """Takes a step of the optimizer's own with copies of parameter, state and group, in the gradient's dtype.
+    """Runs the optimizer's step on copies of parameter, state and group, in the gradient's dtype, without hooks.
 
-    No hook sees it.
-
-    Returns:
-        What it subtracts from the parameter, and the state after it.
+    Returns: the amount that it subtracts from the parameter, and the state after it.
     """
     twin = object.__new__(type(optimizer))
     parameter = nn.Parameter(at.parameter.to(gradient.dtype, copy=True))
     parameter.grad = gradient.clone()
-    # Whatever refers to the real optimizer refers to the copy.
+    # References to the real optimizer become references to the copy.
     memo: dict[int, Any] = {id(optimizer): twin}
     # Hooks are not run, and a scheduler's wrapper around `step` would step the real one.
     attributes = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups", "step")}
@@ -43,7 +40,7 @@ def own_step(optimizer: torch.optim.Optimizer, at: UpdateContext, gradient: Tens
     options = {key: value for key, value in at.group.items() if key != "params"}
     memo.update(_stand_ins(optimizer, [attributes, options, at.state]))
     memo[id(at.parameter)] = parameter
-    # What all optimizers of a package have in common holds weights and states of all of them.
+    # Global managers hold weights and states of all optimizers; they are shared and not copied.
     memo.update((id(value), value) for value in attributes.values() if type(value).__name__ in _COMMON)
     for name, value in attributes.items():
         setattr(twin, name, copy.deepcopy(value, memo))
@@ -62,13 +59,13 @@ def own_step(optimizer: torch.optim.Optimizer, at: UpdateContext, gradient: Tens
 
 
 def _stand_ins(optimizer: torch.optim.Optimizer, copied: Sequence[Any]) -> dict[int, nn.Parameter]:
-    """Returns the id of each parameter and buffer that an optimizer or a model that it holds has -> one without memory.
+    """Returns the id of each parameter and buffer of the optimizer, and of models that it holds -> a meta tensor.
 
     So a copy of an optimizer that holds its model takes no memory for it, and can neither read nor write weights.
 
     Args:
         optimizer: has the parameters.
-        copied: what is copied of it. If nothing in that can refer to a parameter, nothing is returned.
+        copied: its attributes that are copied. If none of them can refer to a parameter, nothing is returned.
     """
     parts = [part for value in copied for part in _parts_in(value)]
     if all(isinstance(part, _PLAIN) or type(part) is Tensor for part in parts):
@@ -80,7 +77,7 @@ def _stand_ins(optimizer: torch.optim.Optimizer, copied: Sequence[Any]) -> dict[
 
 
 def _parts_in(value: Any) -> Iterator[Any]:
-    """Yields what plain containers hold, or the value if it is none."""
+    """Yields the leaves of plain containers."""
     if not isinstance(value, dict | list | tuple | set):
         yield value
         return
@@ -90,7 +87,7 @@ def _parts_in(value: Any) -> Iterator[Any]:
 
 @contextmanager
 def _unhooked() -> Iterator[None]:
-    """Takes away the hooks that run before and after the steps of all optimizers."""
+    """Removes the hooks that run before and after the steps of all optimizers."""
     every = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
     with binding_kept(every):
         for hooks in every:
@@ -102,7 +99,7 @@ _without_global_hooks = Shared(_unhooked)
 
 
 def _copied(value: Any, parameter: Tensor, gradient: Tensor, memo: dict[int, Any]) -> Any:
-    """Returns a deep copy; tensors of numbers per element are cast as the parameter is, step counts are not."""
+    """Returns a deep copy; tensors with one number per element are cast as the parameter is."""
     copied = copy.deepcopy(value, memo)
     if isinstance(copied, Tensor) and copied.is_floating_point() and copied.shape == parameter.shape:
         return copied.to(gradient.dtype)
@@ -129,12 +126,12 @@ def trial(
 
 
 def _first_state(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], weight: Tensor) -> dict[str, Any]:
-    """Returns what the optimizer holds of a weight before its first step: for most, nothing."""
+    """Returns the optimizer's state of a weight before its first step: for most, {}."""
     if type(optimizer).__module__ == "apollo_torch.apollo":
         return {"seed": 1}
     if not isinstance(optimizer, torch.optim.Adagrad):
         return {}
-    # It makes its state when it is built; newer versions make what is missing in the step, that of torch 2.11 does not.
+    # Adagrad makes its state when it is built; in torch 2.11 not in the step.
     built = torch.optim.Adagrad(
         [weight], initial_accumulator_value=options["initial_accumulator_value"], fused=options["fused"]
     )

@@ -6,8 +6,8 @@ analytic   elementwise rules, of Adam and its kin
 autograd   rules that are not elementwise, as torch functions
 numerical  any other elementwise `torch.optim.Optimizer`: differences of its own step, on copies
 
-Wrappers such as Accelerate's are looked through, and so are combinations of several optimizers. Weight decay that does
-not depend on the gradient may be part of h or not: it drops out of differences and derivatives.
+Wrappers such as Accelerate's are unwrapped, and combinations of several optimizers are taken apart. Weight decay that
+does not depend on the gradient may be part of h or not: it drops out of differences and derivatives.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ AUTOGRAD: Mapping[str, Autograd] = {
     **low_rank.AUTOGRAD,
 }
 DEFAULT = "adamw_torch' or 'adamw_torch_fused"
-"""What the Trainer's `optim` may be in any case."""
+"""Values of the Trainer's `optim` that always work."""
 
 # Packages whose rules are tested with the versions that snip-hf supports.
 _TESTED_PACKAGES = ("torch", "torchao", "transformers")
 # Packages in which several modules have classes of one name.
 _BY_MODULE = ("galore_torch", "apollo_torch")
-# Their states are not one number per element, or lie elsewhere.
+# Packages whose states cannot be sharded: not one number per element, or held elsewhere.
 _UNSHARDED = ("bitsandbytes", "galore_torch", "apollo_torch", "grokadamw")
 _IN_BACKWARD = "it updates weights within the backward pass, so that the gradients of a step are never there together"
 _NO_FP64 = "no rule describes it, and its kernels take no FP64, in which differences of its steps are taken"
@@ -62,12 +62,12 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
     ),
 }
 _OF_PACKAGES = ("optimi.StableAdamW", "grokadamw.GrokAdamW")
-# Numerical steps: this part of the gradient's element, and this part of the root mean square of all elements.
+# Step of numerical differences, relative to the gradient's element and to the root mean square of all elements.
 RELATIVE_STEP = 1e-3
 LEAST_STEP = 1e-5
-# Two slopes that differ by more than this part, one taken over half the distance of the other, are those of a jump.
+# If the slope over half the distance differs by more than this part, the update has a jump there.
 SMOOTH = 0.25
-# Optimizers that passed, with the number of their groups then: a refresh neither tries nor logs them again.
+# Optimizers that passed -> their number of groups then: a refresh neither tries nor logs them again.
 _tried: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
 
 
@@ -83,15 +83,15 @@ class Response(ABC):
 
     @property
     def is_spread(self) -> bool:
-        """Whether the ranks have to put together what it knows: `gathered` is collective."""
+        """Whether its context is spread over ranks, so that `gathered` is collective."""
         return is_sharded(self.at.parameter)
 
     def gathered(self) -> Response:
-        """Returns the response of the whole parameter where it is sharded; collective there, itself elsewhere."""
+        """Returns the response of the whole parameter; collective if it is sharded, itself otherwise."""
         return replace(self, at=self.at.gathered()) if self.is_spread else self
 
     def of_own_part(self) -> Response | None:
-        """Returns the response of what this process holds of the parameter; None where that depends on the rest."""
+        """Returns the response of this process's part of the parameter; None if it depends on the rest."""
         return None
 
     @abstractmethod
@@ -112,7 +112,7 @@ class Response(ABC):
 
     @abstractmethod
     def meaningful(self, gradient: Tensor) -> Tensor:
-        """Returns where J means something (bool): not where no gradient was ever seen, and not at a jump of h."""
+        """Returns a mask of the elements with a meaningful J: they have seen gradients, and h has no jump there."""
 
 
 class ElementwiseResponse(Response):
@@ -120,7 +120,7 @@ class ElementwiseResponse(Response):
 
     @abstractmethod
     def _slope(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns h'(gradient), 0 where it is not meaningful, and where it is."""
+        """Returns h'(gradient), 0 if not meaningful, and the mask of meaningful elements."""
 
     def pushforward(self, gradient: Tensor, tangent: Tensor) -> Tensor:
         return self._slope(gradient)[0] * tangent.to(torch.float32)
@@ -154,7 +154,7 @@ class AnalyticResponse(ElementwiseResponse):
 
 @dataclass(frozen=True)
 class _Automatic(Response):
-    """J of a function, by autograd. An element that is not meaningful has gradient 0 and so does not move others."""
+    """J by autograd. An element that is not meaningful has gradient 0 and so does not move others."""
 
     rule: Autograd
 
@@ -169,7 +169,7 @@ class _Automatic(Response):
 
     def linearized(self, gradient: Tensor) -> Callable[[Tensor], Tensor]:
         transposed, meaningful = self._transposed(gradient)
-        # J is the transpose of the linear map J^T. (torch.func.jvp would load, with warnings, what is not needed here.)
+        # J is the transpose of the linear map J^T. (torch.func.jvp would import more, with warnings.)
         forward = torch.func.vjp(transposed, torch.zeros_like(meaningful, dtype=torch.float32))[1]
         return lambda tangent: torch.where(meaningful, forward(tangent.to(torch.float32))[0], 0)
 
@@ -178,7 +178,7 @@ class _Automatic(Response):
         return torch.where(meaningful, transposed(cotangent.to(torch.float32)), 0)
 
     def _transposed(self, gradient: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-        """Returns cotangent -> J^T cotangent, and where it is meaningful."""
+        """Returns cotangent -> J^T cotangent, and the mask of meaningful elements."""
         at = gradient.to(torch.float32)
         _, pull, meaningful = torch.func.vjp(self._evaluate, at, has_aux=True)  # type: ignore[misc]
         return lambda cotangent: pull(cotangent)[0], meaningful
@@ -189,7 +189,7 @@ class _Automatic(Response):
 
 @dataclass(frozen=True)
 class _Numerical(ElementwiseResponse):
-    """Steps of the optimizer's own, taken in FP64 with copies."""
+    """Differences of the optimizer's own steps, taken on copies in FP64."""
 
     optimizer: torch.optim.Optimizer
 
@@ -201,14 +201,14 @@ class _Numerical(ElementwiseResponse):
 
     def _slope(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         at = gradient.to(torch.float64)
-        # An all-zero gradient has no size to go by.
+        # An all-zero gradient has no scale.
         step = RELATIVE_STEP * at.abs() + LEAST_STEP * (float(at.square().mean().sqrt()) or 1e-5)
         wide, narrow = (
             (self._update_fp64(at + part * step) - self._update_fp64(at - part * step)) / (2 * part * step)
             for part in (1.0, 0.5)
         )
         meaningful = (wide - narrow).abs() <= SMOOTH * torch.maximum(wide.abs(), narrow.abs())
-        # Richardson's extrapolation takes the error of order step^2 out.
+        # Richardson's extrapolation removes the error of order step^2.
         slope = torch.where(meaningful, (4 * narrow - wide) / 3, 0)
         return slope.to(torch.float32), meaningful
 
@@ -238,9 +238,9 @@ def responses(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, 
 
 
 def _with_steps(found: dict[str, Response]) -> dict[str, Response]:
-    """Returns responses whose rules know the number of their step, which fused optimizers hold on the device.
+    """Returns responses with their step numbers on the host; fused optimizers hold them on the device.
 
-    Read once for all of them: each time that a rule read its own, it would wait for the device.
+    They are read once for all responses: each rule that reads its own would wait for the device.
     """
     held = {
         name: step
@@ -258,7 +258,7 @@ def _with_steps(found: dict[str, Response]) -> dict[str, Response]:
 
 
 def trained_by(optimizer: Any) -> Callable[[Tensor], bool]:
-    """Returns what tells whether an optimizer, as `responses` takes it, updates a parameter."""
+    """Returns a function that tells whether an optimizer, as in `responses`, updates a parameter."""
     if optimizer is None:
         return lambda parameter: parameter.requires_grad
     parts = check_optimizer(optimizer)
@@ -277,11 +277,11 @@ def check_optimizer(optimizer: Any) -> list[torch.optim.Optimizer]:
     """Returns the torch optimizers inside any wrappers, and logs once how their updates are differentiated.
 
     An optimizer without a rule is tried on throwaway weights, with the hyperparameters of every group: its update of an
-    element must depend on the size of that element's gradient and on no other. Where the rule describes a package
-    whose versions are not known here, its step on such weights must be the described one.
+    element must depend on that element's gradient and on no other. For packages that are not tested with every version,
+    the step on such weights must match the rule.
 
     Raises:
-        TypeError: one of them is not one whose update can be differentiated here.
+        TypeError: the update of one of them cannot be differentiated.
     """
     parts = parts_of(optimizer)
     for part in parts:
@@ -323,9 +323,9 @@ def _try(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: tupl
     """Returns why the optimizer's own step on a throwaway weight cannot be differentiated; None if it can."""
     if way(type(optimizer)) == "numerical":
         return _not_elementwise(optimizer, group, shape)
-    # FP32, which kernels of several packages need.
+    # Kernels of several packages need FP32.
     at, gradients = trial(optimizer, group, shape, torch.float32)
-    # Decoupled weight decay drops out of the difference; coupled decay would turn some of Lion's signs around.
+    # Decoupled weight decay drops out of the difference; coupled decay would flip some of Lion's signs.
     before, after = (own_step(optimizer, at, gradient)[0] for gradient in gradients)
     if AUTOGRAD.get(rule_name(type(optimizer))) in (lion, bitsandbytes_states.smoothed_lion):
         return _no_lion(at, gradients, after - before)
@@ -374,7 +374,7 @@ def _no_lion(at: UpdateContext, gradients: tuple[Tensor, Tensor], change: Tensor
 
 
 def rule_name(kind: type) -> str:
-    """Returns the key under which `ELEMENTWISE` or `AUTOGRAD` has this class, if it has it."""
+    """Returns the key of this class in `ELEMENTWISE` or `AUTOGRAD`, if it has one."""
     package = kind.__module__.split(".")[0]
     if kind.__name__ == "Lion" and package != "bitsandbytes":
         return "Lion"
@@ -382,7 +382,7 @@ def rule_name(kind: type) -> str:
 
 
 def shown_name(kind: type) -> str:
-    """Returns the name by which messages call this class: with its package, but for torch's own."""
+    """Returns the name of this class for messages: with its package, except for torch's own."""
     return rule_name(kind).removeprefix("torch.")
 
 
@@ -399,10 +399,7 @@ def is_tried(kind: type) -> bool:
 
 
 def refusal(optimizer: Any) -> tuple[str, str] | None:
-    """Returns why this optimizer cannot be differentiated, whatever its rule, and what to use instead; None if it can.
-
-    The latter are values of the Trainer's `optim`.
-    """
+    """Returns why this optimizer is refused, and values of the Trainer's `optim` to use instead; None if it is not."""
     kind = type(optimizer)
     name, package = rule_name(kind), kind.__module__.split(".")[0]
     if name in _REFUSED:
@@ -420,7 +417,7 @@ def refusal(optimizer: Any) -> tuple[str, str] | None:
 
 
 def context_of(optimizer: Any, group: Mapping[str, Any], parameter: Tensor) -> UpdateContext:
-    """Returns what the optimizer's next update of a parameter of this group depends on, besides the gradient."""
+    """Returns the context of the next update of a parameter of this group."""
     name = rule_name(type(optimizer))
     if name == "grokadamw.GrokAdamW":
         return _grok_context_of(optimizer, group, parameter)
@@ -430,7 +427,7 @@ def context_of(optimizer: Any, group: Mapping[str, Any], parameter: Tensor) -> U
 
 
 def _grok_context_of(optimizer: Any, group: Mapping[str, Any], parameter: Tensor) -> UpdateContext:
-    """Returns the context of a parameter of GrokAdamW's, which keeps states in the group, on the CPU.
+    """Returns the context of a parameter of GrokAdamW, which keeps its states in the group, on the CPU.
 
     Its momentum depends on the number of the parameter in the group.
     """
@@ -443,7 +440,7 @@ def _grok_context_of(optimizer: Any, group: Mapping[str, Any], parameter: Tensor
 
 
 def _refused_option(optimizer: Any) -> str | None:
-    """Returns why one of these optimizers cannot be differentiated, although it has a rule; None if it can."""
+    """Returns the option that keeps StableAdamW or GrokAdamW from being differentiated; None if there is none."""
     for group in optimizer.param_groups:
         if group.get("gradient_release"):
             return "with gradient_release it steps within the backward pass"
@@ -453,10 +450,10 @@ def _refused_option(optimizer: Any) -> str | None:
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """Returns the optimizers that take the steps; what is no torch optimizer is returned as it is.
+    """Returns the torch optimizers that take the steps; an unknown object is returned as it is.
 
-    Looked through are wrappers (`.optimizer`, as Accelerate's), lists, tuples and dicts of optimizers, and objects that
-    hold such a collection as `.optimizers`, as users combine Muon for matrices and AdamW for the rest.
+    Unwraps wrappers (`.optimizer`, as Accelerate's), lists, tuples and dicts of optimizers, and objects that hold such
+    a collection as `.optimizers`, e.g. Muon for matrices and AdamW for the rest.
     """
     return list(_parts(optimizer))
 

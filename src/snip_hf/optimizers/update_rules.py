@@ -35,7 +35,7 @@ _CLIP_EPS = 1e-6
 
 @dataclass(frozen=True)
 class UpdateContext:
-    """What a step knows besides the gradient: the parameter, its group, its state (empty before the first step)."""
+    """Everything that a step depends on besides the gradient; the state is empty before the first step."""
 
     group: Mapping[str, Any]
     state: Mapping[str, Any]
@@ -47,7 +47,7 @@ class UpdateContext:
         return UpdateContext(self.group, state, whole(self.parameter))
 
     def of_own_part(self) -> UpdateContext:
-        """Returns the context of what this process holds of the parameter."""
+        """Returns the context of this process's part of the parameter."""
         state = {key: own_part(value) if isinstance(value, Tensor) else value for key, value in self.state.items()}
         return UpdateContext(self.group, state, own_part(self.parameter))
 
@@ -57,11 +57,11 @@ class UpdateContext:
 
     @property
     def step(self) -> float:
-        """The number of the step about to be taken, from 1."""
+        """The number of the next step, from 1."""
         return float(self.state.get("step", 0)) + 1
 
     def signed(self, gradient: Tensor) -> Tensor:
-        """Returns the gradient of what is minimised."""
+        """Returns the gradient of the minimised function."""
         return -gradient if self.group.get("maximize", False) else gradient
 
     def held(self, key: str, like: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class UpdateContext:
         return dense.to(like.dtype)
 
     def average(self, key: str, new: Tensor, taken: float) -> Tensor:
-        """Returns the running average of `key` after it has taken in that part of `new`."""
+        """Returns the running average of `key` after a step that gives `new` this weight."""
         return (1 - taken) * self.held(key, new) + taken * new
 
     def rms_of_parameter(self) -> float:
@@ -123,7 +123,7 @@ def adam(at: UpdateContext, gradient: Tensor, decoupled: bool = False) -> tuple[
 
 
 def adam_slopes(at: UpdateContext, gradient: Tensor, tangent: Tensor, decoupled: bool = False) -> Tensor | None:
-    """Returns h'(gradient) * tangent of `adam` from one kernel; None for tensors or options that it does not take."""
+    """Returns h'(gradient) * tangent of `adam` from one kernel; None for unsupported tensors or options."""
     first, second = at.state.get("exp_avg"), at.state.get("exp_avg_sq")
     is_coupled = not (decoupled or at.group.get("decoupled_weight_decay", False)) and at.number("weight_decay") != 0
     if is_coupled or at.group["amsgrad"] or at.group.get("maximize", False):
@@ -151,7 +151,7 @@ def adam_slopes(at: UpdateContext, gradient: Tensor, tangent: Tensor, decoupled:
 def lion(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Lion (arXiv:2302.06675), smoothed (ours): sign(c) -> c / sqrt(c^2 + s^2), s = LION_SMOOTHING * mean|c|.
 
-    Of the layout that lion-pytorch has (state "exp_avg").
+    The state has the layout of lion-pytorch ("exp_avg").
     """
     beta1 = float(at.group["betas"][0])
     mixed = at.average("exp_avg", gradient, 1 - beta1)
@@ -178,7 +178,7 @@ def muon(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Returns the iterate that torch's Muon takes for the nearest semi-orthogonal matrix."""
+    """Returns the Newton-Schulz iterate of torch's Muon, close to the nearest semi-orthogonal matrix."""
     a, b, c = coefficients
     wide = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix
     wide = wide / _norm(wide).clamp(min=eps)
@@ -189,7 +189,7 @@ def _newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], ste
 
 
 def adafactor(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """torch.optim.Adafactor. Of a vector's squares it keeps each, of a matrix's those of rows and columns."""
+    """torch.optim.Adafactor: averages of squares per element of a vector, per row and column of a matrix."""
     floor, least_size = at.group["eps"]
     floor = torch.finfo(at.parameter.dtype).eps if floor is None else float(floor)
     rate = min(at.number("lr"), at.step**-0.5) * max(float(least_size), at.rms_of_parameter())
@@ -220,7 +220,7 @@ def adafactor_of_transformers(at: UpdateContext, gradient: Tensor) -> tuple[Tens
         rate *= max(least_size, at.rms_of_parameter())
     taken = step ** at.number("decay_rate")
     squares = gradient.square() + floor
-    # An average that holds little but the floor has seen no gradient.
+    # An average of little but the floor has seen no gradient.
     if gradient.dim() > 1:
         row = at.average("exp_avg_sq_row", squares.mean(-1), taken).unsqueeze(-1)
         column = at.average("exp_avg_sq_col", squares.mean(-2), taken).unsqueeze(-2)
@@ -239,7 +239,7 @@ def adafactor_of_transformers(at: UpdateContext, gradient: Tensor) -> tuple[Tens
 
 
 def _clipped(update: Tensor, threshold: float) -> Tensor:
-    """Returns the update, scaled down where its root mean square is above the threshold."""
+    """Returns the update, scaled down to a root mean square of at most the threshold."""
     return update / (_rms(update) / threshold).clamp(min=1)
 
 
@@ -264,7 +264,7 @@ def schedule_free_adamw(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Te
 
 
 def schedule_free_radam(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """RAdamScheduleFree: SGD, or no step at all, until the average of the squares holds enough of them."""
+    """RAdamScheduleFree: SGD, or no step at all, until the average of squares has enough terms."""
     beta1, beta2 = (float(beta) for beta in at.group["betas"])
     step = float(at.group["k"]) + 1
     most = 2 / (1 - beta2) - 1
@@ -301,7 +301,7 @@ def _warmed_up(at: UpdateContext) -> float:
 
 
 def _rate_of_y(at: UpdateContext, rate: float, momentum: float) -> float:
-    """Returns by how many times the base optimizer's direction y moves, where z moves by `rate` times it."""
+    """Returns the factor of the base optimizer's direction in y's step, given z's factor `rate`."""
     largest = max(rate, at.number("lr_max"))
     weight = (float(at.group["k"]) + 1) ** at.number("r") * largest ** at.number("weight_lr_power")
     total = at.number("weight_sum") + weight
@@ -341,7 +341,7 @@ def grokadamw(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _signal(group: Mapping[str, Any]) -> float:
-    """Returns how far the loss of evaluation is above that of training, as GrokAdamW takes it from its group."""
+    """Returns GrokAdamW's signal: the relative excess of the evaluation loss over the training loss."""
     of_training, of_evaluation = group.get("train_loss"), group.get("eval_loss")
     if of_training is None or of_evaluation is None:
         return 0.0

@@ -8,17 +8,17 @@ import math
 from ..config import SnipConfig
 from ..policies.registry import needs_probe
 
-# Steps that a GradScaler may leave out in a row before that is worth a warning: its scale is then a thousandth.
-_MANY = 10
+# Steps in a row that a GradScaler may skip before a warning: its scale is then a thousandth.
+_MAX_SKIPPED = 10
 
 
 class Schedule:
-    """Decides by the step alone, so that all ranks decide the same.
+    """Decides by the step only, so that all ranks decide the same.
 
     Args:
-        config: when to refresh.
+        config: of the run.
         max_steps: the last optimizer step, if it is known.
-        log: is told which refresh is left out because training ends too early.
+        log: gets refreshes that are put off or left out.
     """
 
     def __init__(self, config: SnipConfig, max_steps: int | None, log: logging.Logger) -> None:
@@ -49,7 +49,7 @@ class Schedule:
         self.last_probe, self.postponed = step, None
 
     def postpone(self, step: int) -> None:
-        """Puts the refresh of this step off to the next one, since the GradScaler leaves this one out, and says so."""
+        """Puts the refresh of this step off to the next one, since the GradScaler skips this one."""
         if self.postponed is None or self._put_off_from is None:
             self._put_off_from = step
             self._log.info(
@@ -57,17 +57,17 @@ class Schedule:
                 "step out. The refresh is taken at the first step that is not left out.",
                 step,
             )
-        elif step - self._put_off_from == _MANY:
+        elif step - self._put_off_from == _MAX_SKIPPED:
             self._log.warning(
-                "snip-hf: the refresh of step %d has waited for %d steps, all of which the GradScaler left out: the "
-                "gradients are not finite in any scale. Train in BF16 or FP32 if they stay so.",
+                "snip-hf: the refresh of step %d has waited for %d steps, since the GradScaler skipped all of them: "
+                "the gradients are not finite in any scale. Train in BF16 or FP32 if they stay so.",
                 self._put_off_from,
-                _MANY,
+                _MAX_SKIPPED,
             )
         self.postponed = step + 1
 
     def log_if_left_out(self, step: int, is_planned: bool) -> None:
-        """Says, once, that a refresh is left out because training ends before its plan could be applied."""
+        """Logs, once, that a refresh is left out because training ends before its plan could be applied."""
         if not self._said_too_late and self._is_too_late(step) and self._is_scheduled(step, is_planned):
             self._said_too_late = True
             self._log.info(
@@ -93,14 +93,14 @@ class Schedule:
         return self.first_refresh + self._config.apply_delay
 
     def count_micro_batches(self, per_step: int) -> None:
-        """Takes `max_steps` for a number of micro-batches, so many of which make an optimizer step."""
+        """Converts `max_steps` from micro-batches to optimizer steps of `per_step` micro-batches."""
         if self.max_steps is not None and not self._counts_micro_batches:
             self.max_steps = math.ceil(self.max_steps / per_step)
             self._counts_micro_batches = True
             self.warn_if_too_short()
 
     def warn_if_too_short(self) -> None:
-        """Says, once, that training is known to end before the first plan could be applied."""
+        """Warns, once, if training will end before the first plan could be applied."""
         if self._needs_probe and not self.will_refresh and not self._said_too_short:
             self._said_too_short = True
             self._log.warning(
@@ -112,7 +112,7 @@ class Schedule:
             )
 
     def warn_if_ended_early(self, step: int) -> None:
-        """Says, once, that training has ended at a step before the first refresh, unless that was known before."""
+        """Warns, once, if training has ended before the first refresh, unless `warn_if_too_short` did."""
         is_short = self._needs_probe and self.last_probe is None and 0 < step < self.first_refresh
         if is_short and not self._said_too_short:
             self._said_too_short = True
@@ -136,7 +136,7 @@ class Schedule:
         return self._needs_probe and step >= first and (step - last) % every == 0
 
     def _target_has_changed(self, step: int) -> bool:
-        """Returns True if a step aims at another share than the last probe, whose plan does not wait any more."""
+        """Returns True if a step has another target than the last probe, whose plan was applied."""
         last = self.last_probe
         if last is None or step < last + self._config.apply_delay:
             return False

@@ -151,9 +151,10 @@ def compiled(name: str, operand: str, contracts: int, capability: int) -> str:
     fmt = FORMATS[name]
     kind, rule = kind_of(fmt), fmt.operand(operand)
     assert kind is not None and rule.block is not None
-    constants = {"CONTRACTS": contracts, "ACROSS": rule.block[0], "RULE": fmt.rule_of(rule)}
-    constants |= {"STOCHASTIC": rule.stochastic, **quantization._of_grid(kind)}
-    kinds = {"x": "*bf16", "state": "*i64", "tensor_scale": "*fp32", "data": "*u8", "scales": "*u8", "largest": "fp32"}
+    constants = quantization.constants_of(kind, fmt, rule, contracts)
+    kinds = {"x": "*bf16", "state": "*i64", "tensor_amax": "*fp32", "data": "*u8", "scales": "*u8"}
+    numbers = ("largest", "target", "other_target", "tensor_target", "scale_largest", "scale_smallest")
+    kinds |= dict.fromkeys(numbers, "fp32")
     signature = {arg: "constexpr" if arg in constants else kinds.get(arg, "i32") for arg in quantize_kernel.arg_names}
     source = ASTSource(fn=quantize_kernel, signature=signature, constexprs=constants)
     options = {"num_warps": quantization._WARPS[contracts], "enable_fp_fusion": False}

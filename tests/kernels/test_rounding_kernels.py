@@ -346,9 +346,9 @@ def test_the_kernel_assembles() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from snip_hf.kernels import rounding_kernel, rounding_tiles
+    from snip_hf.kernels import rounding_tiles
 
-    how = rounding_kernel._call(FORMATS["nvfp4"], "gradient", 1)
+    how = rounding._call(FORMATS["nvfp4"], "gradient", 1)
     kinds = ["*bf16", "*fp32", "*fp32", "i64", "i64", *["i32"] * 4]
     kinds += ["fp32" if isinstance(number, float) else "i32" for number in how.numbers]
     values = (*how.tiles, True, *how.flags)

@@ -1,7 +1,7 @@
 """Rounding in one launch on a GPU: `fake_quantize`, as the estimate and the emulated GEMMs use it.
 
 A Triton kernel runs on NVIDIA GPUs from compute capability 8.0 on, for all formats but those with noise or 8 exponent
-bits (`rounding_kernel.takes`); torch's operations run for these and anywhere else. Both give the numbers of
+bits (`takes`); torch's operations run for these and anywhere else. Both give the numbers of
 `numerics.rounding` bit for bit. The kernel takes one launch, or three where a scale belongs to the whole tensor,
 instead of twenty to a hundred.
 """
@@ -9,24 +9,34 @@ instead of twenty to a hundred.
 from __future__ import annotations
 
 import logging
+import math
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..numerics import rounding
-from ..numerics.formats import REFERENCE, NumberFormat
+from ..numerics.formats import REFERENCE, NumberFormat, Operand
+from ..numerics.gemms import TILE, gemm_of
+from ..numerics.grids import ElementGrid, scale_grid
+from ..numerics.random_streams import rank_stream
+from .launching import launch
 
 if TYPE_CHECKING or find_spec("triton") is not None:
-    from .rounding_kernel import round_by_kernel, takes
+    from .rounding_tiles import rounding_kernel, tensor_amax_kernel
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The least that Triton supports.
 _AMPERE = (8, 0)
+# Across the contracted dimension, the least rows or columns of a block: lines of memory are read whole.
+_LEAST_ROWS, _LEAST_COLUMNS = 16, 32
+_LARGE_BLOCK = 4096
+_MANTISSA_BITS = 23
+_MOST_TARGETS = 2
 
 
 def fake_quantize(
@@ -85,3 +95,163 @@ def has_kernels(device: torch.device) -> bool:
         logger.warning("snip-hf: rounding takes 20 to 100 kernels instead of one, since Triton fails: %s", error)
         return False
     return True
+
+
+def takes(format: NumberFormat, operand: str) -> bool:
+    """Returns True if the kernel rounds this operand of a format.
+
+    It does not take noise, more than two targets, and grids with 8 exponent bits, whose spacings are subnormal FP32
+    numbers.
+    """
+    rule = format.operand(operand)
+    grid = rule.grid or format.grid
+    return not rule.noise and len(rule.targets) <= _MOST_TARGETS and (grid is None or _is_narrow(grid))
+
+
+def _is_narrow(grid: ElementGrid) -> bool:
+    return grid.min_exponent - grid.mantissa_bits >= -126 and grid.max < 2.0**127
+
+
+def round_by_kernel(
+    x: Tensor,
+    format: NumberFormat,
+    operand: str,
+    contracts: int,
+    key: int | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+    amax: Tensor | None = None,
+) -> Tensor:
+    """As `rounding.round_operand`, by the kernel: x (R, C) has at least one element, of an operand that it `takes`."""
+    how = _call(format, operand, contracts)
+    if how.needs_amax:
+        if amax is None or how.stages > 0:
+            amax = tensor_amax(x, how.block, how.stages, contracts)
+        amax = amax.to(torch.float32)
+    stream, first = (0, 0)
+    is_random = key is not None and how.is_stochastic
+    if key is not None and how.is_stochastic:
+        stream, first = rank_stream(key, x.shape, rank, ranks)
+    y = torch.empty(*x.shape, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        launch(
+            rounding_kernel,
+            _programs(x, how.block),
+            (x, y, y if amax is None else amax),
+            (*x.shape, *x.stride(), *how.numbers),
+            (*how.tiles, is_random, *how.flags),
+            (_as_int64(stream), first),
+            **how.options,
+        )
+    return y
+
+
+class _Call(NamedTuple):
+    """What the launch for an operand of a format has whatever its tensor."""
+
+    block: tuple[int, int]
+    stages: int
+    """Of the rotation; 0: none."""
+    is_stochastic: bool
+    needs_amax: bool
+    numbers: tuple[float, ...]
+    """From `largest` on."""
+    tiles: tuple[Any, ...]
+    """From `TILES_DOWN` to `MANTISSA`."""
+    flags: tuple[Any, ...]
+    """From `KIND` on."""
+    options: dict[str, Any]
+
+
+@cache
+def _call(format: NumberFormat, operand: str, contracts: int) -> _Call:
+    rule = format.operand(operand)
+    grid = rule.grid or format.grid
+    assert grid is not None
+    is_rotated = gemm_of(operand, contracts) in format.rotated
+    stages = format.rotation.bit_length() - 1 if is_rotated else 0
+    block, kind = _block(rule, contracts), scale_grid(format.scale)
+    rows, columns = block if rule.block is None else rule.tile(contracts)
+    has_tensor_scale, has_two_targets = format.tensor_scale is not None, len(rule.targets) == _MOST_TARGETS
+    return _Call(
+        block,
+        stages,
+        rule.stochastic,
+        rule.block is None or has_tensor_scale,
+        (*grid_numbers(grid), *scale_numbers(format, rule, grid)),
+        (block[0] // rows, rows, block[1] // columns, columns, grid.subnormals, grid.mantissa_bits > 0),
+        (
+            format.scale if kind is None else "grid",
+            scale_rule(format, rule),
+            rule.block is None,
+            has_tensor_scale,
+            kind is None or kind.mantissa_bits > 0,
+            has_two_targets,
+            stages,
+            contracts,
+        ),
+        _options(block, stages > 0 or has_two_targets),
+    )
+
+
+def tensor_amax(x: Tensor, block: tuple[int, int], stages: int, contracts: int) -> Tensor:
+    """Returns the largest magnitude of x (R, C), rotated in runs of 2**stages, (1,); not finite where x is not."""
+    found = torch.zeros(1, dtype=torch.int32, device=x.device)
+    with torch.cuda.device_of(x):
+        launch(
+            tensor_amax_kernel,
+            _programs(x, block),
+            (x, found),
+            (*x.shape, *x.stride()),
+            (*block, stages, contracts),
+            **_options(block, stages > 0),
+        )
+    return found.view(torch.float32)
+
+
+def _block(rule: Operand, contracts: int) -> tuple[int, int]:
+    """Returns rows and columns of what one program rounds: whole tiles, and whole runs of a rotation."""
+    across = 1 if rule.block is None else rule.block[0]
+    if contracts == 0:
+        return TILE, max(across, _LEAST_COLUMNS)
+    return max(across, _LEAST_ROWS), TILE
+
+
+def _programs(x: Tensor, block: tuple[int, int]) -> tuple[int]:
+    return (math.prod(-(-size // of_block) for size, of_block in zip(x.shape, block, strict=True)),)
+
+
+def _options(block: tuple[int, int], is_wide: bool) -> dict[str, Any]:
+    """is_wide: elements take twice as many registers as in simple formats."""
+    warps = 8 if math.prod(block) > _LARGE_BLOCK else 4
+    # Without fusion, since scaling and rounding are two roundings.
+    return {"num_warps": warps * (1 + is_wide), "enable_fp_fusion": False}
+
+
+def grid_numbers(grid: ElementGrid) -> tuple[float, int, int]:
+    """Returns the largest value, the bits of the smallest normal power of two, and what leads to the spacing."""
+    return float(grid.max), (grid.min_exponent + 127) << _MANTISSA_BITS, grid.mantissa_bits << _MANTISSA_BITS
+
+
+def scale_numbers(format: NumberFormat, rule: Operand, grid: ElementGrid) -> tuple[float, ...]:
+    """Returns what `_scales` takes from `target` on, with the second target behind the first."""
+    targets = rule.targets or (grid.max,)
+    is_even = scale_rule(format, rule) == "floor" and format.rule_of(rule) == "even"
+    carry = 1 << (_MANTISSA_BITS - grid.mantissa_bits - 1) if is_even else 0
+    of_tensor = (format.tensor_scale or 1.0) * grid.max
+    kind = scale_grid(format.scale) or grid
+    largest, least, shift = grid_numbers(kind)
+    top = math.floor(math.log2(grid.max))
+    # Always of the same types: a kernel is kept for numbers that are equal (`launching`), and 6 is equal to 6.0.
+    of_targets = float(targets[0]), float(targets[-1])
+    return *of_targets, top, carry, float(of_tensor), largest, float(kind.smallest), least, shift
+
+
+def scale_rule(format: NumberFormat, rule: Operand) -> str:
+    """Returns the rule of the scales; "even" is "floor" of a number to which a carry was added."""
+    how = format.rule_of(rule)
+    return "floor" if how == "even" else how
+
+
+def _as_int64(key: int) -> int:
+    return key - 2**64 if key >= 2**63 else key

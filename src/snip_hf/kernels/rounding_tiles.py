@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..numerics.rotation import LARGEST, signs
-from .triton_numerics import bits_of, float_of, power_of_two, random_bits, round_to_grid, spacing_bits
+from .triton_numerics import bits_of, dither_of, float_of, power_of_two, round_to_grid, spacing_bits
 
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 _LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
@@ -127,7 +127,7 @@ def _power(exponent):
 
 
 @triton.jit
-def _scales(
+def block_scales(
     amax,
     tensor_amax,
     target,
@@ -143,9 +143,13 @@ def _scales(
     TENSOR_SCALE: tl.constexpr,
     MANTISSA: tl.constexpr,
 ):
-    """`scales.block_scales`; `rounding_kernel._scale_numbers` has the numbers, from `target` on."""
+    """`scales.block_scales`: the blocks' own scales, those times the tensor's, and what elements are multiplied by.
+
+    `rounding.scale_numbers` has the numbers, from `target` on.
+    """
     if KIND == "fp32":
-        scale = _fp32_scale(amax, target)
+        own = _fp32_scale(amax, target)
+        scale = own
         factor = tl.div_rn(1.0, scale)
     elif KIND == "e8m0":
         if RULE == "rceil":
@@ -156,7 +160,8 @@ def _scales(
             exponent = ((bits_of(amax) + carry) >> 23) - 127 - top
         exponent = tl.minimum(tl.maximum(exponent, -127), 127)
         is_finite = bits_of(amax) < _INFINITY
-        scale = tl.where(is_finite, _power(exponent), float("nan"))
+        own = tl.where(is_finite, _power(exponent), float("nan"))
+        scale = own
         factor = tl.where(is_finite, _power(-exponent), float("nan"))
     else:
         wanted = tl.div_rn(amax, target)
@@ -171,13 +176,14 @@ def _scales(
             rounded = tl.where(rounded < wanted, rounded + spacing, rounded)
         rounded = tl.minimum(tl.maximum(rounded, smallest), largest)
         rounded = tl.where(is_finite, rounded, float("nan"))
+        own = rounded
         scale = rounded
         factor = tl.div_rn(1.0, rounded)
         if TENSOR_SCALE:
             scale = rounded * of_tensor
             factor = tl.div_rn(tl.div_rn(1.0, of_tensor), rounded)
         factor = tl.where(factor > _LARGEST_FLOAT, _LARGEST_FLOAT, factor)
-    return scale, factor
+    return own, scale, factor
 
 
 @triton.jit
@@ -187,7 +193,7 @@ def _quantized(
     SCALE_MANTISSA: tl.constexpr, SUBNORMALS: tl.constexpr, MANTISSA: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
     """`rounding.quantize_operand` for one target, times the scales."""
-    scale, factor = _scales(
+    _, scale, factor = block_scales(
         amax, tensor_amax, target, top, carry, tensor_target, scale_largest, scale_smallest, scale_least, scale_shift,
         KIND, RULE, TENSOR_SCALE, SCALE_MANTISSA,
     )  # fmt: skip
@@ -270,12 +276,8 @@ def rounding_kernel(
 
     dither = 0.0
     if RANDOM:
-        # `random_streams.uniform`
-        place = ((row >> 2) * columns + first + column).to(tl.uint32)
-        low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-        word = random_bits(place, low, high)
-        number = (word >> ((row & 3) * 8).to(tl.uint32)) & 0xFF
-        dither = (number.to(tl.float32) - 127.5) * 0.00390625
+        position = ((row >> 2) * columns + first + column).to(tl.uint32)
+        dither = dither_of(row, position, key.to(tl.uint32), (key >> 32).to(tl.uint32))
     found = _quantized(
         value, dither, amax, of_tensor, target, top, carry, tensor_target, scale_largest, scale_smallest, scale_least,
         scale_shift, largest, least, shift, KIND, RULE, TENSOR_SCALE, SCALE_MANTISSA, SUBNORMALS, MANTISSA, RANDOM,

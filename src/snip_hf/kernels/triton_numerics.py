@@ -73,14 +73,28 @@ def bits_of_runs(state, run, channel, tokens, channels):
 @triton.jit
 def bits_of_key(key, state, run, channel, tokens, channels):
     """As `bits_of_runs`, with another key than the state's."""
-    # `random_streams.rank_stream`
+    low, high, first_run = rank_stream(key, state, tokens)
+    run = run.to(tl.uint32) + first_run
+    bits = run[:, None] * channels + channel[None, :].to(tl.uint32)
+    return random_bits(bits, low, high)
+
+
+@triton.jit
+def rank_stream(key, state, tokens):
+    """`random_streams.rank_stream`: the halves of the key, and the first run of this rank."""
     runs = (tokens + RUN - 1) // RUN
     all_runs = tl.load(state + RANKS).to(tl.uint32) * runs
     low = key.to(tl.uint32) ^ (all_runs * 0x9E3779B9)
     high = (key >> 32).to(tl.uint32) + all_runs * 0x85EBCA6B
-    run = run.to(tl.uint32) + tl.load(state + RANK).to(tl.uint32) * runs
-    bits = run[:, None] * channels + channel[None, :].to(tl.uint32)
-    return random_bits(bits, low, high)
+    return low, high, tl.load(state + RANK).to(tl.uint32) * runs
+
+
+@triton.jit
+def dither_of(row, position, low, high):
+    """`random_streams.uniform` - 1/2 of elements in these rows, at these positions of their run's stream (uint32)."""
+    word = random_bits(position, low, high)
+    number = (word >> ((row & 3) * 8).to(tl.uint32)) & 0xFF
+    return (number.to(tl.float32) - 127.5) * 0.00390625
 
 
 @triton.jit

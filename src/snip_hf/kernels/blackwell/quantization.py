@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ...numerics.gemms import GEMMS, gemm_of
 from ...numerics.random_streams import uniform
 from ...numerics.rotation import rotate
 from ...numerics.rounding import quantize_operand
+from ..rounding import grid_numbers, scale_numbers, scale_rule
 from .packing import SCALE_COLUMNS, SCALE_ROWS, Kind, Packed, empty, kind_of, pack, tensor_scale_of
 
 if TYPE_CHECKING or find_spec("triton") is not None:
@@ -44,11 +45,11 @@ def quantize(
     assert kind is not None, f"{format.name} has no kernels here; layers refuse it"
     if gemm_of(operand, contracts) in format.rotated:
         x = rotate(x.to(torch.float32), format.rotation, contracts)
-    # One pass, and NaN where there is one.
-    least, most = torch.aminmax(x)
-    tensor_scale = tensor_scale_of(kind, format, torch.maximum(-least, most).to(torch.float32).view(1))
+    least, most = torch.aminmax(x)  # one pass, and NaN if there is one
+    amax = torch.maximum(-least, most).to(torch.float32).view(1)
+    tensor_scale = tensor_scale_of(kind, format, amax)
     if by_kernel or (by_kernel is None and x.is_cuda and not rule.targets):
-        return _by_kernel(x, format, rule, contracts, state, tensor_scale)
+        return _by_kernel(x, format, rule, contracts, state, amax, tensor_scale)
     random = None
     if rule.stochastic:
         key, rank, ranks = state[len(GEMMS) :].tolist()
@@ -58,20 +59,26 @@ def quantize(
 
 
 def _by_kernel(
-    x: Tensor, format: NumberFormat, rule: Operand, contracts: int, state: Tensor, tensor_scale: Tensor
+    x: Tensor,
+    format: NumberFormat,
+    rule: Operand,
+    contracts: int,
+    state: Tensor,
+    amax: Tensor,
+    tensor_scale: Tensor,
 ) -> Packed:
     """Quantizes in one launch."""
     kind = kind_of(format)
     assert kind is not None and rule.block is not None
     rows, contracted = x.shape[1 - contracts], x.shape[contracts]
-    packed = empty(kind, rows, contracted, x.device)
+    packed, grid = empty(kind, rows, contracted, x.device), kind.grid
     packed.tensor_scale.copy_(tensor_scale)
     runs = math.ceil(contracted / (SCALE_COLUMNS * kind.block))
     with torch.cuda.device_of(x):  # Triton launches on the current device
         quantize_kernel[(math.ceil(rows / SCALE_ROWS) * runs,)](
             x,
             state,
-            packed.tensor_scale,
+            amax,
             packed.data,
             packed.scales,
             rows,
@@ -81,29 +88,30 @@ def _by_kernel(
             runs,
             x.stride(1 - contracts),
             x.stride(contracts),
-            kind.grid.max,
-            CONTRACTS=contracts,
-            ACROSS=rule.block[0],
-            **_of_grid(kind),
-            RULE=format.rule_of(rule),
-            STOCHASTIC=rule.stochastic,
+            *grid_numbers(grid),
+            *scale_numbers(format, rule, grid),
+            **constants_of(kind, format, rule, contracts),
             num_warps=_WARPS[contracts],
             enable_fp_fusion=False,  # scaling and rounding are two roundings
         )
     return packed
 
 
-def _of_grid(kind: Kind) -> dict[str, int | float | bool]:
-    """Returns what the kernel is compiled for, of the kind."""
-    grid = kind.grid
+def constants_of(kind: Kind, format: NumberFormat, rule: Operand, contracts: int) -> dict[str, Any]:
+    """Returns the constants that the kernel is compiled with for an operand of a format."""
+    grid, block = kind.grid, rule.block
+    assert block is not None
     return {
+        "CONTRACTS": contracts,
+        "ACROSS": block[0],
         "BLOCK": kind.block,
+        "SMALLEST": grid.smallest,
         "MIN_EXPONENT": grid.min_exponent,
         "MANTISSA_BITS": grid.mantissa_bits,
-        "LEAST": 2.0**grid.min_exponent,
-        "SPACING": 2.0**-grid.mantissa_bits,
         "SIGN": grid.exponent_bits + grid.mantissa_bits,
-        "TOP": math.floor(math.log2(grid.max)),
-        "POWERS": kind.scale == "e8m0",
+        "KIND": kind.scale if kind.scale == "e8m0" else "grid",
+        "RULE": scale_rule(format, rule),
+        "TENSOR_SCALE": format.tensor_scale is not None,
+        "STOCHASTIC": rule.stochastic,
         "PACKED": kind.per_byte == 2,
     }

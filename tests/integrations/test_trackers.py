@@ -9,19 +9,30 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import logging
+import math
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 from configs import fp4_config
+from events import counted_event, refresh_event, small_plan, start_event
+from own_loop import CONFIG as LOOP_CONFIG
+from own_loop import Loop
 from slow_cases import slow
 from tiny_runs import SCHEDULE, one_thread, train
 from tracker_files import Stored, of_tensorboard, of_trackio, of_wandb, use_trackio_in, use_wandb_offline
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
+
+from snip_hf import log_to
+from snip_hf.integrations.trackers import quantities_in_force, quantities_of, step_of
+from snip_hf.kernels.emulated import Emulated
+from snip_hf.records.events import Alarm, Coverage, Refresh, Retarget
 
 CONFIG = fp4_config(start_format="bf16", **SCHEDULE)
 STEPS = 5
@@ -197,3 +208,186 @@ def test_a_second_run_of_the_trainer_is_told_as_the_first(wandb: types.ModuleTyp
         run.trainer.train()
     names = [sorted(set(line) - {"train/train_loss"}) for line in wandb.logged]
     assert names[:first] == names[first:]
+
+
+MEASURED: dict[str, Any] = {
+    "loss": 3.5,
+    "divergence": {"fp8": {"loss": 1e-7, "weight": 0.1}, "fp4": {"loss": 1e-5, "weight": None}},
+    "memory_mib": {"predicted": 10.0, "measured": None},
+    "seconds": {"probe": 1.5, "solver": 0.5, "waited": 0.0},
+}
+
+
+def test_a_new_plan_has_what_was_probed_decided_and_spent() -> None:
+    event = refresh_event(
+        100,
+        applied_step=120,
+        decided_step=120,
+        reason=None,
+        changes={"a:forward": ("fp8", "fp4")},
+        layers_changed=1,
+        objective=0.25,
+        bound=0.25,
+        gap=0.0,
+        solver="cbc",
+        **MEASURED,
+    )
+    assert step_of(event) == 120
+    assert quantities_of(event) == {
+        "fp4_share": 1.0,
+        "snip/applied": 1.0,
+        "snip/probed_step": 100,
+        "snip/probed_loss": 3.5,
+        "snip/layers_changed": 1,
+        "snip/gemms_changed": 1,
+        "snip/objective": 0.25,
+        "snip/gap": 0.0,
+        "snip/loss_divergence_fp8": 1e-7,
+        "snip/weight_divergence_fp8": 0.1,
+        "snip/loss_divergence_fp4": 1e-5,
+        "snip/probe_seconds": 1.5,
+        "snip/solver_seconds": 0.5,
+        "snip/waited_seconds": 0.0,
+        "snip/memory_mib_predicted": 10.0,
+    }
+
+
+def test_a_refresh_that_kept_the_plan_says_so() -> None:
+    found = quantities_of(refresh_event(100))
+    assert found == {
+        "fp4_share": 1.0,
+        "snip/applied": 0.0,
+        "snip/probed_step": 100,
+        "snip/layers_changed": 0,
+        "snip/gemms_changed": 0,
+    }
+
+
+def test_what_a_backend_counts_survives_the_history_and_has_its_own_names() -> None:
+    event = refresh_event(100, kernels={"saturated_share": 0.25, "saturated_operands": 3})
+    again = Refresh.from_record(event.to_record())
+    assert again == event
+    found = quantities_of(again)
+    assert (found["snip/saturated_share"], found["snip/saturated_operands"]) == (0.25, 3)
+
+
+def test_stages_have_a_share_each_where_there_are_several() -> None:
+    found = quantities_of(refresh_event(100, stage_fp4_fractions=(0.75, 0.8)))
+    assert (found["fp4_share_of_stage_0"], found["fp4_share_of_stage_1"]) == (0.75, 0.8)
+    assert not any("stage" in name for name in quantities_of(refresh_event(100, stage_fp4_fractions=(0.75,))))
+
+
+def test_numbers_that_are_not_finite_are_left_out() -> None:
+    found = quantities_of(refresh_event(100, loss=math.nan, linear_speedup=math.inf))
+    assert "snip/probed_loss" not in found and "snip/linear_speedup" not in found
+
+
+def test_an_alarm_has_its_figure_and_another_target_its_number() -> None:
+    alarm = Alarm(step=7, figure="loss", value=9.5, limit=3.0, action="noted", reason="a spike", failures=2)
+    assert quantities_of(alarm) == {
+        "snip/guard_failures": 2.0,
+        "snip/guard_value": 9.5,
+        "snip/guard_limit": 3.0,
+        "snip/guard_left_out_steps": 0.0,
+    }
+    assert quantities_of(replace(alarm, value=None, fp4_fraction=0.5))["fp4_share"] == 0.5
+    other = Retarget(step=9, fields={"target_fp4_fraction": (0.75, 0.5), "rates": (None, "b200")})
+    assert (step_of(other), quantities_of(other)) == (9, {"snip/new_target_fp4_fraction": 0.5})
+
+
+def test_the_start_and_a_count_have_the_shares() -> None:
+    assert quantities_of(start_event()) == {"fp4_share": 1.0}
+    assert quantities_of(counted_event(1)) == {"fp4_coverage": 0.4, "snip/gemms_changed_by_tokens": 0}
+
+
+def test_the_share_of_the_model_is_that_of_the_plan_times_coverage() -> None:
+    plan = small_plan()
+    assert quantities_in_force(plan, None) == {"fp4_share": 1.0}
+    assert quantities_in_force(plan, Coverage(200.0, 80.0, [], {})) == {
+        "fp4_share": 1.0,
+        "fp4_coverage": 0.4,
+        "fp4_share_of_model": 0.4,
+    }
+
+
+ALL_OF_A_LOOP = OF_A_REFRESH | {"fp4_coverage", "snip/gemms_changed_by_tokens"}
+
+
+def run(name: str, folder: Path) -> None:
+    """Five steps of a loop that logs its loss itself, as Accelerate's examples do."""
+    accelerator = Accelerator(log_with=name, project_dir=folder / "logs", cpu=True, gradient_accumulation_steps=2)
+    accelerator.init_trackers("a-project", config={"lr": 1e-2})
+    loop = Loop(LOOP_CONFIG, folder, accelerator, accumulation=2)
+    assert loop.controller is not None
+    log_to(loop.controller, accelerator)
+    for step in range(1, 6):
+        loop.run(step)
+        accelerator.log({"loss": loop.losses[-1]}, step=step)
+    loop.controller.close()
+    accelerator.end_training()
+
+
+def check_stored_of_a_loop(found: Stored) -> None:
+    assert found.of_snip == ALL_OF_A_LOOP and len(ALL_OF_A_LOOP) >= 8
+    assert found.numbers["fp4_share"] == [0.0, pytest.approx(0.754)]  # at the start and after step 4
+    assert len(found.numbers["loss"]) == 5
+    assert found.settings["backend_in_use"] == "emulated"
+    assert found.settings["refresh_every"] == json.loads(json.dumps(LOOP_CONFIG.to_dict()))["refresh_every"]
+
+
+def test_accelerates_tensorboard_stores_all(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    run("tensorboard", tmp_path)
+    check_stored_of_a_loop(of_tensorboard(tmp_path / "logs" / "a-project"))
+
+
+@pytest.mark.slow
+def test_accelerates_wandb_stores_all_in_its_offline_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_wandb_offline(tmp_path, monkeypatch)
+    run("wandb", tmp_path)
+    check_stored_of_a_loop(of_wandb(tmp_path))
+
+
+@pytest.mark.slow
+def test_accelerates_trackio_stores_all_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_trackio_in(tmp_path / "trackio", monkeypatch)
+    run("trackio", tmp_path)
+    check_stored_of_a_loop(of_trackio(tmp_path / "trackio"))
+
+
+def test_a_function_gets_the_numbers_of_each_event_at_its_step() -> None:
+    lines: list[tuple[int, dict[str, Any]]] = []
+    loop = Loop()
+    assert loop.controller is not None
+    log_to(loop.controller, lambda values, step: lines.append((step, values)))
+    loop.run(4)
+    assert [step for step, _ in lines] == [0, 1, 4]
+    start, counted, refresh = (values for _, values in lines)
+    assert (start["fp4_share"], counted["fp4_coverage"]) == (0.0, 1.0)
+    assert set(refresh) == OF_A_REFRESH
+
+
+def test_what_the_backend_counts_is_logged_with_each_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Emulated, "figures", lambda self, layers: {"saturated_share": len(layers) / 100})
+    lines: list[dict[str, Any]] = []
+    loop = Loop()
+    assert loop.controller is not None
+    log_to(loop.controller, lambda values, step: lines.append(values))
+    loop.run(4)
+    assert [line["snip/saturated_share"] for line in lines if "snip/applied" in line] == [0.14]
+
+
+def test_an_accelerator_without_trackers_gets_nothing(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loop = Loop(LOOP_CONFIG, tmp_path, accelerator)
+    assert loop.controller is not None
+    before = list(loop.controller._events._trackers)
+    log_to(loop.controller, accelerator)
+    assert loop.controller._events._trackers == before
+
+
+def test_what_cannot_log_is_refused() -> None:
+    loop = Loop()
+    assert loop.controller is not None
+    with pytest.raises(TypeError, match=r"Got a str to log to; expected an Accelerator, or a function of \(values, "):
+        log_to(loop.controller, "tensorboard")  # type: ignore[arg-type]

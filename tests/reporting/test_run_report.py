@@ -23,8 +23,10 @@ from snip_hf.costs.timing import Machine, MeasuredCost
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
+from snip_hf.records.events import Alarm
 from snip_hf.records.load import load_run
 from snip_hf.registry import UnknownName
+from snip_hf.reporting.facts import last_decided
 from snip_hf.reporting.figures import divergence_figure, plan_figure, write_figures
 from snip_hf.reporting.run_report import print_run, run_report
 from snip_hf.reporting.tables import stage_table
@@ -577,3 +579,30 @@ def test_what_does_not_run_has_no_price_and_a_dash_in_the_plan(tmp_path: Path) -
     priced = {line[2] for line in rows(text) if len(line) == 7 and line[1] == "0" and line[-1] == "fp4"}
     assert priced == {"down_proj:forward", "down_proj:grad_weight"}
     assert "4 rows are left out: layers that saw no token, and GEMMs that do not run." in joined(text)
+
+
+def test_the_last_refresh_is_known_whatever_the_guard_raised_since(tmp_path: Path) -> None:
+    assignments = random_assignments(3)
+    write_run(tmp_path, assignments)
+    assert last_decided(load_run(tmp_path)) == 200
+    layer = next(iter(assignments[0]))
+    alarm = Alarm(
+        step=250,
+        figure="loss",
+        value=None,
+        limit=None,
+        action="raised",
+        reason="The loss is nan",
+        failures=1,
+        changes={f"{layer}:forward": (assignments[2][layer]["forward"], "bf16")},
+    )
+    with (tmp_path / "snip" / "history.jsonl").open("a") as file:
+        file.write(json.dumps(alarm.to_record()) + "\n")
+    run = load_run(tmp_path)
+    assert run.plans[-1][1].assignment[layer]["forward"] == "bf16"
+    assert last_decided(run) == 200
+
+
+def test_a_run_without_a_new_plan_has_decided_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(2), kept=(1,))
+    assert last_decided(load_run(tmp_path)) is None

@@ -1,4 +1,4 @@
-"""The trainings of the golden record that run in loops of their own, on two processes."""
+"""Trainings of the golden record in plain loops, on two processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def with_ranks(case: str) -> Callable[[Path], dict[str, Any]]:
 
 
 def two_ddp_ranks(folder: Path) -> dict[str, Any]:
-    """A loop without a Trainer, with accumulation and clipping."""
+    """Trains in a plain loop with accumulation and clipping."""
     rank = dist.get_rank()
     model = nn.parallel.DistributedDataParallel(llama())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -71,7 +71,7 @@ def two_ddp_ranks(folder: Path) -> dict[str, Any]:
 
 
 def pipeline(folder: Path) -> dict[str, Any]:
-    """Four stages on two processes, by the recipe."""
+    """Trains the pipeline of the recipe: four stages on two processes."""
     sys.path.insert(0, str(FOLDER.parent / "recipes"))
     import pipeline as recipe
 

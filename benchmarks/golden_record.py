@@ -100,7 +100,7 @@ def gpu_cases() -> Iterator[tuple[str, Case]]:
 
 
 def header() -> dict[str, Any]:
-    """Returns what may explain a difference: the commit, versions, and the machine."""
+    """Returns the commit, versions and machine, which may explain differences."""
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     changed = subprocess.run([*git, "status", "--porcelain", "src"], capture_output=True, text=True).stdout.strip()
@@ -131,7 +131,7 @@ def record(path: Path, only: str | None, gpu: bool) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     found[name] = run(Path(folder))
-                except Exception:  # The other cases are worth having.
+                except Exception:  # The other cases still count.
                     traceback.print_exc()
                     failed.append(name)
             print(f"{name}: {'failed' if name in failed else 'recorded'}", flush=True)
@@ -142,7 +142,7 @@ def record(path: Path, only: str | None, gpu: bool) -> None:
 
 def write(path: Path, document: dict[str, Any]) -> None:
     text = json.dumps(document, indent=1, sort_keys=True) + "\n"
-    # Without the time in it, equal records are equal files.
+    # Without a timestamp, equal records are equal files.
     path.write_bytes(gzip.compress(text.encode(), 9, mtime=0) if path.suffix == ".gz" else text.encode())
 
 
@@ -190,7 +190,7 @@ def weight_distance(one: Any, other: Any) -> float:
 
 
 def compare(one: Path, other: Path, shown: int) -> int:
-    """Prints what differs, case by case, and returns the exit code: 0 if nothing does."""
+    """Prints the differences case by case; returns 0 if there are none, else 1."""
     first, second = read(one), read(other)
     for key in first["header"]:
         print(f"{key}: {first['header'][key]} | {second['header'].get(key)}")

@@ -1,4 +1,4 @@
-"""The trainings of the golden record that run under Trainers: their models, data and configs, and what they leave."""
+"""Trainings of the golden record under Trainers: models, data, configurations, and their recorded output."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def llama(size: Size = SMALL, **options: Any) -> LlamaForCausalLM:
 
 
 def qwen3_moe(size: Size = SMALL) -> Qwen3MoeForCausalLM:
-    """A model with four experts per layer, of which each token takes two."""
+    """Returns a model with four experts per layer, two per token."""
     torch.manual_seed(0)
     experts = {
         "num_experts": 4,
@@ -133,14 +133,14 @@ def _sizes(size: Size) -> dict[str, Any]:
 
 
 def neox() -> GPTNeoXForCausalLM:
-    """A model with biases."""
+    """Returns a model with biases."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=VOCABULARY, max_position_embeddings=256, **sizes, **NO_TOKENS))
 
 
 def with_lora() -> nn.Module:
-    """A frozen Llama with adapters."""
+    """Returns a frozen Llama with adapters."""
     import peft
 
     model = llama()
@@ -149,7 +149,7 @@ def with_lora() -> nn.Module:
 
 
 def data(length: int = LENGTH, rows: int = 54) -> list[dict[str, list[int]]]:
-    """Sequences with unequal numbers of labels."""
+    """Returns sequences with different numbers of labels."""
     tokens = torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(7)).tolist()
     return [{"input_ids": row, "labels": [-100] * (index % 9) + row[index % 9 :]} for index, row in enumerate(tokens)]
 
@@ -158,7 +158,7 @@ def data(length: int = LENGTH, rows: int = 54) -> list[dict[str, list[int]]]:
 
 
 class Watch(TrainerCallback):
-    """Notes each plan when it comes into force."""
+    """Records each plan when it is applied."""
 
     def __init__(self, snip: SnipCallback) -> None:
         self.snip = snip
@@ -177,7 +177,7 @@ def note_plan(plans: list[dict[str, Any]], step: int, plan: PrecisionPlan) -> No
 
 
 def arguments(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Twelve steps of two accumulated micro-batches."""
+    """Returns arguments of twelve steps with two accumulated micro-batches."""
     values: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": 12,
@@ -201,7 +201,7 @@ def arguments(folder: Path, **changes: Any) -> dict[str, Any]:
 def trained(
     folder: Path, config: Mapping[str, Any], build: Callable[..., Trainer], checkpoint: str | None = None
 ) -> Any:
-    """Trains what `build` makes of a callback; returns what the training did."""
+    """Trains the trainer that `build` makes from a callback; returns the recorded output."""
     snip = SnipCallback(SnipConfig(**{**COMMON, **config}))
     watch = Watch(snip)
     trainer = build(callbacks=[snip, watch])
@@ -220,7 +220,7 @@ def with_trainer(
     resume_at: int | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Trains under a Trainer; once more from a checkpoint if `resume_at` is set."""
+    """Trains under a Trainer, and again from a checkpoint if `resume_at` is set."""
     if resume_at is not None:
         changes |= {"save_strategy": "steps", "save_steps": 1}
 
@@ -257,7 +257,7 @@ def with_trl(folder: Path, kind: str, rows: list[dict[str, str]]) -> dict[str, A
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per ASCII character."""
+    """Returns a tokenizer with one token per ASCII character."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {chr(code): code for code in range(1, PAD)} | {"<unk>": 0, "<pad>": PAD, "<eos>": EOS}
@@ -301,7 +301,7 @@ def rows_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
-    """Returns a hash of all tensors, and of each its norm and its sum under random signs."""
+    """Returns a hash of all tensors, and the norm and randomly signed sum of each."""
     digest, tensors = hashlib.sha256(), {}
     for name, tensor in sorted(model.state_dict().items()):
         tensor = tensor.detach().cpu().contiguous()

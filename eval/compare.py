@@ -117,7 +117,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is compared."""
+    """A comparison: the setting, the contenders and the planned tests."""
 
     model: ModelSection
     tokenizer: TokenizerSection
@@ -335,7 +335,7 @@ def started(config: Config, text: Text, seed: int, options: argparse.Namespace) 
 
 
 def is_busy(path: Path) -> bool:
-    """Whether another process is training this start."""
+    """Returns True if another process is training this start."""
     if path.exists():
         return False
     try:

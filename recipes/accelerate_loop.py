@@ -1,4 +1,4 @@
-"""A loop of your own with snip-hf: `accelerate launch --config_file FILE recipes/accelerate_loop.py DIR`."""
+"""A training loop with snip-hf: `accelerate launch --config_file FILE recipes/accelerate_loop.py DIR`."""
 
 import argparse
 import asyncio
@@ -21,10 +21,10 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("output", type=Path, help="folder that all processes see; goes on from its last checkpoint")
 parser.add_argument("--batch", type=int, default=4, help="sequences per micro-batch and process")
 options = parser.parse_args()
-set_seed(0)  # the same everywhere: all processes build the same model and shuffle alike
+set_seed(0)  # all processes build the same model and shuffle alike
 order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
 accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2, dataloader_config=order)
-with accelerator.local_main_process_first():  # the others of a machine read what the first left in the cache
+with accelerator.local_main_process_first():  # the machine's other processes read the first one's cache
     documents = load_documents(TEXT)
     tokenizer = load_tokenizer(TokenizerSection(vocab_size=512), None, documents[0])
     rows, _ = pack(*documents, tokenizer, TEXT)
@@ -65,15 +65,15 @@ while at["step"] < STEPS:
                 folder = options.output / f"checkpoint-{at['step']}"
                 accelerator.save_state(str(folder))
                 accelerator.wait_for_everyone()
-                if accelerator.is_main_process:  # last, in one stroke: it is what makes a checkpoint complete
+                if accelerator.is_main_process:  # last and atomically: this file makes a checkpoint complete
                     write_json_atomic(folder / "snip_state.json", {"at": at, "snip": controller.state_dict()})
             if at["step"] == STEPS:
                 break
     else:
         at |= {"epoch": at["epoch"] + 1, "rows": 0}
 controller.close()
-model = accelerator.unwrap_model(model, keep_torch_compile=False)  # else compiled layers keep other names
-weights = accelerator.get_state_dict(model)  # whole, whatever they were trained as
+model = accelerator.unwrap_model(model, keep_torch_compile=False)  # otherwise compiled layers keep other names
+weights = accelerator.get_state_dict(model)  # gathered, however the model was sharded
 if accelerator.is_main_process:
     model.save_pretrained(options.output, state_dict=weights)
     tokenizer.save_pretrained(options.output)

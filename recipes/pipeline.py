@@ -45,7 +45,7 @@ class Stage(nn.Module):
             self.model.norm, self.lm_head = whole.model.norm, whole.lm_head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Takes tokens (B, L) in the first stage, else activations (B, L, hidden); the last one returns logits."""
+        """Maps tokens (B, L) in the first stage, else activations (B, L, hidden); the last stage returns logits."""
         if hasattr(self.model, "embed_tokens"):
             x = self.model.embed_tokens(x)
         positions = torch.arange(x.shape[1], device=x.device)[None]
@@ -56,10 +56,10 @@ class Stage(nn.Module):
 
 
 class Training:
-    """The schedule of one process, and how it runs a batch."""
+    """The schedule of one process."""
 
     def __init__(self, stages: int, chunks: int, device: torch.device) -> None:
-        torch.manual_seed(0)  # the same whole model in every process, of which it keeps its stages
+        torch.manual_seed(0)  # every process builds the same whole model and keeps its stages
         whole = AutoModelForCausalLM.from_config(
             LlamaConfig(
                 vocab_size=VOCABULARY,
@@ -84,7 +84,7 @@ class Training:
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) / self.chunks
 
     def run(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Runs a batch forward and backward; returns its loss where the last stage is, None elsewhere."""
+        """Runs a batch forward and backward; returns its loss in the process of the last stage, None elsewhere."""
         losses: list[Tensor] = []
         inputs = (batch["input_ids"],) if dist.get_rank() == 0 else ()
         self.schedule.step(*inputs, **({"target": batch["labels"], "losses": losses} if self.is_last else {}))

@@ -1,4 +1,4 @@
-"""How a recipe becomes a model: `accelerate launch recipes/pretrain.py RECIPE.yaml [--override key=value ...]`."""
+"""Trains a model by a recipe: `accelerate launch recipes/pretrain.py RECIPE.yaml [--override key=value ...]`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Reads the command line, runs the recipe, and returns what it wrote to OUTPUT/result.json."""
+    """Reads the command line, runs the recipe, and returns the content of OUTPUT/result.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe", type=Path, help="YAML file; its keys are in recipes/README.md")
     parser.add_argument(
@@ -72,7 +72,7 @@ def run(recipe: Recipe) -> dict[str, Any]:
     # Without use_cpu, several processes on a machine without GPUs would each believe that they are the only one.
     args = TrainingArguments(**({"dataloader_pin_memory": has_gpu, "use_cpu": not has_gpu} | recipe.training))
     console = Console(quiet=args.process_index != 0, soft_wrap=True, highlight=False, markup=False)
-    if args.process_index == 0:  # what is swapped and skipped, and every refresh
+    if args.process_index == 0:  # logs swapped and skipped layers, and every refresh
         logging.basicConfig(format="%(message)s")
         logging.getLogger("snip_hf").setLevel(logging.INFO)
     _use_all_cores(recipe, args)
@@ -111,7 +111,7 @@ def run(recipe: Recipe) -> dict[str, Any]:
 def prepare_data(
     recipe: Recipe, args: TrainingArguments
 ) -> tuple[PreTrainedTokenizerBase, Documents, datasets.Dataset]:
-    """Returns tokenizer, training and validation rows; the other processes read what the first left in the cache."""
+    """Returns tokenizer, training and validation rows; the other processes read the first one's cache."""
     with args.main_process_first(desc="text and tokenizer"):
         if args.process_index != 0:
             datasets.disable_progress_bars()
@@ -126,7 +126,7 @@ def train_and_save(trainer: Trainer) -> dict[str, float]:
     # Empty (None, False) starts anew; true finds the last checkpoint in the output folder.
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint or None)
     seconds = {"train": time.perf_counter() - wall, "train_cpu": time.process_time() - cpu}
-    if trainer.is_fsdp_enabled:  # Checkpoints may be shards; what is left at the end is for from_pretrained.
+    if trainer.is_fsdp_enabled:  # Checkpoints may be shards; the final model is for from_pretrained.
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
     trainer.save_state()
@@ -155,7 +155,7 @@ def report(console: Console, output: Path, trainer: Trainer, final: dict[str, fl
 
 
 def run_benchmarks(console: Console, output: Path, section: EvalSection | None) -> None:
-    """Scores the saved model through `eval/run.py` in a process of its own; says why where it cannot."""
+    """Scores the saved model through `eval/run.py` in a separate process; prints the reason if it cannot."""
     if section is None or not section.tasks:
         return
     script, tasks = _ROOT / "eval" / "run.py", ",".join(section.tasks)
@@ -190,10 +190,10 @@ def _use_all_cores(recipe: Recipe, args: TrainingArguments) -> None:
 
 
 def _hub_answers() -> bool:
-    """Whether one short request to the Hub succeeds."""
+    """Returns True if a short request to the Hub succeeds."""
     try:
         HfApi().dataset_info("allenai/ai2_arc", timeout=5)
-    except Exception:  # Offline mode, no route, a proxy's page, a refusal: whatever it is, there is no data from there.
+    except Exception:  # Offline mode, no route, a proxy's page, a refusal: in any case there is no data.
         return False
     return True
 
@@ -229,7 +229,7 @@ def _describe(snip: SnipConfig | None) -> str:
 
 
 def _origin(recipe: Recipe) -> dict[str, Any]:
-    """Where the numbers come from: recipe, command, commit, versions, machine."""
+    """Returns the origin of the numbers: recipe, command, commit, versions, machine."""
     git = subprocess.run(["git", "-C", str(_ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     packages = ("torch", "torchao", "transformers", "accelerate", "datasets", "tokenizers")
     return {

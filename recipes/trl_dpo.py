@@ -27,7 +27,7 @@ is_file = Path(options.data).is_file()
 rows = load_dataset("json", data_files=options.data) if is_file else load_dataset(options.data)
 snip = SnipConfig(
     target_fp4_fraction=options.share,
-    # Adam's first steps say little: 15% of the run in FP8, and two plans.
+    # Adam's first steps are not representative: 15% of the run in FP8, then two plans.
     first_refresh=max(2, options.steps * 15 // 100),
     refresh_every=max(2, options.steps // 2),
     apply_delay=1,

@@ -1,1 +1,1 @@
-"""What several benchmarks share. Nothing here is run by itself."""
+"""Code shared by the benchmarks."""

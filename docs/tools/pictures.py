@@ -12,7 +12,7 @@ E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
 
 def picture(width: int, height: int, parts: Iterable[str]) -> str:
-    """A drawing on a white ground, which is legible in light and dark pages."""
+    """Returns a drawing on a white ground, legible on light and dark pages."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">'
     ground = f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>'
     return "\n".join([head, ground, *parts, "</svg>", ""])
@@ -33,7 +33,7 @@ def line(x1: float, y1: float, x2: float, y2: float, colour: str = INK, width: f
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float, colour: str = INK) -> str:
-    """A horizontal or vertical arrow."""
+    """Returns a horizontal or vertical arrow."""
     head = 7 if x2 > x1 or y2 > y1 else -7
     across = ((x2 - head, y2 - 5), (x2 - head, y2 + 5)) if y1 == y2 else ((x2 - 5, y2 - head), (x2 + 5, y2 - head))
     points = " ".join(f"{x:g},{y:g}" for x, y in ((x2, y2), *across))
@@ -41,7 +41,7 @@ def arrow(x1: float, y1: float, x2: float, y2: float, colour: str = INK) -> str:
 
 
 def grids() -> str:
-    """Which numbers from 0 to 6 a block in FP4 and in FP8 can hold, whose scale makes 6 the largest."""
+    """Draws the values between 0 and 6 that FP4 and FP8 represent in a block whose largest value is 6."""
     # E4M3: subnormals, then 15 binades of 8 numbers, of which the last one stands for NaN.
     e4m3 = [2.0**-9 * mantissa for mantissa in range(8)]
     e4m3 += [2.0**exponent * (1 + mantissa / 8) for exponent in range(-6, 9) for mantissa in range(8)][:-1]
@@ -55,7 +55,7 @@ def grids() -> str:
 
 
 def three_gemms() -> str:
-    """The three products of a linear layer in one training step."""
+    """Draws the three products of a linear layer in a training step."""
     rows = (
         ("forward", "input", "weight", "output", "the next layer"),
         ("grad_input", "output's gradient", "weight", "input's gradient", "the layer before"),
@@ -77,7 +77,7 @@ def three_gemms() -> str:
 
 
 def refresh() -> str:
-    """When a plan is made and when it comes into force."""
+    """Draws the steps at which a plan is made and applied."""
     parts = [text(360, 28, "One refresh: training does not wait for the solver", 15)]
     left, width = 110, 44
     for step in range(13):
@@ -100,7 +100,7 @@ def refresh() -> str:
 
 
 def program() -> str:
-    """How the program chooses: the cheapest layers per FLOP, until the target is met."""
+    """Draws the choice of the program: the cheapest layers per FLOP, until the target is met."""
     layers = (("up", 2, 0.10), ("gate", 2, 0.12), ("q", 1, 0.20), ("k", 1, 0.25), ("o", 1, 0.90), ("down", 2, 1.0))
     layers = (*layers, ("v", 1, 1.7))
     parts = [text(360, 28, "Layers sorted by price: what FP4 costs per share of the FLOPs", 15)]

@@ -1,9 +1,8 @@
-"""What mkdocs does with this project's pages beside its own work: pages from elsewhere, and links as GitHub reads them.
+"""Hooks of mkdocs: pages from outside docs/, and links that also work on GitHub.
 
 The pages are written for GitHub first: they link to each other, to sources and to folders by relative paths. On the
-site, links within docs/ stay as they are. Links to pages that the site takes from elsewhere lead to these pages, and
-links to all other files lead to the repository. mkdocs checks the links of Markdown; those of notebooks are checked
-here.
+site, links within docs/ stay as they are, links to pages that the site takes from outside lead to these pages, and
+links to all other files lead to the repository. mkdocs checks links in Markdown; this module checks those in notebooks.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
-    """The text, with `change` made to what is not in a block of code."""
+    """Applies `change` to the text outside code blocks."""
     parts, end = [], 0
     for fence in FENCE.finditer(markdown):
         parts += [change(markdown[end : fence.start()]), fence[0]]
@@ -87,7 +86,7 @@ def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
 
 
 def site_link(link: str, here: str, page: str, repository: str) -> str:
-    """A link of the repository's file `here`, as the site's page `page` needs it."""
+    """Rewrites a link of the repository's file `here` for the site's page `page`."""
     path, hash_sign, anchor = link.partition("#")
     if not path or "://" in link or link.startswith("mailto:"):
         return link

@@ -1,4 +1,4 @@
-"""What a recipe is, and the data and the model that it asks for.
+"""Recipes: their sections, their data and their model.
 
 Modules import each other relatively, so that commands beside this folder import `parts`, and the rest of the
 repository imports `recipes.parts`.

@@ -1,4 +1,4 @@
-"""Which tokens a run sees: text from the Hub, files or the standard library, held out by document and packed."""
+"""The data of a run: text from the Hub, files or the standard library, split by document and packed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ROW = Features({"input_ids": List(Value("int32"))})
 
 
 def load_documents(section: DataSection) -> tuple[Documents, Documents]:
-    """Returns the training and the held-out documents; no document is in both.
+    """Returns disjoint training and held-out documents.
 
     Raises:
         FileNotFoundError: a path or glob that matches no file.
@@ -71,7 +71,7 @@ def train_tokenizer(texts: Iterable[str], section: TokenizerSection) -> PreTrain
 
 
 def load_tokenizer(section: TokenizerSection, model_name: str | None, train: Documents) -> PreTrainedTokenizerBase:
-    """Returns the given, the newly trained or (neither asked) the model's own tokenizer.
+    """Returns the given tokenizer, a newly trained one, or (by default) the model's own.
 
     Raises:
         ValueError: the tokenizer has no end-of-document token.
@@ -90,10 +90,10 @@ def load_tokenizer(section: TokenizerSection, model_name: str | None, train: Doc
 def packed_sequences(
     documents: Iterable[dict[str, str]], tokenizer: PreTrainedTokenizerBase, sequence_length: int
 ) -> Iterator[dict[str, list[int]]]:
-    """Yields the documents' tokens, each document closed by eos, cut into rows of sequence_length.
+    """Yields the documents' tokens, each document ended by eos, cut into rows of `sequence_length`.
 
-    Every token is in exactly one row, in order; only the tail shorter than a row, after the last document, is left out.
-    A row may hold several documents, and attention crosses from one into the next.
+    Every token is in exactly one row, in order; only an incomplete last row is dropped. A row may hold several
+    documents, and attention crosses their borders.
     """
     rest: list[int] = []
     rows = iter(documents)
@@ -111,7 +111,7 @@ def pack(
 ) -> tuple[Documents, Dataset]:
     """Returns training and validation data with the one column "input_ids", rows of `section.sequence_length` tokens.
 
-    Training data is a stream where the documents are one, else prepared on disk in the cache of `datasets`.
+    Training data is a stream if the documents are one; otherwise it is prepared in the cache of `datasets`.
 
     Raises:
         ValueError: the text is shorter than one sequence.
@@ -137,7 +137,7 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def _standard_library() -> Dataset:
-    """Returns the running Python's own source and documentation, one file per document, in the order of their paths."""
+    """Returns the running Python's source and documentation, one document per file, ordered by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     rows = []
     for path in sorted(p for suffix in ("py", "rst", "txt") for p in root.rglob(f"*.{suffix}")):
@@ -150,7 +150,7 @@ def _standard_library() -> Dataset:
 
 
 def _matching(patterns: Iterable[str]) -> list[str]:
-    """Returns the files that the paths and globs name, sorted, each once."""
+    """Returns the files that match the paths and globs, sorted and unique."""
     found: set[str] = set()
     for pattern in patterns:
         files = [str(Path(f).resolve()) for f in glob.glob(pattern, recursive=True) if Path(f).is_file()]
@@ -179,7 +179,7 @@ def _suffix(file: str) -> str:
 
 
 def _one_column(rows: Documents, section: DataSection) -> Documents:
-    """Returns the text, cut at the separator where there is one, in the only column "text"; empty documents go."""
+    """Returns non-empty documents in the only column "text", cut at the separator if there is one."""
     names = rows.column_names or list(next(iter(rows)))
     if section.text_column not in names:
         raise ValueError(
@@ -190,7 +190,7 @@ def _one_column(rows: Documents, section: DataSection) -> Documents:
 
 
 def _cut(batch: dict[str, list[Any]], column: str, separator: str | None) -> dict[str, list[str]]:
-    """Cuts each text at the lines that hold only the separator."""
+    """Cuts each text at lines that consist of the separator."""
     texts = [text for text in batch[column] if text]
     if separator is not None:
         line = re.compile(rf"^{re.escape(separator)}$", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The model that a recipe asks for."""
+"""Builds the model of a recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one training run is: a YAML recipe, its base and its overrides, merged and checked before anything is loaded."""
+"""A recipe: one training run as YAML with a base and overrides, merged and checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class ModelSection:
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of the architecture's config; vocabulary size and special tokens follow the tokenizer."""
     dtype: str = "float32"
-    """Type of the parameters (the master weights); computing in BF16 is `training.bf16`."""
+    """Dtype of the parameters (master weights); `training.bf16` makes computations BF16."""
     attn_implementation: str | None = None
-    """As in transformers, e.g. "sdpa"; None leaves the choice to it."""
+    """As in transformers, e.g. "sdpa"; None: its default."""
     lora: dict[str, Any] | None = None
-    """Fields of PEFT's LoraConfig: trains adapters, and leaves the model's own weights frozen; None trains these."""
+    """Fields of PEFT's LoraConfig: trains adapters on the frozen model; None trains the model."""
 
     def __post_init__(self) -> None:
         if (self.name_or_path is None) == (self.model_type is None):
@@ -44,16 +44,16 @@ class ModelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSection:
-    """The tokenizer: a given one, one trained on the training text, or (neither) that of the trained model."""
+    """The tokenizer: a given one, one trained on the training text, or (by default) the trained model's."""
 
     name_or_path: str | None = None
     """Hub name or folder of a tokenizer."""
     vocab_size: int | None = None
     """Train a byte-level BPE of at most this many tokens on the training text."""
     train_documents: int | None = None
-    """Train on the first so many documents; None takes all (a stream needs a number)."""
+    """Train on this many documents from the start; None: all (a stream needs a number)."""
     eos_token: str = "<|endoftext|>"
-    """End of a document, in a trained tokenizer."""
+    """End-of-document token of a trained tokenizer."""
 
     def __post_init__(self) -> None:
         if self.name_or_path is not None and self.vocab_size is not None:
@@ -65,7 +65,7 @@ class TokenizerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """The text, what of it is held out, and how long a sequence is."""
+    """The text, its held-out part, and the sequence length."""
 
     source: str
     """"python-stdlib" (the standard library of the running Python), "files" or "hub"."""
@@ -78,21 +78,21 @@ class DataSection:
     split: str = "train"
     """source=hub: split to train on."""
     validation_files: tuple[str, ...] = ()
-    """Held-out files; taken out of `files` where a glob there matches them too."""
+    """Held-out files; excluded from `files` if a glob there matches them too."""
     validation_split: str | None = None
     """source=hub: held-out split."""
     validation_fraction: float | None = None
-    """Share of the documents to hold out, chosen by a hash of their text: equal documents are never on both sides."""
+    """Share of documents to hold out, chosen by a hash of the text, so that equal documents stay on one side."""
     validation_sequences: int = 256
-    """Evaluate on at most so many sequences of the held-out text, the first ones."""
+    """Evaluate on at most this many sequences from the start of the held-out text."""
     text_column: str = "text"
     """Column of the text in .jsonl, .parquet and Hub data (text files have the one column "text")."""
     sample_by: str = "document"
     """Text files: "document" (a file is one), "paragraph" (ended by a blank line) or "line"."""
     document_separator: str | None = None
-    """Text is cut into documents at lines that hold only this, e.g. "<|endoftext|>"."""
+    """Cut text into documents at lines that consist of this, e.g. "<|endoftext|>"."""
     streaming: bool = False
-    """Read while training, in the source's order, instead of preparing all data first (which is then shuffled)."""
+    """Read during training, in the source's order, instead of preparing (and shuffling) all data first."""
     sequence_length: int = 1024
     """Tokens in a packed sequence."""
 
@@ -138,9 +138,9 @@ class EvalSection:
     tasks: tuple[str, ...] = ("arc_easy", "arc_challenge", "mmlu")
     """Tasks as `eval/run.py` names them."""
     data_dir: str | None = None
-    """Folder of local benchmark files; None takes the Hub's, and skips the benchmarks where it cannot be reached."""
+    """Folder of local benchmark files; None: the Hub's; benchmarks are skipped if it cannot be reached."""
     limit: int | None = None
-    """Questions per task (per subject for MMLU); None takes all."""
+    """Questions per task (per subject for MMLU); None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ class Recipe:
     snip: SnipConfig | None = None
     eval: EvalSection | None = None
     cpu_threads: int | None = None
-    """Threads on a machine without GPU; None takes its physical cores, shared by the processes on it."""
+    """Threads on a machine without GPU; None: its physical cores, divided among its processes."""
 
     def __post_init__(self) -> None:
         if self.tokenizer.name_or_path is None and self.tokenizer.vocab_size is None and self.model.model_type:
@@ -206,7 +206,7 @@ def to_plain(recipe: Recipe) -> dict[str, Any]:
 
 
 def read_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns a YAML file's keys, merged over those of its `base`, with the overrides over all; nothing is checked."""
+    """Returns a YAML file's keys, merged over its `base` and under the overrides, unchecked."""
     values = _read(path)
     for override in overrides:
         values = _merged(values, _parse_override(override))
@@ -228,7 +228,7 @@ _Loader.add_implicit_resolver(
 
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Returns the keys of a recipe file and its bases; `above` are the recipes that it is a base of, from the first."""
+    """Returns the merged keys of a recipe file and its bases; `above` are the recipes based on it, outermost first."""
     chain = (*above, path)
     if path.resolve() in [recipe.resolve() for recipe in above]:
         raise ValueError(f"base: the recipe is its own base ({' -> '.join(map(str, chain))}). Take one `base:` out.")
@@ -242,7 +242,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _parsed(where: str, text: str) -> Any:
-    """Returns what a text in YAML says; `where` it is from, for the error."""
+    """Returns a parsed YAML text; `where` names it in errors."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -265,7 +265,7 @@ def _parse_override(text: str) -> dict[str, Any]:
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns base with over's values; mappings are merged, everything else replaced."""
+    """Returns `base` overridden by `over`: mappings are merged, all other values replaced."""
     result = dict(base)
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
@@ -303,7 +303,7 @@ _TYPES = {"str": str, "int": int, "float": (int, float), "bool": bool, "list": l
 
 
 def _typed(name: str, value: Any, annotation: str) -> Any:
-    """Returns value where it fits the annotation (lists become tuples); a section that is built already passes."""
+    """Returns the value if it fits the annotation (lists become tuples). Sections that are already built pass."""
     if dataclasses.is_dataclass(value):
         return value
     if annotation.startswith("tuple") and isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):

@@ -1,4 +1,4 @@
-"""What recipes register stays with the test that reads them."""
+"""Undoes what a recipe registered, after each test."""
 
 from __future__ import annotations
 

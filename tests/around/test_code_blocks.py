@@ -1,4 +1,4 @@
-"""The Python code that the documentation shows runs, page by page, beside the names that a reader's script has."""
+"""Runs the Python blocks of the documentation, page by page, with the names of a reader's script."""
 
 from __future__ import annotations
 

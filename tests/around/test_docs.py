@@ -44,7 +44,7 @@ def ids(path: Path) -> str:
 
 
 def without_generated(text: str) -> str:
-    """The text without the parts between the markers that reports are written between."""
+    """Returns the text without generated tables, which stand between markers."""
     return re.sub(r"<!-- ([\w:-]+) -->\n.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
 
 
@@ -53,7 +53,7 @@ def without_fences(text: str) -> str:
 
 
 def expanded(name: str) -> Iterator[str]:
-    """The names that one with {a,b} stands for."""
+    """Yields the names that a pattern with {a,b} stands for."""
     parts = [part[1:-1].split(",") if part.startswith("{") else [part] for part in re.split(r"(\{[^}]*\})", name)]
     return map("".join, product(*parts))
 

@@ -100,7 +100,7 @@ WIKI_PAGES = [" = One = \n \n Text , one . \n = = Part = = \n More . ", " = Two 
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `main` sets is put back after each test; the real variables are read when the libraries are imported."""
+    """Restores the variables that `main` sets; the libraries read the real ones on import."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "DISABLE_MULTIPROC"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")

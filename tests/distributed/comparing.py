@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from divergence_files import records_of
+from events import records_of
 from torch import Tensor
 
 Table = Mapping[str, Sequence[float]]

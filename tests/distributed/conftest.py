@@ -19,13 +19,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[OneOfTwo]:
 
 
 @pytest.fixture(scope="session")
-def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("three")
-    assert_succeeded(start_ranks("run_trainings.py", folder, "three", folder=folder, ranks=3))
-    return [found_by(rank, folder) for rank in range(3)]
-
-
-@pytest.fixture(scope="session")
 def one(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
     """Returns name -> what one process found that has all the data."""
     return OneProcess(tmp_path_factory.mktemp("one"))

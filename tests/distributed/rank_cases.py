@@ -15,18 +15,13 @@ _NEVER = {"start_format": "bf16", "first_refresh": 1, "refresh_every": 1, "apply
 # As many ranks as there are share each micro-batch.
 SHARED = {
     "adamw": Training(SCHEDULE | {"target_fp4_fraction": 0.6}, "warm", 1e-5, steps=10, keeps_states=True),
-    "adamw-layer": Training(
-        SCHEDULE | {"granularity": "layer", "target_fp4_fraction": 0.5}, "warm", 1e-5, steps=10, keeps_states=True
-    ),
     "sgd-gemm-accumulated-clipped": Training(SCHEDULE | {"granularity": "gemm", "target_fp4_fraction": 0.6}, **_SGD),
-    "cut-sampled-drift": Training(
+    "cut-sampled": Training(
         SCHEDULE
         | {
             "refresh_every": 6,
             "probe_batch_tokens": 2 * 128,
             "probe_tokens": 128,
-            "refresh_on_drift": 1.0,
-            "drift_every": 2,
         },
         "warm",
         1e-5,
@@ -60,13 +55,16 @@ TRACELESS = {
     for wrapper in ("ddp", "fsdp2")
     for name, config in (("with", _NEVER), ("without", None))
 }
+JUDGES = [
+    *[("ddp", "fisher"), ("fsdp2", "hessian-trace"), ("ddp", "greedy"), ("fsdp2", "kl")],
+    *[("ddp", "snip-paper"), ("fsdp2", "snip-paper")],
+]
 # All tokens of one probe, and one before which nothing was rounded.
 JUDGED = {
     f"{wrapper}-{policy}": Training(
         SCHEDULE | {"policy": policy, "start_format": "bf16"}, "sgd", wrapper=wrapper, steps=2
     )
-    for policy in ("fisher", "hessian-trace", "greedy", "kl", "snip-paper")
-    for wrapper in ("ddp", "fsdp2")
+    for wrapper, policy in JUDGES
 }
 # On GPUs. In FP32 emulated, in BF16 by the backend that "auto" takes for the formats of the preset "hopper".
 _EMULATED = replace(
@@ -85,7 +83,7 @@ ON_GPUS = {
     for name, training in (("emulated", _EMULATED), ("hopper", _HOPPER))
 }
 # Begin every step with the weights and moments with which one process began it.
-FOLLOWING = {name: SHARED[name] for name in ("adamw", "adamw-layer")}
+FOLLOWING = {name: SHARED[name] for name in ("adamw",)}
 _OF_TWO = SHARED | SHARDED | TRACELESS
 # One of each kind; the others are looked at by slow tests.
 _QUICK = (
@@ -95,7 +93,6 @@ _QUICK = (
 CASES = {
     "two": {name: _OF_TWO[name] for name in _QUICK},
     "more": {name: training for name, training in _OF_TWO.items() if name not in _QUICK},
-    "three": {"adamw": replace(SHARED["adamw"], steps=6)},
     "following": FOLLOWING,
     "judged": JUDGED,
     "gpus": ON_GPUS,

@@ -31,8 +31,10 @@ WITH = replace(CONFIG, solver_time_limit=30.0)
 WITHOUT_FIRST = replace(WITH, first_refresh=6)
 MEMORY = "CUDA out of memory (simulated)"
 TIMEOUT = 10.0  # seconds, of training's process group
+WRAPPERS = ("ddp", "fsdp2")
 # Where rank 1 fails.
 PLACES = ("before it gathers", "between two", "in the backward pass", "where the loss catches errors")
+FAILING = [*(f"ddp {place}" for place in PLACES), "fsdp2 before it gathers", "fsdp2 in the backward pass"]
 # The last one is that of collectives in autograd's own threads.
 ON_GPUS = (
     *["ddp without first", "fsdp2 without first", "ddp between two", "fsdp2 before it gathers"],
@@ -113,7 +115,7 @@ def main() -> None:
     if "shards" in sys.argv:
         return end(folder)
     join(sys.argv)
-    everything = [f"{wrapper} {what}" for wrapper in ("ddp", "fsdp2") for what in (None, *PLACES, "without first")]
+    everything = [f"{wrapper} {what}" for wrapper in WRAPPERS for what in (None, "without first")] + FAILING
     found = {}
     for name in ON_GPUS if NCCL in sys.argv else everything:
         wrapper, place = name.split(maxsplit=1)

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from devices import NCCL, join
 from rank_cases import CASES
-from streams import states_under_ddp, unreduced_gradients
 from trainings import train
-from wrapped_models import counted_on_ranks
+from wrapped_models import counted_on_ranks, states_under_ddp, unreduced_gradients
 
 if __name__ == "__main__":
     folder, group = Path(sys.argv[1]), sys.argv[2]

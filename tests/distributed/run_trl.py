@@ -32,11 +32,9 @@ class Case(NamedTuple):
 # Refreshes at step 2, applied after step 4, and at step 6.
 CASES = {
     "SFT": Case("SFT"),
-    "SFT of adapters": Case("SFT", has_adapters=True),
     "DPO": Case("DPO"),
     "DPO of adapters": Case("DPO", has_adapters=True),
     "SFT in shards": Case("SFT", shards=True),
-    "SFT in shards of adapters": Case("SFT", has_adapters=True, shards=True),
     "DPO in shards of adapters": Case("DPO", has_adapters=True, shards=True),
 }
 SAVED = 3

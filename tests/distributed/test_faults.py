@@ -58,25 +58,17 @@ MEMORY = "OutOfMemoryError: CUDA out of memory (simulated)"
 # Of rank 1, where nothing else is said. A gradient in training is that of all ranks by the time that anybody sees it.
 REASONS = {
     "ddp loss": f"ValueError: {NOT_FINITE}",
-    "ddp activation": f"ValueError: {NOT_FINITE}",
-    "ddp gradient": f"ValueError: {NOT_FINITE}",
-    "fsdp2 loss": f"ValueError: {NOT_FINITE}",
     "fsdp2 shard": "ValueError: On rank 1: ValueError: The gradient of layer 'model.layers.1.mlp.down_proj' is not",
     "probe's loss": f"ValueError: On rank 1: ValueError: {LOSS}",
     "probe's loss on rank 0": f"ValueError: {LOSS}",
     "probe's gradient": f"ValueError: {GRADIENT}",
-    "probe's gradient is infinite": f"ValueError: {GRADIENT}",
     "no labels": "ValueError: On rank 1: ValueError: The batch has no labels (its keys are input_ids)",
     "not captured": f"ValueError: On rank 1: ValueError: {NOT_CAPTURED}",
     "out of memory in the sums": f"ValueError: On rank 1: {MEMORY}",
-    "out of memory in the sums of rank 0": MEMORY,
     "solver hangs": "SolverError: The solver ran past the 5 s that it had and was killed.",
     "ddp out of memory in the probe": f"ValueError: On rank 1: {MEMORY}",
-    "ddp out of memory before the probe": f"ValueError: On rank 1: {MEMORY}",
     "ddp out of memory after the probe": f"ValueError: On rank 1: {MEMORY}",
-    "ddp solver killed": "SolverError: The solver process crashed (signal SIGKILL)",
     "ddp solver prints garbage": "SolverError: The solver's output is no JSON object (it begins with 'Welcome",
-    "ddp solver missing": "SolverError: The solver process could not be started: [Errno 2]",
 }
 COSTS_A_REFRESH = [name for name in SURVIVED if name in REASONS or name.split(maxsplit=1)[1] in REASONS]
 

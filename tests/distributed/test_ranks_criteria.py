@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from comparing import CRITERION, LOSS, WEIGHT, errors
-from rank_cases import JUDGED
+from rank_cases import JUDGED, JUDGES
 from rank_processes import assert_succeeded, start_ranks
 from trainings import train
 
@@ -24,13 +25,12 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> list[Runs]:
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("policy", ("fisher", "hessian-trace", "greedy", "kl"))
+@pytest.mark.parametrize(("wrapper", "policy"), JUDGES[:4])
 def test_criteria_and_plans_are_those_of_one_process(
-    policy: str, wrapper: str, judged: list[Runs], tmp_path: Path
+    wrapper: str, policy: str, judged: list[Runs], tmp_path: Path
 ) -> None:
     name = f"{wrapper}-{policy}"
-    one = train(JUDGED[f"ddp-{policy}"], tmp_path)
+    one = train(replace(JUDGED[name], wrapper="ddp"), tmp_path)
     ours, theirs = judged[0][name]["tables"][1], one.tables[1]
     assert any(row[CRITERION] for row in theirs.values())
     # A trace is a sum with either sign of FP32 differences, the others differ by the order of their sums.

@@ -15,12 +15,11 @@ pytest.importorskip("peft")
 
 from run_trl import CASES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # all of seven cases, where cores are shared
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # all cases, where cores are shared
 Found = list[dict[str, dict[str, Any]]]
 # Case under FSDP2 -> the same under DDP.
 SHARDED = {
     "SFT in shards": "SFT",
-    "SFT in shards of adapters": "SFT of adapters",
     "DPO in shards of adapters": "DPO of adapters",
 }
 

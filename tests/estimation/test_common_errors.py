@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from pairs_of_tokens import across_channels as written_out
-from pairs_of_tokens import alike, whole
-from sums_of_layer import LayerSums
+from sums_of_layer import LayerSums, alike, whole
+from sums_of_layer import across_channels as written_out
 from torch import Tensor
 
 from snip_hf.estimation import common_errors

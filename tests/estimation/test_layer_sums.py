@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from pairs_of_tokens import across_channels
 from rounded import fake_quantize
-from sums_of_layer import DEFAULT, LayerSums
+from sums_of_layer import DEFAULT, LayerSums, across_channels
 from torch import Tensor
 
 from snip_hf.estimation import layer_sums as layer_sums_module

@@ -217,7 +217,7 @@ FOLDER = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 from snip_hf.estimation.table import DivergenceTable
-from divergence_files import records_of
+from events import records_of
 from events import refresh_event, start_event
 from snip_hf.records.run_folder import RunFolder
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan

@@ -26,7 +26,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType, TorchDynamoPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-from divergence_files import records_of
+from events import records_of
 from parts.recipe import load_recipe
 from safetensors.torch import load_file
 from tiny_runs import history, without_seconds

@@ -20,7 +20,7 @@ import torch
 import transformers
 from accelerate import FullyShardedDataParallelPlugin
 from configs import fp4_config
-from divergence_files import records_of
+from events import records_of
 from safetensors.torch import load_file
 from slow_cases import slow
 from small import tiny_llama

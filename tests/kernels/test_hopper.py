@@ -17,8 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from backends import gemm_call, hopper_lacks, select_backend
-from interpreter_speed import hasten_the_interpreter
-from kernel_runs import dump, interpreting, load
+from kernel_runs import dump, hasten_the_interpreter, interpreting, load
 from oracles.three_gemms import product
 from rounded import quantize
 

@@ -1,7 +1,8 @@
-"""Events of a run as tests write them into a history."""
+"""Events of a run as tests write them into a history, and the rows of a file of divergences as tests read them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from snip_hf.estimation.coverage import Coverage, Uncovered
@@ -36,3 +37,8 @@ def counted_event(step: int = 1, **changes: Any) -> Counted:
     ]
     values: dict[str, Any] = {"coverage": Coverage(200.0, 80.0, rest, {"output head": 50.0}), "tokens": None}
     return Counted(step=step, **values | changes)
+
+
+def records_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a file of divergences as objects."""
+    return [dict(zip(document["columns"], row, strict=True)) for row in document["rows"]]

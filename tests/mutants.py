@@ -237,7 +237,7 @@ MUTANTS = (
         "flops-of-multiplications",
         "gemm = 2.0 * layer.in_features * layer.out_features",
         "gemm = 1.0 * layer.in_features * layer.out_features",
-        "tests/costs/test_measured_cost.py",
+        "tests/costs/test_measured_times.py",
     ),
     Mutant(
         "tokens-of-experts-ignored",

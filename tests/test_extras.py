@@ -50,7 +50,7 @@ def test_the_table_of_extras_is_that_of_the_installation() -> None:
 
 def test_the_core_has_what_training_needs_and_no_more() -> None:
     core = {"torch", "torchao", "transformers", "accelerate", "huggingface_hub"}
-    core |= {"numpy", "pyyaml", "scipy", "tqdm"}
+    core |= {"numpy", "pyyaml", "scipy", "tqdm", "filelock"}
     assert requirements()[""] == core
 
 
@@ -115,7 +115,7 @@ def test_importing_the_callback_loads_no_scipy() -> None:
 
 def test_nothing_that_training_imports_needs_an_extra() -> None:
     extra = {module for extra in EXTRAS.values() for module in extra.packages} - {"yaml"}  # which the core has too
-    homes = {name: home for name, (home, _) in snip_hf._HOMES.items() if name != "run_report"}
+    homes = {name: home for name, home in snip_hf._HOMES.items() if name != "run_report"}
     for home in sorted(set(homes.values())):
         assert {name for name in reached(f"snip_hf.{home}") if name.partition(".")[0] in extra} == set(), home
     assert {"rich", "matplotlib.figure", "scipy"} & reached("snip_hf.reporting.run_report") == {

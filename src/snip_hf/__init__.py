@@ -1,25 +1,26 @@
 """snip-hf trains Hugging Face causal language models in a mix of FP4 and FP8 (SNIP, arXiv:2602.01410).
 
 A linear layer runs three matrix products (GEMMs) in training: `forward`, Y = X W^T; `grad_input`, dX = dY W; and
-`grad_weight`, dW = dY^T X. The fewer bits their operands have, the faster they run, and the more their rounding errors
-disturb training. Some layers bear four bits without harm, others do not, and which ones do changes during training.
-SNIP decides it for each layer, or for each GEMM, and decides again every few hundred steps:
+`grad_weight`, dW = dY^T X. With fewer bits per operand they run faster, but their rounding errors disturb training
+more. Some layers tolerate four bits and others do not, and this changes during training. SNIP decides for each layer,
+or for each GEMM, and decides again every few hundred steps:
 
-1. **Probe.** On one micro-batch of the running step, snip-hf records what goes into each layer and which gradient comes
-   back, and how both answer to a small change of all weights (`estimation`).
-2. **Estimate.** From these it computes two prices for each GEMM and format. The loss divergence says how far rounding
-   can move the loss now. The weight divergence says how far it moves the optimizer's next update away from the one that
-   would have been made in high precision (`estimate_divergence`). `measure_divergence` measures the latter, and how
-   far the loss does rise, slowly.
-3. **Decide.** An integer program picks one format for each GEMM. The prices add up to as little as possible, while at
-   least a given share of the FLOPs runs in FP4 (`planning`). Other policies decide by other rules (`policies`).
-4. **Apply.** The solver works in a process of its own while training goes on. Some steps later every process puts the
-   new plan in force, at the same step (`training`).
+1. **Probe.** On one micro-batch, snip-hf records the input of each layer, the gradient of its output, and how both
+   respond to a small change of all weights (`estimation`).
+2. **Estimate.** From these it computes two divergences for each GEMM and format. The loss divergence estimates how far
+   rounding can move the loss now. The weight divergence estimates how far it moves the optimizer's next update.
+   `estimate_divergence` returns both. `measure_divergence` measures the weight divergence and the rise of the loss
+   directly, which is slow.
+3. **Decide.** An integer program picks one format for each GEMM. It minimizes the sum of the divergences while at least
+   a given share of the FLOPs runs in FP4 (`planning`). Other policies use other rules (`policies`).
+4. **Apply.** The solver runs in a separate process while training continues. Some steps later, all processes apply the
+   new plan at the same step (`training`).
 
-What does not fit in low precision stays as it is: weights, optimizer, attention, norms, embeddings and the output head.
-Without a GPU that snip-hf has kernels for, the numerics are emulated, slower than BF16.
+Weights, optimizer, attention, norms, embeddings and the output head keep their precision. The default formats, MXFP4
+and FP8 with one scale per tensor, run on FP8 tensor cores of an H100 or H200. Elsewhere snip-hf emulates them, which is
+slower than BF16.
 
-With a `Trainer`, one callback does all of it:
+With a `Trainer`, use one callback:
 
     from snip_hf import SnipCallback, SnipConfig
 
@@ -27,23 +28,19 @@ With a `Trainer`, one callback does all of it:
     trainer = Trainer(model, args, train_dataset=data, callbacks=[SnipCallback(config)])
     trainer.train()
 
-Any other loop calls a `SnipController` at three places of a step: `capture` before a forward pass,
-`before_optimizer_step`, and `after_step`. `convert_model` alone swaps the layers, which compute as before until a
-controller or a plan gives them formats, and `restore_model` swaps them back; parameters and the keys of checkpoints
-stay what they were. A `PrecisionPlan` is the decision as data: it can be saved, read and applied again. `push_plan` and
-`load_plan` share it over the Hub. `run_report` shows what a run did; `log_to` logs it to trackers as it happens, where
-no Trainer does.
+In any other loop, call a `SnipController` at three points of each step: `capture` before a forward pass,
+`before_optimizer_step`, and `after_step`. `convert_model` swaps the layers, which compute as before until a controller
+or a plan sets their formats, and `restore_model` swaps them back. Parameters and checkpoint keys do not change. A
+`PrecisionPlan` is the decision as data: save it, load it and apply it again, or share it over the Hub with `push_plan`
+and `load_plan`. `run_report` shows what a run did, and `log_to` sends it to trackers in loops without a Trainer.
 
-Number formats are data too. `formats` maps their names to entries, `register_format` adds one of your own, and
-`quantize` rounds a tensor as a GEMM in a format sees it. `SnipConfig.formats` names what a run chooses from.
+Number formats are data, too. `formats` maps their names to entries, `register_format` adds your own, and `quantize`
+rounds a tensor as a GEMM does. Swapped layers are `nn.Linear`, GPT-2's `Conv1D` and experts. `register_linear_class`
+adds a subclass of `nn.Linear` that multiplies as it does, and `register_layer_kind` adds other modules that multiply
+with a weight. `coverage` reports the share of a model's matrix products that a plan can decide on, and why the rest
+is left out. A forward hook that must not act during a probe asks `is_probing`.
 
-Layers are `nn.Linear` and GPT-2's `Conv1D` at first. `register_linear_class` adds a subclass of `nn.Linear` that
-multiplies as it does; `register_layer_kind` adds other modules that multiply with a weight.
-
-`coverage` tells which share of a model's matrix products a plan can decide on, and what is left and why.
-
-Each folder of the package is one step of this story; its modules say more. Names are loaded when they are first asked
-for, so that `import snip_hf` is quick.
+Each folder of the package is one step of this story. Names are loaded on first use, so that `import snip_hf` is quick.
 """
 
 from __future__ import annotations
@@ -71,7 +68,7 @@ if TYPE_CHECKING:
     from .layers.kinds import register_layer_kind as register_layer_kind
     from .layers.linear import SnipLinear as SnipLinear
     from .layers.linear import register_linear_class as register_linear_class
-    from .numerics.formats import FORMATS as formats
+    from .numerics.formats import FORMATS as formats  # noqa: F401
     from .numerics.formats import register_format as register_format
     from .numerics.rounding import quantize as quantize
     from .parallel.pipeline import Pipeline as Pipeline
@@ -81,69 +78,37 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Name -> the module that has it, and its name there.
-_HOMES = {
-    "Pipeline": ("parallel.pipeline", "Pipeline"),
-    "PrecisionPlan": ("planning.plan", "PrecisionPlan"),
-    "SnipArguments": ("integrations.arguments", "SnipArguments"),
-    "SnipCallback": ("integrations.trainer", "SnipCallback"),
-    "SnipConfig": ("config", "SnipConfig"),
-    "SnipController": ("training.controller", "SnipController"),
-    "SnipLinear": ("layers.linear", "SnipLinear"),
-    "SnipLinearConfig": ("layers.convert", "SnipLinearConfig"),
-    "convert_model": ("layers.convert", "convert_model"),
-    "coverage": ("estimation.coverage", "coverage"),
-    "estimate_divergence": ("estimation.divergence", "estimate_divergence"),
-    "formats": ("numerics.formats", "FORMATS"),
-    "is_probing": ("estimation.passes", "is_probing"),
-    "keep_model_card": ("integrations.hub", "keep_model_card"),
-    "load_plan": ("integrations.hub", "load_plan"),
-    "log_to": ("integrations.trackers", "log_to"),
-    "measure_divergence": ("estimation.ground_truth", "measure_divergence"),
-    "push_plan": ("integrations.hub", "push_plan"),
-    "quantize": ("numerics.rounding", "quantize"),
-    "register_format": ("numerics.formats", "register_format"),
-    "register_layer_kind": ("layers.kinds", "register_layer_kind"),
-    "register_linear_class": ("layers.linear", "register_linear_class"),
-    "restore_model": ("layers.convert", "restore_model"),
-    "run_report": ("reporting.run_report", "run_report"),
+# Module -> the public names that it defines; tests compare this table with the imports above.
+_MODULES = {
+    "config": ("SnipConfig",),
+    "estimation.coverage": ("coverage",),
+    "estimation.divergence": ("estimate_divergence",),
+    "estimation.ground_truth": ("measure_divergence",),
+    "estimation.passes": ("is_probing",),
+    "integrations.arguments": ("SnipArguments",),
+    "integrations.hub": ("keep_model_card", "load_plan", "push_plan"),
+    "integrations.trackers": ("log_to",),
+    "integrations.trainer": ("SnipCallback",),
+    "layers.convert": ("SnipLinearConfig", "convert_model", "restore_model"),
+    "layers.kinds": ("register_layer_kind",),
+    "layers.linear": ("SnipLinear", "register_linear_class"),
+    "numerics.formats": ("formats", "register_format"),
+    "numerics.rounding": ("quantize",),
+    "parallel.pipeline": ("Pipeline",),
+    "planning.plan": ("PrecisionPlan",),
+    "reporting.run_report": ("run_report",),
+    "training.controller": ("SnipController",),
 }
-
-__all__ = [
-    "Pipeline",
-    "PrecisionPlan",
-    "SnipArguments",
-    "SnipCallback",
-    "SnipConfig",
-    "SnipController",
-    "SnipLinear",
-    "SnipLinearConfig",
-    "convert_model",
-    "coverage",
-    "estimate_divergence",
-    "formats",
-    "is_probing",
-    "keep_model_card",
-    "load_plan",
-    "log_to",
-    "measure_divergence",
-    "push_plan",
-    "quantize",
-    "register_format",
-    "register_layer_kind",
-    "register_linear_class",
-    "restore_model",
-    "run_report",
-]
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _HOMES[name]
     with needed_by(f"{__name__}.{name}"):
-        value = getattr(importlib.import_module(f".{module}", __name__), attribute)
-    globals()[name] = value
+        module = importlib.import_module(f".{_HOMES[name]}", __name__)
+    value = globals()[name] = getattr(module, "FORMATS" if name == "formats" else name)
     return value
 
 

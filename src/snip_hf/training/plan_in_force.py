@@ -1,4 +1,4 @@
-"""The plans of a run: the first one, those made of a solver's choices, and the one in force."""
+"""The plan in force: the first one, those from a solver's choices, and the fallback if a refresh fails."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def fitting(plan: PrecisionPlan, flops: Work) -> PrecisionPlan:
 
 
 def first_plan(setting: Setting, model_name: str) -> PrecisionPlan:
-    """Returns the plan that a run begins with.
+    """Returns the first plan of a run.
 
     Raises:
-        ValueError: the file that the configuration names cannot be read, or is for another model.
+        ValueError: the plan file cannot be read, or is for another model.
     """
     config = setting.config
     if config.fixed_plan is not None:
@@ -52,7 +52,7 @@ def rule_plan(setting: Setting, model_name: str, step: int) -> PrecisionPlan:
     """Returns the plan of a policy without a probe.
 
     Args:
-        setting: what the policy is told.
+        setting: the policy's view of the model.
         model_name: for the plan's provenance.
         step: the optimizer step at which it is made, whose target it meets; 0: before training.
     """
@@ -64,7 +64,7 @@ def solved_plan(setting: Setting, model_name: str, step: int, result: SolverResu
     """Returns the plan of a solver's choices.
 
     Args:
-        setting: what the policy is told.
+        setting: the policy's view of the model.
         model_name: for the plan's provenance.
         step: the optimizer step that was probed.
         result: the choices.
@@ -83,7 +83,7 @@ def solved_plan(setting: Setting, model_name: str, step: int, result: SolverResu
 
 
 def describe_plan(plan: PrecisionPlan) -> str:
-    """Returns a plan's FP4 shares, and its speed where that is known, as the log shows them."""
+    """Returns a plan's FP4 shares, and its speed if it is known, for the log."""
     if not plan.is_share_known:
         return "FP4 share not known, since no micro-batch was counted, and experts do not see every token"
     stages = ", ".join(f"{share:.1%}" for share in plan.stage_fp4_fractions)
@@ -101,11 +101,11 @@ def describe_plan(plan: PrecisionPlan) -> str:
 
 
 class PlanInForce:
-    """The plan that the model runs in. It stays when a refresh fails, and says so in the log and in the history.
+    """The plan that the model runs in. It stays if a refresh fails, with a warning and an event.
 
     Args:
         plan: the first one.
-        setting: what the policy is told.
+        setting: the policy's view of the model.
         model: its layers get the plan.
         model_name: for the provenance of plans.
         events: are told of refreshes that came to nothing; their folder gets the plan.
@@ -127,7 +127,7 @@ class PlanInForce:
         self.setting = setting
         self.model_name = model_name
         self._gave_up: float | None = None
-        """The target that no plan could be made for."""
+        """The last target for which no plan could be made."""
         self._model = model
         self._events = events
         self._measure = measure
@@ -137,11 +137,11 @@ class PlanInForce:
         """Puts a plan in force, as `solved_plan` or a checkpoint has it."""
         plan.apply(self._model, elsewhere=self.setting.flops)
         self.plan = plan
-        # The decisions of the run count by the same times and tokens as the plan.
+        # Later decisions use the same times and tokens as the plan.
         self.setting = replace(self.setting, measured=plan.measured, tokens=plan.tokens)
 
     def resume(self, plan: PrecisionPlan, step: int) -> None:
-        """Puts the plan of a checkpoint of this step in force, as `put` does, and tells the log."""
+        """Puts the plan of a checkpoint of this step in force, with a line in the log."""
         self.put(plan)
         self._log.info("snip-hf: resumed at step %d: %s.", step, describe_plan(plan))
 
@@ -150,7 +150,7 @@ class PlanInForce:
         self.plan.apply(self._model, elsewhere=self.setting.flops)
 
     def tie(self, ties: Ties) -> bool:
-        """Counts layers of these last names as tied from now on; returns False if they were before."""
+        """Ties layers by the last parts of their names; returns False if they were tied before."""
         config = self.setting.config
         self.setting = replace(self.setting, config=replace(config, ties=ties))
         return config.ties != ties
@@ -160,20 +160,20 @@ class PlanInForce:
         self._events.folder.save_plan(self.plan)
 
     def measure_cost(self, tokens: int) -> None:
-        """Times the GEMMs, by which all decisions of the run then count them; the plan keeps the times."""
+        """Times the GEMMs; all later decisions use the times, and the plan keeps them."""
         self.setting = replace(self.setting, measured=self._measure(tokens))
-        # Where a resumed run finds the times.
+        # A resumed run reads the times from its plan.
         self.plan = replace(self.plan, measured=self.setting.measured)
         self.save()
 
     def count_by(self, tokens: Tokens | None, decides: bool) -> dict[str, list[str]]:
-        """Lets all decisions of the run count what runs by these tokens; the plan keeps them.
+        """Makes all later decisions use these tokens; the plan keeps them.
 
         Args:
             tokens: of each layer (`costs.flops.relative_tokens`).
-            decides: whether a policy without a probe makes its plan once more, by the tokens.
+            decides: whether a policy without a probe makes its plan again, by the tokens.
 
-        Returns: what changes in the plan (`PrecisionPlan.changes`).
+        Returns: the changes of the plan (`PrecisionPlan.changes`).
 
         Raises:
             ValueError: no layer of a stage saw a token.
@@ -198,13 +198,13 @@ class PlanInForce:
         )
 
     def begun(self, step: int) -> RefreshBegun:
-        """Returns the event of a refresh that begins at a step, so far."""
+        """Returns the beginning of the event of a refresh at a step."""
         config = self.setting.config
         changes = config.at_step(step) is not config
         return RefreshBegun(step=step, target_fp4_fraction=config.target_at(step) if changes else None)
 
     def follow_target(self, step: int) -> None:
-        """Makes the plan of a policy without a probe once more, after a step that has another target than the plan's.
+        """Makes the plan of a policy without a probe again, after a step with another target than the plan's.
 
         Policies with a probe refresh at such a step.
         """
@@ -217,7 +217,7 @@ class PlanInForce:
         self.retarget(step)
 
     def retarget(self, step: int) -> None:
-        """Makes the plan of a policy without a probe once more, for the target of this step."""
+        """Makes the plan of a policy without a probe again, for the target of this step."""
         if not aims_at_share(self.setting.config):
             return
         with self.keeping(step):
@@ -239,13 +239,13 @@ class PlanInForce:
         """
         try:
             yield
-        except RankError:  # who does not hear of the others cannot train with them either
+        except RankError:  # ranks that lost each other cannot train on
             raise
         except Exception as error:  # the planner may fail; training may not
             self.keep(step, self.begun(step) if begun is None else begun(), describe(error))
 
     def keep(self, step: int, begun: RefreshBegun, reason: str, what: str = "failed") -> None:
-        """Says that a refresh came to nothing.
+        """Logs and records that a refresh failed or was dropped.
 
         Args:
             step: the optimizer step at which that is known.
@@ -262,7 +262,7 @@ def _planned(setting: Setting, assignment: Assignment, provenance: PlanProvenanc
 
 
 def formats_in_use(config: SnipConfig) -> tuple[str, ...]:
-    """Returns the names of the formats that a run may use: those of the plan file that it holds, or of its policy.
+    """Returns the names of the formats that a run may use: those in its plan file, or of its policy.
 
     Raises:
         ValueError: the plan file cannot be read.

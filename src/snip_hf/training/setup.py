@@ -38,7 +38,7 @@ from ..policies.ties import check_ties
 from ..records.run_folder import EventWriter
 from ..text import printable
 from .checks import check_guard, check_model, check_parts, check_pipeline
-from .coverage_check import CoverageCheck
+from .coverage import CoverageCounter
 from .gradients import GradientSource, find_source, warn_if_unscaled
 from .guard import Guard, StepMeter
 from .messages import RunMessages
@@ -68,7 +68,7 @@ class RunParts:
     in_force: PlanInForce
     probe: StepProbe
     refresher: Refresher
-    coverage: CoverageCheck
+    coverage: CoverageCounter
     guard: Guard | None
     messages: RunMessages
 
@@ -131,7 +131,7 @@ def set_up(
     in_force = _first_in_force(bare, backend.name, setting, processes, events, log)
     probe = StepProbe(bare, config, setting.flops, layers, source, processes)
     refresher = Refresher(in_force, probe, events, solving, log, solver, finds_ties=config.ties == AUTO_TIES)
-    coverage = CoverageCheck(bare, in_force, processes, events, log, accelerator)
+    coverage = CoverageCounter(bare, in_force, processes, events, log, accelerator)
     guard = None
     if config.guard != "off":
         meter = StepMeter(bare, layers.all, source.scaling, processes)

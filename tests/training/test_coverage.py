@@ -27,8 +27,8 @@ from snip_hf.parallel.ranks import Processes, Ranks
 from snip_hf.records.events import Counted
 from snip_hf.records.load import load_run
 from snip_hf.reporting.facts import attained_text
-from snip_hf.training import coverage_check
-from snip_hf.training.coverage_check import CoverageCheck
+from snip_hf.training import coverage as coverage_module
+from snip_hf.training.coverage import CoverageCounter
 from snip_hf.training.micro_batches import TrainingPass
 
 FAST: dict[str, Any] = {"first_refresh": 2, "refresh_every": 4, "apply_delay": 1, "solver": "greedy"}
@@ -250,7 +250,7 @@ def test_little_coverage_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
         Loop(build("llama"), config).run(text())
     (warning,) = [record.getMessage() for record in caplog.records if "less than 90%" in record.getMessage()]
     assert warning == (
-        "snip-hf: the plan decides on less than 90% of the model's matmul FLOPs. FP4 shares are of that part alone; "
+        "snip-hf: the plan decides on less than 90% of the model's matmul FLOPs. FP4 shares are of that part only; "
         "the rest stays in high precision: 40.0% of the model's matmul FLOPs (output head and attention products "
         "aside); Linear: 60.0%, not covered because skip_modules names it."
     )
@@ -350,7 +350,7 @@ def test_the_pass_runs_under_the_autocast_of_training(by_accelerate: bool) -> No
     controller, processes = loop.controller, Processes()
     accelerator = SimpleNamespace(native_amp=True, mixed_precision="fp16")
     log = logging.getLogger(LOG)
-    check = CoverageCheck(loop.model, controller._run.in_force, processes, controller._events, log, accelerator)
+    check = CoverageCounter(loop.model, controller._run.in_force, processes, controller._events, log, accelerator)
     check.take(TrainingPass(ids(4), None))
     check.count_first(1, is_new=True)
     assert check.found is not None
@@ -362,7 +362,7 @@ def test_the_share_of_experts_that_were_not_counted_is_not_told(
     def fail(*_: Any) -> None:
         raise RuntimeError("no counters")
 
-    monkeypatch.setattr(coverage_check, "count_pass", fail)
+    monkeypatch.setattr(coverage_module, "count_pass", fail)
     config = fp4_config(policy="layer-type", target_fp4_fraction=0.6)
     with caplog.at_level(logging.INFO, LOG):
         loop = Loop(build("mixtral"), config, tmp_path).run(text())
@@ -378,7 +378,7 @@ def test_the_share_of_experts_that_were_not_counted_is_not_told(
 def test_a_pass_that_shows_no_product_leaves_coverage_unknown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(coverage_check, "count_pass", lambda *_: CountedPass())
+    monkeypatch.setattr(coverage_module, "count_pass", lambda *_: CountedPass())
     loop = Loop(seeded(SparseLM), fp4_config(policy="layer-type")).run(ids(4))
     assert loop.controller.coverage is None and loop.controller.plan.tokens is None
     (warning,) = [message for message in caplog.messages if "could not be counted" in message]
@@ -389,7 +389,7 @@ def test_ranks_count_the_micro_batches_of_all_of_them() -> None:
     def work(ranks: Ranks) -> tuple[Any, Any]:
         loop = Loop(seeded(SparseLM), fp4_config(policy="layer-type", target_fp4_fraction=0.6))
         in_force, processes = loop.controller._run.in_force, Processes(data=ranks, everyone=ranks)
-        check = CoverageCheck(loop.model, in_force, processes, loop.controller._events, logging.getLogger(LOG))
+        check = CoverageCounter(loop.model, in_force, processes, loop.controller._events, logging.getLogger(LOG))
         check.take(TrainingPass(ids(4) if ranks.rank == 0 else ids(16), None))
         check.count_first(1, is_new=True)
         return check.found, in_force.plan
@@ -422,7 +422,7 @@ def test_where_no_pass_can_be_run_apart_nothing_is_counted(
     assert told(sharded) == [message % "under FSDP version 1"]
     assert told(spread) == [message % "under DeepSpeed's ZeRO-3"]
     assert told(parallel) == [message % "under tensor parallelism"]
-    monkeypatch.setattr(coverage_check, "is_fully_sharded", lambda model: True)
+    monkeypatch.setattr(coverage_module, "is_fully_sharded", lambda model: True)
     assert told(routed) == [message % "under FSDP2 with experts that are layers of their own"]
 
 
@@ -430,7 +430,7 @@ def test_ranks_count_which_grad_inputs_run() -> None:
     def work(ranks: Ranks) -> Any:
         loop = Loop(upper_only(build("llama")), fp4_config(policy="layer-position"))
         in_force, processes = loop.controller._run.in_force, Processes(data=ranks, everyone=ranks)
-        check = CoverageCheck(loop.model, in_force, processes, loop.controller._events, logging.getLogger(LOG))
+        check = CoverageCounter(loop.model, in_force, processes, loop.controller._events, logging.getLogger(LOG))
         check.take(TrainingPass(text(), None))
         check.count_first(1, is_new=True)
         return in_force.plan

@@ -1,8 +1,8 @@
-"""The check of what a plan covers: counts the FLOPs of a real micro-batch, and the tokens that each layer sees of it.
+"""Coverage of a run: counts the FLOPs of a real micro-batch that plans decide on, and the tokens of each layer.
 
-The first micro-batch of a run is counted at its optimizer step, in one forward pass more. Where layers see different
+The first micro-batch of a run is counted at its optimizer step, in one extra forward pass. If layers see different
 numbers of tokens, as experts do, the micro-batch of each refresh is counted too. From then on the program, rules and
-FP4 shares go by what runs.
+FP4 shares use these counts.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from .messages import tokens_of
 from .micro_batches import StepWatch, TrainingPass
 from .plan_in_force import PlanInForce
 
-# In the name of a layer that belongs to one of several experts.
+# Matches the name of a layer that belongs to one of several experts.
 _EXPERT = re.compile(r"experts?\.\d+(\.|$)")
 
 
 class _Inputs(NamedTuple):
-    """What a micro-batch's loss is computed from, and how."""
+    """The inputs of a micro-batch's loss, and how it is computed."""
 
     batch: Mapping[str, Any]
     objective: Objective | None
 
 
-class CoverageCheck:
+class CoverageCounter:
     """Counts micro-batches of one run. With several processes, all of them do so together.
 
     Args:
         model: the model, or the parts of it that this process holds.
-        in_force: the plan, which counts by the tokens from then on.
+        in_force: the plan; it uses the counted tokens from then on.
         processes: those of the run.
-        events: are told.
-        log: is told, with a warning where little is covered.
-        accelerator: of the loop, whose autocast the passes run under; None: the loop has none.
+        events: get each new count.
+        log: gets a warning if little is covered.
+        accelerator: of the loop; the passes run under its autocast. None: the loop has none.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CoverageCheck:
         accelerator: Any = None,
     ) -> None:
         self.found: Coverage | None = None
-        """The last one; None: none yet, or it could not be counted."""
+        """The last coverage; None: none yet, or counting failed."""
         self.is_due = True
         """Whether the first micro-batch is still to be counted."""
         self._model = model
@@ -81,7 +81,7 @@ class CoverageCheck:
             self._first = first
 
     def restore(self, found: Coverage | None) -> None:
-        """Continues from a checkpoint, whose run has counted."""
+        """Continues from a checkpoint of a run that has counted."""
         self.found, self.is_due, self._first = found, False, None
 
     def count_first(self, step: int, is_new: bool) -> None:
@@ -89,7 +89,7 @@ class CoverageCheck:
 
         Args:
             step: the optimizer step that is about to be taken.
-            is_new: whether the run began with it, so that a rule decides once more, by the tokens.
+            is_new: whether the run is not resumed, so that a rule decides again, by the tokens.
         """
         if not self.is_due:
             return
@@ -106,12 +106,12 @@ class CoverageCheck:
             return
         try:
             inputs = None if watch is None else _Inputs(watch.batch.kwargs, watch.batch.objective)
-        except Exception:  # the refresh says why it cannot be probed
+        except Exception:  # the refresh reports why it cannot be probed
             inputs = None
         self._count(step, inputs, is_new=False)
 
     def _obstacle(self) -> str | None:
-        """Returns where no pass can be run apart from training; None: here one can."""
+        """Returns the setting in which no extra pass can run; None if it can."""
         if self._processes.run is not None or self._processes.pipeline.size > 1:
             return "in a pipeline"
         if (getattr(self._model, "tp_size", None) or 1) > 1:
@@ -129,35 +129,35 @@ class CoverageCheck:
         everyone = self._processes.everyone
         self._last_step = step
         self._processes.note(f"at the counting of the FLOPs of step {step}")
-        # In a loop that captures nothing there is nothing to count.
+        # A loop that captures nothing has nothing to count.
         if not all(everyone.gather(inputs is not None, "a micro-batch")):
             return
         assert inputs is not None
         try:
-            counted, tokens = self._counted(inputs)
+            counted, tokens = self._count_all(inputs)
             self._use(step, counted, relative_tokens(counted.tokens, counted.returned, tokens), is_new)
         except RankError:
             raise
-        except Exception as error:  # nothing but figures depends on it; training goes on
+        except Exception as error:  # the planner may fail; training may not
             self._log.warning(
-                "snip-hf: the FLOPs of the micro-batch of step %d could not be counted or noted. What was counted "
-                "before stays in force; if nothing was, coverage is not known, every layer counts as if it saw all "
-                "tokens, and the FP4 share of a model with experts is not known: %s",
+                "snip-hf: the FLOPs of the micro-batch of step %d could not be counted. Earlier counts stay in force; "
+                "without them, coverage is not known, every layer counts as if it saw all tokens, and the FP4 share "
+                "of a model with experts is not known: %s",
                 step,
                 describe(error),
             )
 
-    def _counted(self, inputs: _Inputs) -> tuple[CountedPass, int | None]:
-        """Returns what all ranks' micro-batches show together, and how many tokens these have."""
-        own, attempt = None, Attempt()
+    def _count_all(self, inputs: _Inputs) -> tuple[CountedPass, int | None]:
+        """Returns the counts of all ranks' micro-batches together, and their number of tokens."""
+        local, attempt = None, Attempt()
         batch: Mapping[str, Any] = {}
         with attempt:
             with failing_together(self._processes.everyone), training_autocast(self._model, self._autocast):
                 batch = forward_inputs(self._model, *inputs)
-            own = count_pass(self._model, batch, self._in_force.setting.config, self._autocast)
+            local = count_pass(self._model, batch, self._in_force.setting.config, self._autocast)
         self._processes.everyone.agree(attempt.error)
-        assert own is not None
-        every = self._processes.everyone.gather([own.entries(), tokens_of(batch)], "FLOPs")
+        assert local is not None
+        every = self._processes.everyone.gather([local.entries(), tokens_of(batch)], "FLOPs")
         entries, tokens = zip(*every, strict=True)
         counted = CountedPass(itertools.chain(*entries))
         if not counted.coverage.flops:
@@ -182,20 +182,20 @@ class CoverageCheck:
         if tokens != old_tokens or changes:
             self._in_force.save()
         if before is None:
-            self._say(found)
+            self._warn_if_little(found)
 
-    def _say(self, found: Coverage) -> None:
+    def _warn_if_little(self, found: Coverage) -> None:
         if found.share < LITTLE:
             self._log.warning(
                 "snip-hf: the plan decides on less than %.0f%% of the model's matmul FLOPs. FP4 shares are of that part"
-                " alone; the rest stays in high precision: %s.",
+                " only; the rest stays in high precision: %s.",
                 100 * LITTLE,
                 found.describe(),
             )
 
 
 def _autocast_of(accelerator: Any) -> torch.dtype | None:
-    """Returns the dtype of the autocast that Accelerate wraps a model's forward in; None: in none."""
+    """Returns the dtype of the autocast that Accelerate puts around a model's forward; None: none."""
     if not getattr(accelerator, "native_amp", False):
         return None
     return torch.float16 if accelerator.mixed_precision == "fp16" else torch.bfloat16

@@ -1,6 +1,6 @@
 """The derivative of Adam's update times a tensor, in one launch on a GPU instead of 25 (`optimizers.update_rules`).
 
-Every element's numbers are taken in the order in which `update_rules.adam` takes them.
+Each element is computed in the order of `update_rules.adam`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOMENTS = (torch.float32, torch.bfloat16)
 
 
 class AdamNumbers(NamedTuple):
-    """What is the same for all elements; `first` and `second` are the moments."""
+    """The numbers that all elements share; `first` and `second` are the moments."""
 
     first_kept: float
     first_taken: float

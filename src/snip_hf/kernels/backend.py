@@ -18,16 +18,16 @@ from ..registry import Registry
 
 
 class Layer(Protocol):
-    """What a backend sees of a layer; `layers.layer.SnipLayer` is one."""
+    """A layer as backends see it, such as `layers.layer.SnipLayer`."""
 
     weight: Any
-    """The parameter as the model stores it, perhaps transposed or sharded; `matrix` is what is multiplied with."""
+    """The parameter as the model stores it, perhaps transposed or sharded; GEMMs use `matrix`."""
     bias: Any
     training: bool
     snip_state: Tensor
     snip_backend: Backend
     snip_cache: Any
-    """The backend's own; None until it is put there."""
+    """Belongs to the backend; None until the backend sets it."""
 
     @property
     def matrix(self) -> Tensor: ...
@@ -39,7 +39,7 @@ class Layer(Protocol):
 
 
 class GroupedLayer(Protocol):
-    """What a backend sees of a layer of several matrices, such as a projection of experts."""
+    """A layer of several matrices as backends see it, such as a projection of experts."""
 
     training: bool
     snip_state: Tensor
@@ -47,7 +47,7 @@ class GroupedLayer(Protocol):
     num_matrices: int
     out_features: int
     in_features: int
-    """Of each matrix; right also where the weight is sharded or not loaded."""
+    """Of each matrix; valid even if the weight is sharded or not loaded."""
     is_transposed: bool
     """Whether the weight is stored as (E, I, O)."""
 
@@ -61,75 +61,75 @@ class GroupedLayer(Protocol):
 
 
 class Backend(ABC):
-    """Runs GEMMs. One object per backend, without state of its own: what belongs to a layer is `layer.snip_cache`."""
+    """Runs GEMMs. One object per backend, without state: `layer.snip_cache` holds what belongs to a layer."""
 
     name: ClassVar[str]
     arithmetic: ClassVar[str] = "kernels of the user's own"
-    """How the products are computed, for readers of a model card."""
+    """Describes the products in model cards."""
     is_emulation: ClassVar[bool] = False
-    """Whether it is slower than the compute dtype's own GEMMs."""
+    """Whether it is slower than GEMMs in the compute dtype."""
     recompiles_for_bf16: ClassVar[bool] = False
-    """Whether torch.compile compiles a layer again when a GEMM of it changes to or from no quantization."""
+    """Whether a layer recompiles when one of its GEMMs changes between quantized and not."""
     runs_groups: ClassVar[bool] = False
-    """Whether it has `grouped_forward`. Where it has not, the emulated backend runs layers of several matrices."""
+    """Whether it has `grouped_forward`. Otherwise the emulated backend runs layers of several matrices."""
     runs_gates: ClassVar[bool] = False
-    """Whether it has `gated_forward`. Where it has not, each layer of a gated MLP runs by itself."""
+    """Whether it has `gated_forward`. Otherwise the layers of a gated MLP run one by one."""
     measured_speeds: ClassVar[Mapping[int, float]] = {}
-    """Hidden size -> speed of training, in that of compiled BF16, for the log. The smallest size is the least at which
-    the backend pays. Empty: nothing was measured."""
+    """Hidden size -> speed of training relative to compiled BF16, for the log. Below the smallest size the backend
+    gains nothing. Empty: not measured."""
 
     @abstractmethod
     def lacks(self, device: torch.device) -> str | None:
-        """Returns what keeps the backend from running on a device, None if nothing does."""
+        """Returns why the backend cannot run on a device, None if it can."""
 
     @abstractmethod
     def runs(self, format: NumberFormat) -> bool:
-        """Returns True if its kernels know this format."""
+        """Returns True if its kernels support this format."""
 
     def fails(self, format: NumberFormat, device: torch.device) -> str | None:
-        """Returns what a trial of a format on a device finds wrong, None if nothing; asked where nothing is lacking."""
+        """Returns why a format's trial on a device fails, None if it passes. Called only if `lacks` returns None."""
         return None
 
     @abstractmethod
     def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
-        """Returns x @ matrix^T + bias, (..., O), differentiable, each GEMM in the format that the layer's state names.
+        """Returns x @ matrix^T + bias, (..., O), differentiable, each GEMM in its format from the layer's state.
 
         Args:
             layer: gives the weight as a matrix (O, I), and the state.
-            input: (..., I), as the layer got it.
+            input: (..., I), as the layer received it.
             x: `input` in the compute dtype.
             bias: in the compute dtype, or None.
-            casts: whether autocast is on, so that the weight is to be cast to the compute dtype.
+            casts: whether autocast is on; the weight is then cast to the compute dtype.
         """
 
     def grouped_forward(self, layer: GroupedLayer, x: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-        """Returns x @ matrix^T + bias of the matrix that each token belongs to, (S, O), differentiable, as `forward`.
+        """As `forward`, with the matrix of each token: x @ matrix^T + bias, (S, O).
 
-        Called only where `runs_groups` is True.
+        Called only if `runs_groups` is True.
 
         Args:
-            layer: gives the matrices, which are to be cast to x's dtype, and the state. Each matrix is rounded with
-                its tokens as a layer of its own would be, with the keys `random_streams.matrix_keys`.
+            layer: gives the matrices, which are cast to x's dtype, and the state. Each matrix and its tokens are
+                rounded as a separate layer would be, with the keys `random_streams.matrix_keys`.
             x: (S, I), in the compute dtype, sorted by matrix.
             bias: (E, O), in the compute dtype, or None.
-            ends: matrix -> where its tokens end among the rows of x, (E,), int64. Rows behind the last end belong to
-                none; their results and gradients are zero.
+            ends: matrix -> end of its tokens among the rows of x, (E,), int64. Rows after the last end belong to no
+                matrix; their results and gradients are zero.
         """
         raise NotImplementedError(f"The backend {self.name!r} does not run layers of several matrices.")
 
     def refuses_groups(self, layer: GroupedLayer) -> str | None:
-        """Returns why a layer of several matrices is to run emulated instead, None if nothing keeps it from running
-        here; asked where `runs_groups` is True."""
+        """Returns why a layer of several matrices must run emulated, None if it can run here. Called only if
+        `runs_groups` is True."""
         return None
 
     def gated_forward(self, layers: Sequence[Layer], input: Tensor) -> Tensor | None:
-        """Returns down(silu(gate(input)) * up(input)), differentiable; None where the layers have to run one by one.
+        """Returns down(silu(gate(input)) * up(input)), differentiable; None if the layers must run one by one.
 
-        Called only where `runs_gates` is True, and only while torch.compile traces the module.
+        Called only if `runs_gates` is True, while torch.compile traces the module.
 
         Args:
             layers: gate, up and down.
-            input: (..., I), as their module got it.
+            input: (..., I), as their module received it.
         """
         raise NotImplementedError(f"The backend {self.name!r} does not run gated MLPs as one.")
 
@@ -148,70 +148,70 @@ class Backend(ABC):
         """
 
     def attach(self, layer: Layer) -> None:
-        """Prepares a layer that is about to run here."""
+        """Prepares a layer to run on this backend."""
         layer.snip_cache = None
 
     def cache_of_copy(self, layer: Layer) -> Any:
-        """Returns what a copy of the layer takes over of its cache: nothing that it would share with the layer."""
+        """Returns the cache for a copy of the layer, which shares nothing with this one."""
         return None
 
     def note_formats(self, layer: Layer, formats: Sequence[NumberFormat]) -> None:
-        """Takes notice of the formats of a layer's three GEMMs, whenever they are set."""
+        """Called whenever the formats of a layer's three GEMMs are set."""
 
     def share_inputs(self, layers: Mapping[str, Layer], groups: Sequence[Sequence[str]]) -> None:
-        """Is told which layers take the same input."""
+        """Receives the groups of layers that take the same input."""
 
     def before_pass(self, layers: Mapping[str, Layer], everything: bool) -> None:
-        """Is told, in steps of several micro-batches, that a training pass is about to run.
+        """Called before each training pass, in steps of several micro-batches.
 
         Args:
-            layers: those that run here.
-            everything: False: weights have not changed since the last call, as far as is known.
+            layers: those on this backend.
+            everything: False: no change of weights is known since the last call.
         """
 
     def after_step(self, layers: Mapping[str, Layer]) -> None:
-        """Is told that an optimizer step is done."""
+        """Called after each optimizer step."""
 
     def release(self, layers: Mapping[str, Layer]) -> None:
-        """Lets go of all that a run has kept for these layers."""
+        """Drops everything that a run has kept for these layers."""
 
     def state_dict(self, layers: Mapping[str, Layer]) -> dict[str, Any]:
-        """Returns what passes depend on beside the weights and formats, as JSON data; {} if there is nothing."""
+        """Returns the state that passes depend on besides weights and formats, as JSON data; {} if there is none."""
         return {}
 
     def load_state_dict(self, layers: Mapping[str, Layer], state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`, {} where a run begins anew.
+        """Continues from a `state_dict`; {} for a new run.
 
         Raises:
             ValueError: it cannot be read; the message names the layer.
         """
 
     def figures(self, layers: Mapping[str, Layer]) -> Mapping[str, float]:
-        """Returns what the history and trackers show of the passes since the last call of `findings`, by name; {} if
+        """Returns name -> number for the history and trackers, of the passes since the last call of `findings`; {} if
         nothing is counted.
 
-        It may wait for the device. `findings` is called next.
+        May wait for the device. `findings` is called next.
         """
         return {}
 
     def findings(self, layers: Mapping[str, Layer]) -> tuple[bool, str] | None:
-        """Returns whether to warn, and what a run should be told of the passes since the last call; None: nothing.
+        """Returns whether to warn, and a message about the passes since the last call; None: no message.
 
-        It may wait for the device.
+        May wait for the device.
         """
         return None
 
     def notice(self, weight: Tensor, mixed_precision: str | None, asked: bool) -> tuple[bool, str]:
-        """Returns whether to warn, and what to say at the start of a run.
+        """Returns whether to warn, and the message at the start of a run.
 
         Args:
             weight: of a layer.
-            mixed_precision: of the launcher, None if it is not known.
+            mixed_precision: of the launcher, None if unknown.
             asked: whether the user named this backend.
         """
         return False, "its own kernels."
 
-    # Layers are copied and pickled with their model; the backend stays the one of this process.
+    # Copies and pickles of layers refer to the backend by name.
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         return self
 
@@ -223,7 +223,7 @@ BACKENDS: Registry[Backend] = Registry("backend")
 
 
 def register_backend(backend: Backend) -> Backend:
-    """Adds a backend, which `SnipConfig.backend` may then name. Returns it."""
+    """Registers a backend under its name for `SnipConfig.backend`, and returns it."""
     return BACKENDS.register(backend)
 
 
@@ -232,7 +232,7 @@ def backend_named(name: str) -> Backend:
 
 
 def select_backend(requested: str, device: torch.device | str, formats: Sequence[str] = ()) -> Backend:
-    """Returns the backend that runs for `SnipConfig.backend` on a device: with "auto" the first that can.
+    """Returns the backend for `SnipConfig.backend` on a device; "auto" takes the first that can run.
 
     Args:
         requested: "auto" or the name of a backend.
@@ -245,7 +245,7 @@ def select_backend(requested: str, device: torch.device | str, formats: Sequence
     device = torch.device(device)
     if requested == "auto":
         able = [backend for backend in BACKENDS.values() if _cannot(backend, device, formats) is None]
-        # An emulation that is registered later must not take the place of real kernels.
+        # An emulation that is registered later must not displace real kernels.
         return min(able, key=lambda backend: backend.is_emulation)
     reason = _cannot(BACKENDS[BACKENDS.checked(requested, "backend")], device, formats)
     if reason is not None:
@@ -258,10 +258,9 @@ def select_backend(requested: str, device: torch.device | str, formats: Sequence
 
 
 def why_emulated(device: torch.device, formats: Sequence[str]) -> str | None:
-    """Returns what keeps a device from running formats by kernels of its own; None where nothing does.
+    """Returns why a device cannot run formats on real kernels; None if it can.
 
-    The reason is that of the first backend whose device it is, best one with kernels for the formats; or else of the
-    first that has kernels for them.
+    Explains the closest match: device and formats, else device, else formats.
     """
     others = [backend for backend in BACKENDS.values() if not backend.is_emulation]
     quantized = [name for name in formats if FORMATS[name].is_quantized]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .rounding import has_kernels
 
-# Columns that one program takes at most.
+# Columns of one program at most.
 _BLOCK = 1024
 
 
@@ -23,7 +23,7 @@ def bf16_parts(x: Tensor, dim: int, low: int) -> Tensor:
     Args:
         x: (R, C) or (B, R, C), FP32.
         dim: -1 or -2.
-        low: where the low part goes; a transposed x stays as it lies in memory.
+        low: where the low part goes; a transposed x keeps its memory layout.
     """
     if x.stride(-2) == 1 and x.stride(-1) != 1:
         return bf16_parts(x.mT, -3 - dim, low).mT

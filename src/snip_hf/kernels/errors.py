@@ -1,4 +1,4 @@
-"""What rounding leaves of an operand, with what is made of it, in one launch on a GPU; elsewhere as torch's operations.
+"""Rounding errors of an operand and their sums, in one launch on a GPU; elsewhere by torch's operations.
 
 Legend: O out_features, I in_features of a weight; n tokens in R pieces of L, C channels.
 """
@@ -16,16 +16,16 @@ from .launching import launch
 from .rounding import has_kernels
 from .sums import norms
 
-# Elements that one program takes.
+# Elements of one program.
 _BLOCK = 1024
 
 
-# Rows and columns that a program of `_met_errors_kernel` has at hand.
+# Rows and columns of a program of `_met_errors_kernel`.
 _ROWS, _COLUMNS = 32, 64
 
 
 class MetErrors(NamedTuple):
-    """The errors of an operand, and sums of their products with what they met."""
+    """The errors of an operand, and sums of their products with the other operand."""
 
     error: Tensor
     """(n, C), FP32, or BF16 where it is from `met_errors_by_kernel`."""

@@ -1,8 +1,8 @@
 """Launches of Triton kernels with little work on the host, and copies to a device without waiting.
 
-`kernel[grid](...)` looks at every argument and every global that the kernel names, some 50 to 100 microseconds in
-Python, which a model of 1B does over a thousand times per step. A kernel that was compiled for such arguments is
-launched here at once.
+`kernel[grid](...)` inspects every argument and every global that the kernel names, some 50 to 100 microseconds in
+Python, over a thousand times per step for a model of 1B. Here a kernel that was compiled for such arguments is launched
+directly.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Key -> the compiled kernel as it is launched on a grid, and its last arguments. At `_MOST` entries it is emptied:
-# sequences of ever new lengths would fill it.
+# Key -> launcher of the compiled kernel on a grid, and its last arguments. Cleared at `_MOST` entries: sequences of
+# ever new lengths would fill it.
 _COMPILED: dict[Hashable, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
 _MOST = 4096
-_ALIGNED = 15  # of the bytes that Triton compiles for: multiples of 16 or any
+_ALIGNED = 15  # Triton compiles for addresses that are multiples of 16, and for others
 _MOST_PROGRAMS = 65_535  # of CUDA, along all axes but the first
 
 
 def is_elsewhere(x: Tensor) -> bool:
-    """Returns True if a tensor is on a GPU that is not the current device, on which Triton launches."""
+    """Returns True if a tensor is on a GPU other than the current device, where Triton launches."""
     return x.is_cuda and x.get_device() != torch.cuda.current_device()
 
 
 def relaunch(key: Hashable, tensors: Sequence[Tensor], free: tuple[float, ...] = ()) -> bool:
-    """Launches a kernel as `launch` did before with this key; returns False if it did not, or may not again.
+    """Launches a kernel as `launch` did before with this key; returns False if it has not, or must not.
 
     Args:
-        key: names the kernel, the device, and all that the arguments of `launch` are derived from but for the tensors'
-            addresses and the free numbers.
+        key: identifies the kernel, the device, and everything that determines the arguments of `launch`, except the
+            tensors' addresses and the free numbers.
         tensors, free: as in `launch`.
     """
     known = _COMPILED.get(key)
@@ -45,7 +45,7 @@ def relaunch(key: Hashable, tensors: Sequence[Tensor], free: tuple[float, ...] =
     if together & _ALIGNED:
         return False
     run, rest = known
-    # Of an address Triton does not ask the driver whether the device can read it.
+    # For an address Triton does not ask the driver whether the device can read it.
     run(*addresses, *free, *rest)
     return True
 
@@ -66,16 +66,16 @@ def launch(
         kernel: has as parameters, in this order, the tensors, the free numbers, the numbers and the constants.
         grid: numbers of programs.
         tensors: on one device; all but the first have the same dtypes in every call.
-        numbers: numbers that are not compiled in, but for what Triton sees of whole ones: 1, multiples of 16, 64 bits.
+        numbers: not compiled in, except for what Triton specializes integers by: 1, multiples of 16, 64 bits.
         constants: its `tl.constexpr` parameters.
-        free: numbers of which Triton sees nothing: floats, and whole ones whose parameters have a type and are not
-            specialized. Other values need no other kernel.
-        key: what the caller has just tried `relaunch` with, so that the next such launch need not make these arguments;
-            None: they are the key.
-        options: warps, and others of the compiler.
+        free: numbers that Triton does not specialize by: floats, and integers whose parameters have a type and are not
+            specialized. All values use the same kernel.
+        key: the key that the caller has just tried with `relaunch`, which spares the next launch these arguments; None:
+            the arguments are the key.
+        options: of the compiler, such as num_warps.
 
     Raises:
-        ValueError: there are more programs along an axis than a GPU takes.
+        ValueError: there are more programs along an axis than a GPU supports.
     """
     first = tensors[0]
     if key is None:
@@ -96,10 +96,10 @@ def launch(
 
 
 def on_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Returns a host's tensor on a device, for which the host does not wait. On the CPU it is the tensor itself.
+    """Returns a host's tensor on a device without waiting. On the CPU it is the tensor itself.
 
-    To CUDA by way of pinned memory, which torch keeps until the copy has been done: the host may write `numbers` anew,
-    unless they are pinned. Of pageable memory CUDA says only that a copy "might be synchronous with respect to host".
+    Copies to CUDA go through pinned memory, which torch keeps until the copy is done: the host may overwrite `numbers`
+    unless they are pinned. For pageable memory CUDA says only that a copy "might be synchronous with respect to host".
     """
     if device.type == "cuda":
         numbers = numbers.contiguous().pin_memory()
@@ -108,5 +108,5 @@ def on_device(numbers: Tensor, device: torch.device) -> Tensor:
 
 @cache
 def kept_on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns numbers that are the same at every step, which are brought to the device once."""
+    """Returns constant numbers on a device, copied once."""
     return torch.tensor(numbers, device=device)

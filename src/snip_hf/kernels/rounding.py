@@ -1,4 +1,4 @@
-"""Rounding in one launch on a GPU: `fake_quantize`, as the estimate and the emulated GEMMs use it.
+"""Rounding in one launch on a GPU: `fake_quantize`, for the estimate and the emulated GEMMs.
 
 A Triton kernel runs on NVIDIA GPUs from compute capability 8.0 on, for all formats but those with noise or 8 exponent
 bits (`takes`); torch's operations run for these and anywhere else. Both give the numbers of
@@ -85,13 +85,13 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Returns True if Triton's kernels run on a device, by a trial: they are compiled there, with a C compiler."""
+    """Returns True if Triton can compile and run a kernel on a device (it needs a C compiler), by a trial."""
     if find_spec("triton") is None or capability(device) < _AMPERE:
         return False
     try:
         round_by_kernel(torch.ones(1, 1, device=device), REFERENCE, "activation", 1)
     except Exception as error:
-        # Only the time differs.
+        # The results are the same, only slower.
         logger.warning("snip-hf: rounding takes 20 to 100 kernels instead of one, since Triton fails: %s", error)
         return False
     return True
@@ -147,19 +147,19 @@ def round_by_kernel(
 
 
 class _Call(NamedTuple):
-    """What the launch for an operand of a format has whatever its tensor."""
+    """The arguments of a launch for an operand of a format that do not depend on its tensor."""
 
     block: tuple[int, int]
     stages: int
-    """Of the rotation; 0: none."""
+    """Stages of the rotation; 0: none."""
     is_stochastic: bool
     needs_amax: bool
     numbers: tuple[float, ...]
-    """From `largest` on."""
+    """Kernel arguments from `largest` on."""
     tiles: tuple[Any, ...]
-    """From `TILES_DOWN` to `MANTISSA`."""
+    """Constants from `TILES_DOWN` to `MANTISSA`."""
     flags: tuple[Any, ...]
-    """From `KIND` on."""
+    """Constants from `KIND` on."""
     options: dict[str, Any]
 
 
@@ -195,7 +195,7 @@ def _call(format: NumberFormat, operand: str, contracts: int) -> _Call:
 
 
 def tensor_amax(x: Tensor, block: tuple[int, int], stages: int, contracts: int) -> Tensor:
-    """Returns the largest magnitude of x (R, C), rotated in runs of 2**stages, (1,); not finite where x is not."""
+    """Returns the largest magnitude of x (R, C), rotated in runs of 2**stages, (1,); not finite if x is not."""
     found = torch.zeros(1, dtype=torch.int32, device=x.device)
     with torch.cuda.device_of(x):
         launch(
@@ -210,7 +210,7 @@ def tensor_amax(x: Tensor, block: tuple[int, int], stages: int, contracts: int) 
 
 
 def _block(rule: Operand, contracts: int) -> tuple[int, int]:
-    """Returns rows and columns of what one program rounds: whole tiles, and whole runs of a rotation."""
+    """Returns the rows and columns that one program rounds: whole tiles, and whole runs of a rotation."""
     across = 1 if rule.block is None else rule.block[0]
     if contracts == 0:
         return TILE, max(across, _LEAST_COLUMNS)
@@ -222,19 +222,19 @@ def _programs(x: Tensor, block: tuple[int, int]) -> tuple[int]:
 
 
 def _options(block: tuple[int, int], is_wide: bool) -> dict[str, Any]:
-    """is_wide: elements take twice as many registers as in simple formats."""
+    """Returns the compiler's options. is_wide: elements take twice as many registers as in simple formats."""
     warps = 8 if math.prod(block) > _LARGE_BLOCK else 4
     # Without fusion, since scaling and rounding are two roundings.
     return {"num_warps": warps * (1 + is_wide), "enable_fp_fusion": False}
 
 
 def grid_numbers(grid: ElementGrid) -> tuple[float, int, int]:
-    """Returns the largest value, the bits of the smallest normal power of two, and what leads to the spacing."""
+    """Returns the largest value, the bits of the smallest normal power, and the shift from a power to its spacing."""
     return float(grid.max), (grid.min_exponent + 127) << _MANTISSA_BITS, grid.mantissa_bits << _MANTISSA_BITS
 
 
 def scale_numbers(format: NumberFormat, rule: Operand, grid: ElementGrid) -> tuple[float, ...]:
-    """Returns what `_scales` takes from `target` on, with the second target behind the first."""
+    """Returns the arguments of `block_scales` from `target` on, with the second target after the first."""
     targets = rule.targets or (grid.max,)
     is_even = scale_rule(format, rule) == "floor" and format.rule_of(rule) == "even"
     carry = 1 << (_MANTISSA_BITS - grid.mantissa_bits - 1) if is_even else 0
@@ -242,13 +242,13 @@ def scale_numbers(format: NumberFormat, rule: Operand, grid: ElementGrid) -> tup
     kind = scale_grid(format.scale) or grid
     largest, least, shift = grid_numbers(kind)
     top = math.floor(math.log2(grid.max))
-    # Always of the same types: a kernel is kept for numbers that are equal (`launching`), and 6 is equal to 6.0.
+    # Always of the same types: `launching` finds a kernel by equal numbers, and 6 equals 6.0.
     of_targets = float(targets[0]), float(targets[-1])
     return *of_targets, top, carry, float(of_tensor), largest, float(kind.smallest), least, shift
 
 
 def scale_rule(format: NumberFormat, rule: Operand) -> str:
-    """Returns the rule of the scales; "even" is "floor" of a number to which a carry was added."""
+    """Returns the rule of the scales; "even" is "floor" after a carry was added."""
     how = format.rule_of(rule)
     return "floor" if how == "even" else how
 

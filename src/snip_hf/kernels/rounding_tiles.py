@@ -46,9 +46,9 @@ def _place(columns, TILES_DOWN: tl.constexpr, ROWS: tl.constexpr, TILES_ACROSS: 
 
 @triton.jit
 def _run_of(position, length, SIZE: tl.constexpr, STAGES: tl.constexpr):
-    """Size of the run that each position is rotated in, its sign there, and 1 / sqrt(size).
+    """The size of each position's rotation run, its sign there, and 1 / sqrt(size).
 
-    A last, shorter run falls into runs of smaller powers of two, the largest first: they are the ones in its length.
+    A last, shorter run is split into smaller powers of two, the largest first: the set bits of its length.
     """
     offset = position & (SIZE - 1)
     left = tl.minimum(length - (position - offset), SIZE)
@@ -254,7 +254,7 @@ def rounding_kernel(
     SCALE_MANTISSA: tl.constexpr,
     TWO_TARGETS: tl.constexpr,
     STAGES: tl.constexpr,  # of the rotation; 0: none
-    ALONG: tl.constexpr,  # which the runs of the rotation lie: 0 rows, 1 columns
+    ALONG: tl.constexpr,  # direction of the rotation's runs: 0 rows, 1 columns
 ):
     row, column = _place(columns, TILES_DOWN, ROWS, TILES_ACROSS, COLUMNS)
     inside = (row < rows) & (column < columns)

@@ -13,7 +13,7 @@ from ..numerics.gemms import GEMMS
 
 # Places in a layer's state.
 KEY, RANK, RANKS = tl.constexpr(len(GEMMS)), tl.constexpr(len(GEMMS) + 1), tl.constexpr(len(GEMMS) + 2)
-# Tokens whose bytes make one 32-bit word of a transposed layout, and whose random numbers come from one hash.
+# Tokens whose bytes form one 32-bit word of a transposed layout, and whose random numbers come from one hash.
 RUN = tl.constexpr(4)
 _MAX_FP8, _NAN_FP8 = tl.constexpr(E4M3.max), tl.constexpr(0x7F)
 _LEAST_NORMAL_FP8, _SPACING_FP8 = tl.constexpr(2.0**E4M3.min_exponent), tl.constexpr(2.0**-E4M3.mantissa_bits)
@@ -23,7 +23,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def random_bits(position, low, high):
-    """32 random bits for each position (uint32) of the stream whose key has these halves: `random_streams`' hash."""
+    """32 random bits for each position (uint32) of the stream with these key halves: the hash of `random_streams`."""
     word = position ^ low
     word = (word ^ (word >> 16)) * 0x7FEB352D + high
     word = (word ^ (word >> 15)) * 0x846CA68B
@@ -40,8 +40,8 @@ def power_of_two(x):
 def to_grid(x, dither, power, spacing):
     """x + dither * power, rounded to a multiple of power * spacing, ties to even; 0 loses its sign.
 
-    power is a power of two, spacing that of the grid between 1 and 2. Products with both are exact, so that it does not
-    matter whether they are fused with the sums.
+    power is a power of two, spacing is the grid's between 1 and 2. Products with both are exact, so fusing them with
+    sums changes nothing.
     """
     # 1.5 * 2**23 spacings, added and taken away, round to whole ones.
     anchor = power * (spacing * 12582912.0)
@@ -50,7 +50,7 @@ def to_grid(x, dither, power, spacing):
 
 @triton.jit
 def larger(a, b):
-    """The larger one; NaN if one is, which `tl.max` would leave out on a GPU."""
+    """The larger one; NaN if either is NaN, which `tl.max` drops on a GPU."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -119,7 +119,7 @@ def _next_word(low, high, word):
 
 @triton.jit
 def random_of_runs(bits):
-    """1 + k * 2**-15 for each of the four tokens of each run, of which `random_streams.uniform` makes (k + 1/2) / 256.
+    """1 + k * 2**-15 for each of the four tokens of each run; `random_streams.uniform` is (k + 1/2) / 256.
 
     bits: of `bits_of_runs`. Each byte becomes the second one of a number in [1, 2).
     """

@@ -16,7 +16,7 @@ _SCALE_KIND = re.compile(r"e([1-8])m([0-7])")
 
 @dataclass(frozen=True)
 class ElementGrid:
-    """The values that one element can take, before its scale: a small floating-point format with a sign bit.
+    """The values of one element, before its scale: a small floating-point format with a sign bit.
 
     Values are `significand * 2**exponent` with `mantissa_bits` bits behind the point, subnormals included. Rounding
     saturates: a magnitude above `max` becomes `max`. Infinity and NaN are outside the domain of rounding. Integers

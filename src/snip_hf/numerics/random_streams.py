@@ -78,16 +78,16 @@ def normal(key: int, shape: tuple[int, int] | torch.Size, device: torch.device |
 
 
 def rank_stream(key: int, shape: tuple[int, int] | torch.Size, rank: int, ranks: int) -> tuple[int, int]:
-    """Returns the key of the hash and the first of its positions for a tensor (R, C), which one rank of several has.
+    """Returns the key of the hash and its first position for one rank's tensor (R, C).
 
-    The positions of the ranks before come first, and the number of runs on all ranks, if all have as many as this one,
-    goes into the key. So ranks that have equally many rows, a multiple of 4, draw together the numbers that one process
-    draws for all the rows, and ranks that have more rows or fewer draw from streams of their own.
+    Positions of lower ranks come first. The key depends on the number of runs on all ranks, assuming that all have as
+    many as this one. So ranks with equal numbers of rows, a multiple of 4, together draw the numbers that one process
+    draws for all rows, and ranks with other numbers of rows draw from separate streams.
     """
     runs = (shape[0] + 3) // 4
     all_runs = ranks * runs
-    # Odd constants of the golden ratio and of MurmurHash3, one for each half. Put into the high half alone, as it is,
-    # the number would give streams that correlate (up to 0.6) where it differs by little.
+    # Odd constants of the golden ratio and of MurmurHash3, one for each half. The plain number in the high half would
+    # give correlated streams (up to 0.6) for similar numbers.
     low = (key ^ all_runs * 0x9E3779B9) & _MASK32
     high = ((key >> 32) + all_runs * 0x85EBCA6B) & _MASK32
     return (high << 32) | low, rank * runs * shape[1] & _MASK32

@@ -28,7 +28,7 @@ def rotate(x: Tensor, size: int, dim: int) -> Tensor:
 
 
 def rotate_back(x: Tensor, size: int, dim: int) -> Tensor:
-    """Returns what `rotate` made x of."""
+    """Undoes `rotate`."""
     return _along_last(_rotated_back, x, size, dim)
 
 

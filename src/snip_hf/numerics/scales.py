@@ -1,7 +1,7 @@
 """Scales of blocks: from a block's largest magnitude to the number that its elements are divided by.
 
-A scale that is NaN marks a block that holds a NaN or an infinity. Scales have a smallest value above 0, to which the
-scale of a block of zeros, or of numbers below it, is raised.
+A NaN scale marks a block that holds a NaN or an infinity. Scales have a smallest value above 0; smaller ones, as of
+blocks of zeros, are raised to it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
 _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
-# Of E8M0: 2**-127 to 2**127.
+# Of E8M0, whose values are 2**-127 to 2**127.
 _BIAS = 127
 # The bits of 2**-127, the only one of these that is subnormal in FP32.
 _LEAST_POWER = 1 << (_MANTISSA_BITS - 1)
 
 
 class Scales(NamedTuple):
-    """Of every block: what its rounded elements are multiplied by, and what its elements are multiplied by before."""
+    """For each block, the factor of its rounded elements, and the factor of its elements before rounding."""
 
     scales: Tensor
     factors: Tensor
@@ -42,7 +42,7 @@ def block_scales(
         format: gives the kind of the scales.
         rule: of the operand.
         target: what the largest magnitude of a block shall become: the grid's largest value, or one that is tried
-            beside it (`Operand.targets`).
+            besides it (`Operand.targets`).
         tensor_amax: the largest magnitude of the whole tensor, one element, for formats with a tensor's scale.
     """
     grid = rule.grid or format.grid
@@ -70,7 +70,7 @@ def fp32_scales(amax: Tensor, target: float) -> Tensor:
 def _two_level(
     amax: Tensor, format: NumberFormat, grid: ElementGrid, how: str, target: float, tensor_amax: Tensor | None
 ) -> Scales:
-    """Block scales on a grid of their own, times one FP32 scale of the tensor where the format has one.
+    """Returns block scales on a grid of their own, times one FP32 scale of the tensor if the format has one.
 
     The order of the operations is torchao's (`nvfp4_quantize`).
     """
@@ -82,7 +82,7 @@ def _two_level(
         of_tensor = fp32_scales(tensor_amax, format.tensor_scale * grid.max)
     rounded = _rounded(scales / of_tensor, kind, how)
     rounded = torch.where(torch.isfinite(amax) & torch.isfinite(of_tensor), rounded, torch.nan)
-    # Where the tensor is all but zero, the quotient would be infinite.
+    # For a tensor of tiny numbers the quotient would be infinite.
     factors = (of_tensor.reciprocal() / rounded).clamp_max(_LARGEST)
     return Scales(of_tensor * rounded, factors)
 
@@ -96,7 +96,7 @@ def _rounded(scales: Tensor, kind: ElementGrid, how: str) -> Tensor:
 
 
 def _exponents(amax: Tensor, grid: ElementGrid, how: str) -> Tensor:
-    """Returns the exponents of E8M0 scales, int32, -127..127; any number where amax is not finite."""
+    """Returns the exponents of E8M0 scales, int32, -127..127; arbitrary if amax is not finite."""
     top = math.floor(math.log2(grid.max))
     if how == "rceil":
         quotient = amax / amax.new_full((1,), grid.max)

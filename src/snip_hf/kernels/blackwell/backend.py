@@ -54,8 +54,8 @@ class Blackwell(Backend):
         cache: Cache = layer.snip_cache
         if x.dtype != torch.bfloat16 or x.device.type != cache.device:
             return EMULATED.forward(layer, input, x, bias, casts)
-        # Evaluation, and generation in training mode, may follow a change of the weights that nobody told of; a pass
-        # that is trained on does not.
+        # Before evaluation, and generation in training mode, weights may have changed without notice; not before a pass
+        # that is trained on.
         is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
         is_kept = is_kept and layer.training and torch.is_grad_enabled()
         kept = cache.kept if is_kept else cache.kept.new_empty(0)
@@ -91,7 +91,7 @@ class Blackwell(Backend):
     def note_formats(self, layer: Layer, formats: Sequence[NumberFormat]) -> None:
         cache: Cache = layer.snip_cache
         cache.codes.copy_(torch.tensor([format.code for format in formats], device="cpu"))
-        cache.forget()  # what is kept of the weight is in other formats
+        cache.forget()  # the kept weight is in other formats
 
     def before_pass(self, layers: Mapping[str, Layer], everything: bool) -> None:
         keep_quantized(layers, everything)

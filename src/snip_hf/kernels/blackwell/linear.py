@@ -19,7 +19,7 @@ from . import operators
 
 @dataclass
 class Cache:
-    """What the backend knows of one layer."""
+    """What the backend keeps of one layer."""
 
     device: str
     """Type of the device that the backend was chosen for; on another one the layer runs emulated."""
@@ -31,14 +31,14 @@ class Cache:
     """torch's count of the weight's changes at that time."""
 
     def forget(self) -> None:
-        """Lets go of the quantized weight."""
+        """Drops the quantized weight."""
         self.kept, self.weight_version = self.kept.new_empty(0), -1
 
 
 def new_cache(layer: Layer) -> Cache:
     """Returns the cache of a layer whose formats are not noted yet."""
     device = layer.weight.device
-    codes = torch.zeros(len(GEMMS), dtype=torch.int64, device="cpu")  # whatever the default device is
+    codes = torch.zeros(len(GEMMS), dtype=torch.int64, device="cpu")  # independent of the default device
     return Cache(device.type, codes, torch.empty(0, dtype=torch.uint8, device=device))
 
 
@@ -61,9 +61,9 @@ def keep_quantized(layers: Mapping[str, Layer], everything: bool) -> None:
         elif everything or cache.weight_version != weight._version:
             kept = operators.keep(layer.matrix.detach().to(torch.bfloat16), layer.snip_state, cache.codes)
             if kept.shape == cache.kept.shape:
-                cache.kept.copy_(kept)  # compiled graphs and saved tensors refer to it
+                cache.kept.copy_(kept)  # compiled graphs and saved tensors refer to this memory
             else:
-                # Its size follows the formats, which must not compile the layer anew.
+                # Its size depends on the formats, which must not recompile the layer.
                 torch._dynamo.maybe_mark_dynamic(kept, 0)
                 cache.kept = kept
             cache.weight_version = weight._version

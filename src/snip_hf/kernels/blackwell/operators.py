@@ -1,14 +1,14 @@
 """The three GEMMs on block-scaled tensor cores, each an operator that torch.compile does not look into.
 
-An operator quantizes its operands, multiplies them, and chooses on the host by `codes` which kind of product that is
-(`packing.KINDS`), or BF16's own. `codes` is a tensor on the CPU: the host reads it without waiting for the device, and
-a new plan is new data for the same graph. A CUDA graph would keep the choice of its capture, so inductor is told to
-leave the operators out of one, and a capture is refused. Inductor of torch 2.13 could not compile the products either:
-it asserts that scales are not swizzled.
+An operator quantizes its operands and multiplies them. The host selects the kind of product (`packing.KINDS`), or
+BF16's, by `codes`. `codes` is a tensor on the CPU: the host reads it without waiting for the device, and a new plan is
+new data for the same graph. A CUDA graph would keep the selection of its capture, so operators are tagged for inductor
+to leave them out, and refuse a capture. Inductor of torch 2.13 could not compile the products either: it asserts that
+scales are not swizzled.
 
 Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I), grad_output (T, O). `state` is the layer's,
-of which random numbers are made; `codes` (3) are the codes of the formats of its GEMMs; `kept` are the bytes of
-`keep`, or none. On a CPU the product multiplies what the bytes stand for, in FP32.
+with the key of random numbers; `codes` (3) are the codes of the formats of its GEMMs; `kept` are the bytes of `keep`,
+or none. On a CPU the product multiplies the dequantized operands in FP32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ for _schema in _SCHEMAS:
 
 @torch.library.impl(_library, "scaled_forward_gemm", "CompositeExplicitAutograd")
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, state: Tensor, codes: Tensor) -> Tensor:
-    """Returns x @ weight^T + bias, (..., O), in x's dtype; the bias is added to FP32 sums where there are such."""
+    """Returns x @ weight^T + bias, (..., O), in x's dtype; the bias is added to FP32 sums if there are any."""
     format = _format_of(codes, "forward", x)
     if not format.is_quantized:
         y = functional.linear(x, weight.to(x.dtype), bias)
@@ -134,14 +134,14 @@ def _format_of(codes: Tensor, gemm: str, x: Tensor) -> NumberFormat:
 
 
 def _quantized(x: Tensor, format: NumberFormat, operand: str, contracts: int, state: Tensor) -> Packed | None:
-    """Returns `quantize` of x; None for what has no elements or no format."""
+    """Returns `quantize` of x; None if x has no elements or the format does not quantize."""
     if x.numel() == 0 or not format.is_quantized:
         return None
     return quantize(x, format, operand, contracts, state)
 
 
 def _product(x: Tensor, left: Packed | None, right: Packed | None, columns: int, dtype: torch.dtype) -> Tensor:
-    """Returns `multiply` of an operand made of x (R, K), (R, columns); zeros where an operand has no elements."""
+    """Returns `multiply` of an operand made of x (R, K), (R, columns); zeros if an operand has no elements."""
     if left is None or right is None:
         return x.new_zeros(x.shape[0], columns, dtype=dtype)
     return multiply(left, right, dtype)
@@ -164,7 +164,7 @@ def multiply(left: Packed, right: Packed, dtype: torch.dtype) -> Tensor:
 
 
 def by_scaled_mm(left: Packed, right: Packed, dtype: torch.dtype) -> Tensor:
-    """Returns the product of all rows, those that pad included."""
+    """Returns the product of all rows, including padding."""
     kind, (recipes, swizzles) = left.kind, _recipe(left.kind)
     scales = [_scales_of(operand) for operand in (left, right)]
     product: Tensor = functional.scaled_mm(

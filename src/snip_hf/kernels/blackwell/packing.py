@@ -1,13 +1,13 @@
-"""How operands lie in memory: packed elements, and block scales in the order that the tensor cores read.
+"""The memory layout of operands: packed elements, and block scales in the order that the tensor cores read.
 
 Legend: R rows of an operand, K its contracted dimension, which lies last; R' is R rounded up to 16 and K' is K rounded
-up to 32, as the products demand. Rows are those of the operand and not of the tensor that it is made of: grad_weight
-contracts the tokens, so there R are the channels.
+up to 32, as the products require. R counts the rows of the operand, not of its tensor: grad_weight contracts the
+tokens, so its rows are channels.
 
-Elements are one byte each (E4M3), or two in a byte (E2M1), the first of them in the lower half. What pads them is 0.
+Elements are one byte each (E4M3), or two per byte (E2M1), the first in the lower half. Padding is 0.
 Scales are one byte each. Four neighbours along K, of 128 rows, make 512 bytes in a row: row r, scale s is byte
-16 * (r % 32) + 4 * (r // 32) + s. NVIDIA calls this the layout of block scaling factors, torch SWIZZLE_32_4_4. What
-pads scales is 0 too.
+16 * (r % 32) + 4 * (r // 32) + s. NVIDIA calls this the layout of block scaling factors, torch SWIZZLE_32_4_4. Their
+padding is 0, too.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ...numerics.scales import fp32_scales
 # One swizzled run of scales.
 SCALE_ROWS, SCALE_COLUMNS = 128, 4
 _ROWS, _CONTRACTED = 16, 32
-# Addresses of the parts of a buffer: more than any of them needs.
+# Alignment of the parts of a buffer: more than any of them needs.
 _ALIGNED = 256
 _EXPONENT_BIAS, _MANTISSA_BITS = 127, 23
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of product: what its operands look like."""
+    """One kind of product, by the form of its operands."""
 
     grid: ElementGrid
     scale: str
@@ -51,7 +51,7 @@ KINDS = (MXFP8, MXFP4, NVFP4)
 
 
 def kind_of(format: NumberFormat) -> Kind | None:
-    """Returns the product that computes a format's GEMMs, None if there is none."""
+    """Returns the kind of product for a format's GEMMs, None if there is none."""
     for kind in KINDS:
         if format.scale == kind.scale and all(_fits(format.operand(name), format, kind) for name in OPERANDS):
             return kind
@@ -59,7 +59,7 @@ def kind_of(format: NumberFormat) -> Kind | None:
 
 
 def _fits(rule: Operand, format: NumberFormat, kind: Kind) -> bool:
-    """Whether an operand's elements and blocks are the kind's; blocks may be more than one row high."""
+    """Returns True if an operand's elements and blocks fit the kind; blocks may be more than one row high."""
     in_blocks = rule.block is not None and rule.block[1] == kind.block
     return in_blocks and rule.quantized and not rule.noise and (rule.grid or format.grid) == kind.grid
 
@@ -72,16 +72,16 @@ class Packed:
     rows: int
     contracted: int
     buffer: Tensor
-    """All of its bytes, flat; the other tensors are parts of it."""
+    """All bytes of the operand, flat; the other tensors are parts of it."""
     data: Tensor
     """(R', K' / elements per byte), bytes."""
     scales: Tensor
     """Swizzled and flat, bytes."""
     tensor_scale: Tensor
-    """One FP32 number by which all of it is multiplied; 1 where the format has none."""
+    """One FP32 number that multiplies the whole operand; 1 if the format has none."""
 
     def dequantize(self) -> Tensor:
-        """Returns what the operand stands for, (R, K), FP32."""
+        """Returns the operand's values, (R, K), FP32."""
         per_row = _up(self.contracted, self.kind.block) // self.kind.block
         scales = _read_scales(unswizzled(self.scales, self.rows, per_row), self.kind) * self.tensor_scale
         values = _read_elements(self.data, self.kind)[: self.rows, : self.contracted]
@@ -89,7 +89,7 @@ class Packed:
 
 
 def empty(kind: Kind, rows: int, contracted: int, device: torch.device) -> Packed:
-    """Returns an operand that is to be written: nothing in it is set."""
+    """Returns an uninitialized operand."""
     return within(
         torch.empty(size_of(kind, rows, contracted), dtype=torch.uint8, device=device), kind, rows, contracted
     )
@@ -105,7 +105,7 @@ def within(buffer: Tensor, kind: Kind, rows: int, contracted: int) -> Packed:
     of_data, of_scales, of_tensor = _parts(kind, rows, contracted)
     second = _up(of_data, _ALIGNED)
     third = second + _up(of_scales, _ALIGNED)
-    # `narrow` and not an index, which asks for a driver where torch only makes believe that there is a GPU.
+    # `narrow`: indexing asks for a driver, even if torch only fakes a GPU.
     data = buffer.narrow(0, 0, of_data).view(_up(rows, _ROWS), _up(contracted, _CONTRACTED) // kind.per_byte)
     scales = buffer.narrow(0, second, of_scales)
     tensor_scale = buffer.narrow(0, third, of_tensor).view(torch.float32)
@@ -174,7 +174,7 @@ def _written_scales(scales: Tensor, tensor_scale: Tensor, kind: Kind) -> Tensor:
     if kind.scale_dtype == torch.float8_e8m0fnu:
         codes = scales.contiguous().view(torch.int32) >> _MANTISSA_BITS  # 2**-127, subnormal in FP32, has the code 0
         return torch.where(scales.isnan(), 255, codes).to(torch.uint8)
-    # A product of FP32 numbers, divided by one of them, is the other within a last bit, of which E4M3 has no trace.
+    # A product of FP32 numbers divided by one of them is the other one within the last bit, far below E4M3's spacing.
     return (scales / tensor_scale).to(kind.scale_dtype).view(torch.uint8)
 
 

@@ -1,7 +1,7 @@
-"""An operand of a GEMM as packed bytes: one Triton kernel on a GPU, torch's operations elsewhere, the same bytes.
+"""An operand of a GEMM as packed bytes: one Triton kernel on a GPU, torch's operations elsewhere, with the same bytes.
 
-The kernel takes all operands of the formats that `packing.kind_of` knows, but for those that try several targets per
-block (four over six): these take torch's operations everywhere. Rotations come before either. Legend: as in `packing`.
+The kernel quantizes all operands of the formats that `packing.kind_of` knows, except those that try several targets per
+block (four over six), which torch's operations quantize everywhere. Rotations come first. Legend: as in `packing`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WARPS = {0: 4, 1: 8}
 def quantize(
     x: Tensor, format: NumberFormat, operand: str, contracts: int, state: Tensor, by_kernel: bool | None = None
 ) -> Packed:
-    """Returns x, (R, K) or (K, R), as the product of a format's GEMM takes it.
+    """Returns x, (R, K) or (K, R), as the product of a format's GEMM reads it.
 
     Args:
         x: 2-D, BF16 or FP32, with at least one element.

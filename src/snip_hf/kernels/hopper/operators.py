@@ -1,11 +1,11 @@
 """The three GEMMs on FP8 tensor cores: quantization in one pass, and cuBLASLt's block-scaled product.
 
-Every FP4 value is an FP8 (E4M3) value, so both grids are stored as E4M3 and multiplied by the same GEMM (ours,
-docs/method.md, section 1): the format of each operand is a number that the kernels read from the layer's `state`, and
-a new plan is new data for the same code.
+Every FP4 value is an FP8 (E4M3) value, so both grids are stored as E4M3 and multiplied by the same GEMM
+(docs/method.md, section 1). Kernels read the format of each operand from the layer's `state`: a new plan is new data
+for the same code.
 
-Legend: T tokens, C channels, I in_features, O out_features; T', C', I', O' are these rounded up to whole tiles, filled
-with zeros. An operand is stored with the contracted dimension last, with one FP32 scale per 128 elements along it
+Legend: T tokens, C channels, I in_features, O out_features; T', C', I', O' are rounded up to whole tiles, filled with
+zeros. An operand is stored with the contracted dimension last, with one FP32 scale per 128 elements along it
 ("rows", "columns") or per 128x128 block (weights). GEMMs are numbered as in `numerics.gemms.GEMMS`; number -1 leaves a
 layout out, and empty tensors come back for it.
 """
@@ -27,7 +27,7 @@ _ROWS, _SQUARES = 4, 5
 
 
 def _launched(kernel: Any) -> Any:
-    """Returns the kernel as torch.compile can see into it."""
+    """Returns the kernel in the form that torch.compile can trace."""
     return kernel if INTERPRETED.value else torch.library.wrap_triton(kernel)
 
 
@@ -36,7 +36,7 @@ def _padded(size: int) -> int:
 
 
 def _blocks(size: int) -> int:
-    """Scales per row of blocks: cuBLASLt wants a multiple of four."""
+    """Returns the scales per row of blocks: cuBLASLt needs a multiple of four."""
     return (size + 4 * TILE - 1) // (4 * TILE) * 4
 
 
@@ -74,7 +74,7 @@ def quantize_tokens(
     if x.stride(1) != 1:
         x = x.contiguous()
     padded_tokens, padded_channels = _padded(tokens), _padded(channels)
-    # The best sizes of those tried on an H200 (docs/log.md).
+    # The fastest sizes of those tried on an H200 (docs/log.md).
     row_runs, width = 8 * (row_gemm >= 0), (16 if is_gradient else 32) * (column_gemm >= 0)
     parts = (TILE // 4 // row_runs if row_runs else 0) + (TILE // width if width else 0)
     with torch.cuda.device_of(x):  # Triton launches on the current device
@@ -134,11 +134,11 @@ def quantize_weight(
 
 
 def quantize_weight_into(weight: Tensor, state: Tensor, outputs: Sequence[Tensor]) -> None:
-    """As `quantize_weight`, into the tensors that it gave; an empty one is left out."""
+    """As `quantize_weight`, into the tensors that it returned; an empty one is left out."""
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     (rows, columns), padded_rows, padded_columns = weight.shape, _padded(weight.shape[0]), _padded(weight.shape[1])
-    with torch.cuda.device_of(weight):  # as above
+    with torch.cuda.device_of(weight):  # Triton launches on the current device
         _launched(weight_kernel)[(padded_columns // TILE, padded_rows // TILE)](
             weight,
             state,

@@ -1,7 +1,7 @@
 """The Triton kernels that quantize tiles for FP8 tensor cores.
 
-Legend: T tokens, C channels, I in_features, O out_features. Each function repeats one of `numerics`, bit for bit but
-for the sign of zeros. Formats are numbers read from `state` while the kernel runs, the same for a whole program.
+Legend: T tokens, C channels, I in_features, O out_features. Each function repeats one of `numerics`, bit for bit except
+for the sign of zeros. Formats are numbers that kernels read from `state` at run time, the same for a whole program.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _TILE = tl.constexpr(TILE)
 
 @triton.jit
 def _scales(amax, is_fp4):
-    """`rounding.tile_scales` from a tile's amax: the scale, and its reciprocal. All lanes of a tile compute it."""
+    """`rounding.tile_scales` from a tile's amax: the scale and its reciprocal. All lanes of a tile compute it."""
     largest = tl.zeros_like(amax) + tl.where(is_fp4, _MAX_FP4, _MAX_FP8)
     if INTERPRETED:
         scale = tl.maximum(tl.div_rn(amax, largest), _SMALLEST_NORMAL)
         scale = tl.where(amax < float("inf"), scale, float("nan"))
         inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
     else:
-        # Quotient and reciprocal from approximations and their remainders: correctly rounded (Markstein 1990; the
-        # second is what `rcp.rn` does for scales of the size that they have, less its tests for others).
+        # Correctly rounded quotient and reciprocal, from approximations and their remainders (Markstein 1990). The
+        # second is `rcp.rn` without its tests for numbers that scales cannot be.
         inverse_largest = tl.zeros_like(amax) + tl.where(is_fp4, 1.0 / _MAX_FP4, 1.0 / _MAX_FP8)
         quotient = amax * inverse_largest
         scale = tl.fma(tl.fma(-quotient, largest, amax), inverse_largest, quotient)
@@ -54,7 +54,7 @@ def _scales(amax, is_fp4):
 
 @triton.jit
 def _round_fp4(x, dither):
-    """`rounding.round_to_grid` to E2M1 of what is scaled already; 0 loses its sign.
+    """`grids.round_to_grid` of scaled numbers to E2M1; 0 loses its sign.
 
     dither: (random - 1/2) times the spacing between 1 and 2, which is 1/2; or 0.
     """
@@ -91,7 +91,7 @@ def _load(x, run, channel, tokens, channels, stride, RAGGED: tl.constexpr):
 
 @triton.jit
 def _rounded(a, b, c, d, is_fp4, state, run, channel, tokens, channels, IS_GRADIENT: tl.constexpr):
-    """What is scaled, on the grid of FP4; for FP8 as it was, since storing it rounds it."""
+    """Rounds scaled numbers to the grid of FP4; leaves them for FP8, since storing them rounds."""
     if is_fp4:
         if IS_GRADIENT:
             da, db, dc, dd = _dithers(state, run, channel, tokens, channels)
@@ -124,7 +124,7 @@ def _write_rows(
     IS_GRADIENT: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Some runs of tokens by 128 channels, tiles 1x128."""
+    """Writes some runs of tokens by 128 channels, in tiles of 1x128."""
     is_fp4 = tl.load(state + GEMM) == _FP4
     channel = column_tile * _TILE + tl.arange(0, _TILE)
     a, b, c, d = _load(x, run, channel, tokens, channels, stride, RAGGED)
@@ -163,7 +163,7 @@ def _write_columns(
     IS_GRADIENT: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """128 tokens by some channels, tiles 128x1, transposed."""
+    """Writes 128 tokens by some channels, in tiles of 128x1, transposed."""
     is_fp4 = tl.load(state + GEMM) == _FP4
     run = (row_tile * (_TILE // RUN) + tl.arange(0, _TILE // RUN)).to(tl.int64)
     a, b, c, d = _load(x, run, channel, tokens, channels, stride, RAGGED)
@@ -197,8 +197,8 @@ def tokens_kernel(
     ROW_RUNS: tl.constexpr,  # runs of tokens per program that writes rows; 0: there is none
     WIDTH: tl.constexpr,  # channels per program that writes columns; 0: there is none
 ):
-    """A part of one 128x128 tile, in one of the two layouts. The programs of a tile follow each other, so that x comes
-    from memory once although two read it. One program for both layouts would need too many registers."""
+    """Writes a part of one 128x128 tile, in one of the two layouts. The programs of a tile are neighbours, so that x
+    comes from memory once although two read it. One program for both layouts would need too many registers."""
     row_parts: tl.constexpr = _TILE // RUN // ROW_RUNS if ROW_RUNS > 0 else 0
     column_parts: tl.constexpr = _TILE // WIDTH if WIDTH > 0 else 0
     part = tl.program_id(0) % (row_parts + column_parts)
@@ -263,7 +263,7 @@ def weight_kernel(
     GRAD_INPUT: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """One 128x128 block, rounded to BF16 first, as autocast would."""
+    """Writes one 128x128 block, rounded to BF16 first, as autocast does."""
     column_tile = tl.program_id(0)
     row_tile = tl.program_id(1)
     row = (row_tile * _TILE + tl.arange(0, _TILE)).to(tl.int64)
@@ -291,6 +291,6 @@ def weight_kernel(
             rounded = _round_fp4(rounded, 0.0)
         at_input = by_input.to(tl.pointer_type(tl.int8), bitcast=True)
         at_input += column.to(tl.int64)[:, None] * padded_out + row[None, :]
-        # As bytes: a transposed FP8 tile beside a maximum that keeps NaN is stored wrong (triton-lang/triton#11111).
+        # As bytes: Triton stores a transposed FP8 tile wrongly beside a maximum that keeps NaN (triton#11111).
         tl.store(at_input, tl.trans(rounded.to(tl.float8e4nv).to(tl.int8, bitcast=True)))
         tl.store(input_scales + column_tile * out_blocks + row_tile, scale)

@@ -1,6 +1,6 @@
-"""The Triton kernels of gated MLPs: silu(gate) * up and its gradients, encoded where they are computed.
+"""The Triton kernels of gated MLPs: they compute silu(gate) * up and its gradients, and encode them.
 
-Legend: as in `tiles`. All of it is computed in FP32 and rounded to BF16 once, as Inductor does.
+Legend: as in `tiles`. Everything is computed in FP32 and rounded to BF16 once, as Inductor does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FORWARD, _GRAD_INPUT, _GRAD_WEIGHT = tl.constexpr(0), tl.constexpr(1), tl.const
 
 @triton.jit
 def _rounded(x):
-    """To BF16, which encoding reads."""
+    """Rounds to BF16, which encoding reads."""
     return x.to(tl.bfloat16)
 
 
@@ -28,7 +28,7 @@ def _sigmoid(x):
     if INTERPRETED:
         found = 1.0 / (1.0 + tl.exp(-x))
     else:
-        # Without the steps for subnormal numbers, two thirds of what the compiler makes of it.
+        # Without handling of subnormal numbers: two thirds of the compiler's instructions.
         found = tl.inline_asm_elementwise(
             "{ .reg .f32 power;"
             "  mul.ftz.f32 power, $1, 0fBFB8AA3B;"  # -log2(e)
@@ -60,7 +60,7 @@ def _with_gradients(grad, gate, up):
 
 @triton.jit
 def _store_values(values, a, b, c, d, run, channel, tokens, channels, RAGGED: tl.constexpr):
-    """The four tokens of each run, BF16."""
+    """Stores the four tokens of each run, BF16."""
     token = run * RUN
     at = values + token[:, None] * channels + channel[None, :]
     if RAGGED:
@@ -82,7 +82,7 @@ def _encode(
     b,
     c,
     d,
-    values,  # where they go as they are if IS_PLAIN
+    values,  # receives the operand in BF16 if `is_plain`
     state,
     record,
     table,
@@ -107,7 +107,7 @@ def _encode(
     RUNS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Writes an operand's layouts, or its values where the layouts need scales that are not known yet."""
+    """Writes an operand's layouts, or its values if the layouts need scales that are not known yet."""
     if is_plain:
         _store_values(values, a, b, c, d, run, channel, tokens, channels, RAGGED)
     else:
@@ -121,7 +121,7 @@ def _encode(
 
 @triton.jit
 def _place(RUNS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Runs and channels of a program: from the end, which was written last and may be in the cache."""
+    """The runs and channels of a program, from the end: it was written last and may be in the cache."""
     run = ((tl.num_programs(1) - 1 - tl.program_id(1)) * RUNS + tl.arange(0, RUNS)).to(tl.int64)
     return run, tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
 
@@ -163,7 +163,7 @@ def encode_gated_gradients_kernel(
     grad,
     gate,
     up,
-    # Of the gradient of gate.
+    # The gradient of gate.
     gate_state,
     gate_record,
     gate_row_parameters,
@@ -171,7 +171,7 @@ def encode_gated_gradients_kernel(
     gate_rows,
     gate_columns,
     gate_values,
-    # Of that of up.
+    # The gradient of up.
     up_state,
     up_record,
     up_row_parameters,
@@ -179,7 +179,7 @@ def encode_gated_gradients_kernel(
     up_rows,
     up_columns,
     up_values,
-    # Of silu(gate) * up, columns alone.
+    # silu(gate) * up, columns only.
     state,
     record,
     parameters,
@@ -197,8 +197,8 @@ def encode_gated_gradients_kernel(
     RUNS: tl.constexpr,  # of 4 tokens, a multiple of 8
     CHANNELS: tl.constexpr,  # a multiple of 32
 ):
-    """Columns of silu(gate) * up for the weight's gradient of the linear behind, and both layouts of the gradients of
-    gate and up, from one read of grad, gate and up. `plain` says of which the values are written instead."""
+    """Columns of silu(gate) * up for the next linear's weight gradient, and both layouts of the gradients of gate and
+    up, from one read of grad, gate and up. The bits of `plain` select operands whose values are written instead."""
     run, channel = _place(RUNS, CHANNELS)
     da, db, dc, dd = load_runs(grad, run, channel, tokens, channels, channels, RAGGED)
     ga, gb, gc, gd = load_runs(gate, run, channel, tokens, channels, channels, RAGGED)

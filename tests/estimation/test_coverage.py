@@ -392,8 +392,10 @@ def test_flex_attention_outside_compiled_graphs_is_aside() -> None:
 def test_products_of_activations_are_aside() -> None:
     found = coverage(Model(Bank(8), lambda bank, x: x @ x.t()), {"x": torch.ones(6, 8, requires_grad=True)})
     assert found.flops == found.covered == flops(64, 6)
-    (name,) = [name for name in found.aside if name != "output head"]
-    assert "attention" in name and found.aside[name] == 3 * 2 * 6 * 6 * 8
+    assert found.aside["other products without a weight (masks, tables)"] == 3 * 2 * 6 * 6 * 8
+    assert sum(found.aside.values()) == 3 * 2 * 6 * 6 * 8
+    batched = coverage(Model(Bank(8), lambda bank, x: x @ x.mT), {"x": torch.ones(2, 6, 8, requires_grad=True)})
+    assert batched.aside["products of activations with each other (attention, scans)"] == 2 * 3 * 2 * 6 * 6 * 8
 
 
 def test_a_frozen_weight_has_no_grad_weight() -> None:

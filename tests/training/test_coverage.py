@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, coverage
-from snip_hf.estimation.coverage import CountedPass
+from snip_hf.estimation.coverage import PassCounts
 from snip_hf.integrations.trackers import quantities_in_force
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.parallel.ranks import Processes, Ranks
@@ -378,7 +378,7 @@ def test_the_share_of_experts_that_were_not_counted_is_not_told(
 def test_a_pass_that_shows_no_product_leaves_coverage_unknown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(coverage_module, "count_pass", lambda *_: CountedPass())
+    monkeypatch.setattr(coverage_module, "count_pass", lambda *_: PassCounts())
     loop = Loop(seeded(SparseLM), fp4_config(policy="layer-type")).run(ids(4))
     assert loop.controller.coverage is None and loop.controller.plan.tokens is None
     (warning,) = [message for message in caplog.messages if "could not be counted" in message]

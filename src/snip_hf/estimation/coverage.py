@@ -45,9 +45,9 @@ from .passes import call, stand_in, traceless
 # Coverage below this share is worth a warning.
 LITTLE = 0.9
 _HEAD = "output head"
-# As Mamba does with `dt_proj`, and its fused kernels on a GPU with `out_proj`: no format reaches such a product.
+# Mamba does so with `dt_proj`, and its fused kernels on a GPU with `out_proj`: no format reaches such a product.
 _NO_CALL = "the model multiplies with its weight without a call of the layer"
-# Reasons that are no clause.
+# Reason -> clause that reads after "because".
 _CLAUSES = {
     LEFT_OUT: "skip_modules names it",
     ROUTER: "routers stay in high precision",
@@ -56,6 +56,7 @@ _CLAUSES = {
     "chooses the tokens of sparse attention": "it chooses the tokens of sparse attention",
 }
 _ACTIVATIONS = "products of activations with each other (attention, scans)"
+_OTHER = "other products without a weight (masks, tables)"
 
 
 Formula = Callable[[Sequence[Any], Tensor], int]
@@ -68,31 +69,31 @@ _LOOKUPS = ("Index", "Gather")
 
 @dataclass(frozen=True)
 class Uncovered:
-    """Matrix products that stay in high precision, those of one kind of weight under all numbers of blocks."""
+    """Matrix products that stay in high precision, of one kind of weight in all blocks."""
 
     name: str
-    """Of the module, or of the parameter if it is not called "weight"; `*` stands for a number."""
+    """Name of the module, or of the parameter if it is not called "weight"; `*` stands for a number."""
     kind: str
     """"MoE experts", "router" or the class of the module."""
     share: float
-    """Of the FLOPs of all products that count, 0..1."""
+    """Share of the FLOPs of all products that count, 0..1."""
     reason: str
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a plan can decide on, of the matrix products of one micro-batch."""
+    """The matrix products of one micro-batch, and those that a plan can decide on."""
 
     flops: float
     """FLOPs of a forward and a backward pass: those of all matrix products with a weight, by the tokens that it saw.
     Each product counts as forward, as grad_input if its input needs a gradient, and as grad_weight if the weight is
-    trained. The output head and products of activations with each other are aside."""
+    trained. The output head and products without a weight are aside."""
     covered: float
-    """Those among them that a plan decides on."""
+    """The FLOPs that a plan decides on."""
     uncovered: list[Uncovered]
     """The others, the largest share first."""
     aside: dict[str, float] = field(default_factory=dict)
-    """What is aside -> its FLOPs, counted likewise."""
+    """Products that are left out of the share, by kind -> their FLOPs, counted likewise."""
 
     @property
     def share(self) -> float:
@@ -112,7 +113,7 @@ class Coverage:
         return {"flops": self.flops, "covered": self.covered, "uncovered": rest, "aside": dict(self.aside)}
 
     def describe(self) -> str:
-        """Returns the share, and kind, share and reason of the rest, as the log and reports show them."""
+        """Returns the share, and kind, share and reason of the rest, for the log and reports."""
         rest = [
             f"{printable(kind)}: {share:.1%}, not covered because {printable(_as_clause(reason))}"
             for (kind, reason), share in self.by_kind().items()
@@ -122,17 +123,16 @@ class Coverage:
 
 
 def _as_clause(reason: str) -> str:
-    """Returns a reason so that it reads after "because". Files keep the short ones, those of earlier versions too."""
+    """Returns a reason as a clause that reads after "because"; files keep the short reasons."""
     clause = _CLAUSES.get(reason, reason)
     return f"it is {clause}" if clause.startswith(("outside ", "not ")) else clause
 
 
-class CountedPass:
+class PassCounts:
     """Counts of one forward pass, or of those of several ranks together.
 
-    Its counts are FLOPs of ("covered",), ("left", name, kind, reason) and ("aside", what), and tokens of ("tokens",
-    layer), that a swapped layer saw in all its matrices together, and of ("returned", layer), for which its grad_input
-    runs.
+    Keys of FLOPs: ("covered",), ("left", name, kind, reason), ("aside", kind). Keys of tokens: ("tokens", layer), which
+    a swapped layer saw in all its matrices together, and ("returned", layer), for which its grad_input runs.
     """
 
     def __init__(self, entries: Iterable[Sequence[Any]] = ()) -> None:
@@ -172,9 +172,10 @@ def coverage(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | No
 
     Args:
         model: a model, converted or not; wrappers are looked through. It is not changed.
-        batch: keyword arguments of its forward, on its device; labels are not needed, but where an encoder-decoder
-            makes its decoder's inputs of them.
-        config: says what is swapped; None: what is, or the defaults in a model that is not converted.
+        batch: keyword arguments of its forward, on its device; labels are only needed if an encoder-decoder makes its
+            decoder's inputs of them.
+        config: decides which layers are swapped; None: those that are, or the defaults if the model is not
+            converted.
 
     Raises:
         TypeError: the batch is no mapping of names to values, or the configuration no `SnipConfig`.
@@ -197,11 +198,10 @@ def coverage(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | No
 
 def count_pass(
     model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | None = None, autocast: torch.dtype | None = None
-) -> CountedPass:
+) -> PassCounts:
     """As `coverage`, for a model without wrappers, with the tokens of each swapped layer.
 
-    The pass runs forward alone, under gradients, and keeps nothing for a backward pass. Collective where weights are
-    sharded.
+    Runs forward only, under gradients, and keeps nothing for a backward pass. Collective if weights are sharded.
 
     Args:
         model, batch, config: as `coverage` takes them.
@@ -210,19 +210,21 @@ def count_pass(
     matrices = weight_matrices(model, config)
     kwargs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
     layers = snip_linears(model)
-    found = CountedPass([[what, name, 0] for what in ("tokens", "returned") for name in layers])
+    found = PassCounts([[what, name, 0] for what in ("tokens", "returned") for name in layers])
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     calls = calls_of(model)
     before = RandomState.now()
     try:
         with traceless(model), _training_gradients(model), training_autocast(model, autocast):
             counter = FlopsByWeight(dict(model.named_parameters()))
-            with _counting(layers, found, counter), _noting_calls(calls, counter), counter:
+            with _counting(layers, found, counter), _tracking_calls(calls, counter), counter:
                 call(model, kwargs)
     finally:
         before.restore()
     counts = found.counts
     counts["aside", _HEAD], counts["aside", _ACTIVATIONS] = 0, counter.of_activations
+    if counter.of_others:
+        counts["aside", _OTHER] = counter.of_others
     for one in matrices:
         name = names[id(one.parameter)]
         count, in_calls = counter.of_weights[name], counter.in_calls[name]
@@ -251,8 +253,8 @@ def training_autocast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
 
     Args:
         model: the model.
-        dtype: of the autocast; None: that which is on. With none on, a model of several dtypes, whose products
-            only autocast brings together, runs under autocast in BF16: its dtype changes no number of FLOPs.
+        dtype: dtype of the autocast; None: the autocast that is on. If none is on, a model of several dtypes, which
+            needs autocast, runs under autocast in BF16: the dtype changes no FLOPs.
     """
     parameters = [one for one in model.parameters() if one.is_floating_point()]
     device = parameters[0].device.type if parameters else "cpu"
@@ -267,7 +269,7 @@ def training_autocast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
 
 @contextmanager
 def _training_gradients(model: nn.Module) -> Iterator[None]:
-    """Puts stand-ins in the place of a model's parameters, which ask for gradients as in training."""
+    """Replaces a model's parameters by stand-ins that require gradients as in training."""
     asks = {name: one.requires_grad for name, one in model.named_parameters() if one.is_floating_point()}
     stand_in(model, {}, in_fp32=False)
     for name, parameter in model.named_parameters():
@@ -278,11 +280,11 @@ def _training_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def _forgotten(_: Tensor) -> Any:
-    """What is kept of a tensor for a backward pass that never runs."""
+    """Packs and unpacks saved tensors of a backward pass that never runs."""
 
 
 @contextmanager
-def _noting_calls(calls: Iterable[Call], counter: FlopsByWeight) -> Iterator[None]:
+def _tracking_calls(calls: Iterable[Call], counter: FlopsByWeight) -> Iterator[None]:
     """Tells the counter which modules run."""
     hooks = []
     for one in calls:
@@ -296,8 +298,8 @@ def _noting_calls(calls: Iterable[Call], counter: FlopsByWeight) -> Iterator[Non
 
 
 @contextmanager
-def _counting(layers: Mapping[str, SnipLayer], found: CountedPass, counter: FlopsByWeight) -> Iterator[None]:
-    """Lets every swapped layer run in no format, and counts its tokens and FLOPs."""
+def _counting(layers: Mapping[str, SnipLayer], found: PassCounts, counter: FlopsByWeight) -> Iterator[None]:
+    """Makes every swapped layer run in high precision and counts its tokens and FLOPs."""
     names = {id(parameter): name for name, parameter in counter.parameters.items()}
 
     def recorder(name: str, weight: str) -> ForwardRecorder:
@@ -307,7 +309,7 @@ def _counting(layers: Mapping[str, SnipLayer], found: CountedPass, counter: Flop
             found.counts["tokens", name] += rows
             found.counts["returned", name] += rows if needs_gradient(input) else 0
             gemms = 1 + needs_gradient(input) + layer.weight.requires_grad
-            counter.note(weight, 2 * rows * layer.in_features * layer.out_features, gemms)
+            counter.add(weight, 2 * rows * layer.in_features * layer.out_features, gemms)
             with counter.paused():
                 return _output(layer, x, dispatch).view(*input.shape[:-1], layer.out_features)
 
@@ -323,7 +325,7 @@ def _counting(layers: Mapping[str, SnipLayer], found: CountedPass, counter: Flop
 
 
 def _output(layer: SnipLayer, x: Tensor, dispatch: Dispatch | None) -> Tensor:
-    """Returns what a layer computes in high precision, in the dtype that it does in training."""
+    """Returns a layer's output in high precision, in the dtype of training."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     x, matrices = x.to(dtype), [one.to(dtype) for one in layer.matrices(whole(layer.weight))]
@@ -340,24 +342,24 @@ def _output(layer: SnipLayer, x: Tensor, dispatch: Dispatch | None) -> Tensor:
 
 
 class Call(NamedTuple):
-    """A module that runs, and what the products are that it runs itself, where their operands do not tell."""
+    """A module that runs, and the weight of products in it whose operands do not tell."""
 
     name: str
     module: nn.Module
     layer: frozenset[str]
-    """Names of the parameters that plans decide on by its calls."""
+    """Names of the parameters whose products plans decide on if the module is called."""
     weight: str | None
-    """Name of the parameter that they are with: the module is a linear, or holds frozen matrices and no layers."""
+    """Name of the parameter, if the module is a linear, or holds frozen matrices and no layers."""
     is_fixed: bool
-    """Whether they are with matrices that the module holds and that are no parameters, or are an adapter's."""
+    """Whether the weights are matrices of the module that are no parameters, or an adapter's."""
 
 
 class FlopsByWeight(TorchDispatchMode):
-    """Counts the products of the passes that run inside the context.
+    """Counts the products of passes within the context.
 
     A product belongs to the parameter that an operand is, is a view of, or is computed from without products: casts,
-    scaled weights, chosen experts. Otherwise it belongs to the innermost module that runs, if that multiplies with
-    nothing but its own weights (`Call`). What is left are products of activations, as in attention and scans.
+    scaled weights, chosen experts. Otherwise it belongs to the innermost module that runs, if that only multiplies
+    with its own weights (`Call`). The others are products of activations, as in attention and scans.
 
     Args:
         parameters: name -> parameter, as the pass uses it.
@@ -374,6 +376,9 @@ class FlopsByWeight(TorchDispatchMode):
         self.of_modules: Counter[Call] = Counter()
         """Module whose weights are no parameters -> FLOPs."""
         self.of_activations = 0
+        """FLOPs of attention, and of batched products of activations with each other."""
+        self.of_others = 0
+        """FLOPs of unbatched products in which no weight was found."""
         self.running: list[Call] = []
         self.parameters = dict(parameters)
         self._names = {id(_root(tensor)): name for name, tensor in parameters.items()}
@@ -381,7 +386,7 @@ class FlopsByWeight(TorchDispatchMode):
         self._formulas = formulas()
         self._is_paused = False
 
-    def note(self, name: str, flops: int, gemms: int) -> None:
+    def add(self, name: str, flops: int, gemms: int) -> None:
         """Adds a product with a parameter."""
         self.of_weights[name] += flops * gemms
         if any(name in call.layer for call in self.running):
@@ -389,7 +394,7 @@ class FlopsByWeight(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Counts nothing, for a layer that counts for itself."""
+        """Stops counting while a layer runs that counts for itself."""
         self._is_paused = True
         try:
             yield
@@ -413,15 +418,17 @@ class FlopsByWeight(TorchDispatchMode):
         for index, operand in reversed(list(enumerate(operands))):
             if name := self._parameter_of(operand):
                 needs[index] = self.parameters[name].requires_grad
-                self.note(name, flops, 1 + sum(needs))
+                self.add(name, flops, 1 + sum(needs))
                 return
         call = self.running[-1] if self.running else None
         if call is not None and call.weight is not None:
-            self.note(call.weight, flops, 1 + sum(needs))
+            self.add(call.weight, flops, 1 + sum(needs))
         elif call is not None and call.is_fixed:
             self.of_modules[call] += flops * (1 + sum(needs))
-        else:
+        elif operands[0].dim() == 3:
             self.of_activations += flops * (1 + sum(needs))
+        else:
+            self.of_others += flops * (1 + sum(needs))
 
     def _parameter_of(self, tensor: Tensor) -> str | None:
         """Returns the parameter that a tensor is, is a view of, or is computed from without products."""

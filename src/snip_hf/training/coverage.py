@@ -18,7 +18,7 @@ from torch import nn
 
 from ..costs.flops import Tokens, relative_tokens
 from ..estimation.batch import Objective
-from ..estimation.coverage import LITTLE, CountedPass, Coverage, count_pass, training_autocast
+from ..estimation.coverage import LITTLE, Coverage, PassCounts, count_pass, training_autocast
 from ..estimation.passes import forward_inputs
 from ..parallel.ranks import Attempt, Processes, RankError, describe, failing_together
 from ..parallel.sharding import is_fully_sharded
@@ -147,7 +147,7 @@ class CoverageCounter:
                 describe(error),
             )
 
-    def _count_all(self, inputs: _Inputs) -> tuple[CountedPass, int | None]:
+    def _count_all(self, inputs: _Inputs) -> tuple[PassCounts, int | None]:
         """Returns the counts of all ranks' micro-batches together, and their number of tokens."""
         local, attempt = None, Attempt()
         batch: Mapping[str, Any] = {}
@@ -159,12 +159,12 @@ class CoverageCounter:
         assert local is not None
         every = self._processes.everyone.gather([local.entries(), tokens_of(batch)], "FLOPs")
         entries, tokens = zip(*every, strict=True)
-        counted = CountedPass(itertools.chain(*entries))
+        counted = PassCounts(itertools.chain(*entries))
         if not counted.coverage.flops:
             raise RuntimeError("the forward pass showed no matrix product with a weight; expected those of the layers.")
         return counted, None if None in tokens else sum(tokens)
 
-    def _use(self, step: int, counted: CountedPass, tokens: Tokens | None, is_new: bool) -> None:
+    def _use(self, step: int, counted: PassCounts, tokens: Tokens | None, is_new: bool) -> None:
         before, found = self.found, counted.coverage
         old_tokens = self._in_force.setting.tokens
         changes = self._in_force.count_by(tokens, decides=is_new and not needs_probe(self._in_force.setting.config))

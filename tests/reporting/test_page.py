@@ -12,6 +12,7 @@ from long_run import write_long_run
 from pages import Page, hash_of
 from written_runs import random_assignments, write_divergence, write_losses, write_run
 
+from snip_hf import SnipConfig
 from snip_hf.records.load import load_run
 from snip_hf.reporting.page import blocks, config_code, page, write_page
 from snip_hf.reporting.run_report import run_contents
@@ -120,7 +121,7 @@ def test_the_code_of_a_page_builds_the_configuration_of_the_run() -> None:
     built: dict[str, object] = {}
     exec(config_code(config.to_dict()), built)
     assert built["config"] == config
-    assert "SnipConfig(\n    granularity='gemm',\n)" in config_code(fp4_config().to_dict())
+    assert "SnipConfig(\n    granularity='gemm',\n)" in config_code(SnipConfig().to_dict())
     assert "\n    # of a later version: 1\n" in config_code({"of a later version": 1})
 
 

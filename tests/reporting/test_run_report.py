@@ -132,7 +132,7 @@ def test_divergences_in_a_format_that_is_not_registered_are_left_out_with_what_t
     path = tmp_path / "snip" / "divergence-100.json"
     path.write_text(path.read_text().replace('"fp8"', '"my-e3m1"'))
     text = joined(printed(tmp_path))
-    assert "divergence-100.json cannot be used and is left out: Unknown format 'my-e3m1' for records[1].format" in text
+    assert "divergence-100.json cannot be used and is left out: Unknown format 'my-e3m1' for rows[1].format" in text
     assert "or by `--import MODULE` on the command line." in text
     assert "None of the 1 divergence files can be used, so there is no figure of the divergences." in text
 
@@ -180,29 +180,28 @@ def test_a_history_whose_last_line_is_cut_off_is_read_up_to_there(tmp_path: Path
     assert "Note: The last line of history.jsonl is not complete and is left out." in printed(tmp_path)
 
 
-def test_a_history_in_an_unknown_format_is_refused_with_file_line_and_advice_also_in_its_last_line(
-    tmp_path: Path,
-) -> None:
+def test_a_history_in_an_unknown_format_is_refused_with_advice_also_in_its_last_line(tmp_path: Path) -> None:
     write_run(tmp_path, random_assignments(3))
     path = tmp_path / "snip" / "history.jsonl"
     lines = path.read_text().splitlines()
     for number in (1, len(lines)):
-        before = ': "fp8"' if number == 1 else '["fp8", "fp4"]'
+        before = ': "fp8"' if number == 1 else '"fp8"]'
         broken = [line.replace(before, before.replace("fp8", "own4"), 1) for line in lines]
         path.write_text("\n".join([*lines[: number - 1], broken[number - 1], *lines[number:]]))
         with pytest.raises(UnknownName) as caught:
             load_run(tmp_path)
-        assert str(caught.value).startswith(f"Line {number} of {path} cannot be read: Unknown format 'own4' for ")
+        place = f"Line 1 of {path} cannot be read: " if number == 1 else ""
+        assert str(caught.value).startswith(f"{place}Unknown format 'own4' for ")
         assert str(caught.value).endswith("or by `--import MODULE` on the command line.")
 
 
 @pytest.mark.parametrize(
     ("line", "old", "new", "message"),
     [
-        (1, '"flops"', '"flop"', "it has no entry 'flops'."),
-        (2, '"event": "refresh"', '"event": "party"', "event is 'party', expected 'refresh'."),
-        (1, '"event": "start"', '"event": "refresh"', "event is 'refresh', expected 'start'."),
-        (2, '"changes"', '"change"', "it has no entry 'changes'."),
+        (1, '"flops"', '"flop"', "it has an unknown entry 'flop'; expected step, config, plan, flops, "),
+        (2, '"event": "refresh"', '"event": "party"', "event is 'party', expected one of start, refresh, "),
+        (1, '"event": "start"', '"event": "refresh"', "it has an unknown entry 'config'; expected step, "),
+        (2, '"changes"', '"change"', "it has an unknown entry 'change'; expected step, "),
         (2, "{", "", "it is not valid JSON, perhaps truncated (line 1: Extra data)."),
     ],
 )
@@ -245,18 +244,18 @@ def test_a_change_of_a_layer_that_the_start_does_not_have_is_refused_by_name(tmp
     with pytest.raises(ValueError) as caught:
         load_run(tmp_path)
     assert str(caught.value) == (
-        "The refresh of step 100 changes layer 'model.layers.99.mlp.up_proj', which the start does not have."
+        "The refresh of step 100 changes 'model.layers.99.mlp.up_proj:forward', which the start lacks."
     )
 
 
 def test_files_that_cannot_be_used_are_named_in_notes(tmp_path: Path) -> None:
     write_run(tmp_path, random_assignments(2))
     (tmp_path / "snip" / "plan.json").write_text("{")
-    (tmp_path / "snip" / "divergence-7.json").write_text('{"step": 7, "records": [{"layer": "a"}]}')
+    (tmp_path / "snip" / "divergence-7.json").write_text('{"step": 7}')
     (tmp_path / "trainer_state.json").write_text("[]")
     notes = load_run(tmp_path).notes
     assert notes[0].startswith(f"plan.json cannot be used: {tmp_path}/snip/plan.json is not a usable precision plan:")
-    assert notes[1] == "divergence-7.json cannot be used and is left out: records[0] has no entry 'gemm'."
+    assert notes[1] == "divergence-7.json cannot be used and is left out: it has no entry 'schema_version'."
     assert notes[3].startswith("trainer_state.json cannot be used and is left out: ")
 
 

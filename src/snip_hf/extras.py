@@ -1,4 +1,4 @@
-"""What training does not need: the extras of the package, what each is for, and how to install one that is missing."""
+"""The optional dependencies (extras): their purpose, and how to install a missing one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Extra:
-    """Packages that are installed together for one use."""
+    """Packages that are installed together for one purpose."""
 
     name: str
     purpose: str
     packages: Mapping[str, str]
-    """Module that is imported -> package that has it."""
+    """Imported module -> its package."""
 
     @property
     def command(self) -> str:
@@ -40,18 +40,18 @@ EXTRAS: Mapping[str, Extra] = {extra.name: extra for extra in _ALL}
 
 
 class MissingExtra(ImportError):
-    """A package of an extra is needed and not installed; the message says how to install it."""
+    """A package of an extra is missing; the message says how to install it."""
 
 
 @contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """Inside, the import of a package that an extra would install is an error that names the extra.
+    """Turns failed imports of optional packages into errors that name the extra.
 
     Args:
-        what: needs the package, such as "snip_hf.run_report".
+        what: the user of the package, e.g. "snip_hf.run_report".
 
     Raises:
-        MissingExtra: in place of the `ModuleNotFoundError`.
+        MissingExtra: instead of the `ModuleNotFoundError`.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""A progress bar for work that takes more than some seconds; on a terminal, and by the first process alone."""
+"""A progress bar for slow work, on terminals and only in the first process."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
-# Until then nothing is shown, and most probes are done.
+# Most probes take less time than this and show no bar.
 _SECONDS = 3.0
 
 
 @contextmanager
 def progress(what: str, total: int, is_first: bool = True, after: float = _SECONDS) -> Iterator[Callable[[], object]]:
-    """Gives a function to call after each of `total` parts of the work.
+    """Yields a function to call after each of `total` parts of the work.
 
-    There is no bar where standard error is no terminal, nor where warnings of the logger `snip_hf.progress` are off.
+    There is no bar if standard error is not a terminal, or if the logger `snip_hf.progress` does not log warnings.
 
     Args:
-        what: the work, for the bar.
+        what: description of the work.
         total: number of parts.
         is_first: whether this is the first process.
-        after: seconds that the work takes at least for the bar to be shown.
+        after: seconds before the bar appears.
     """
     is_shown = is_first and logger.isEnabledFor(logging.WARNING)
     with tqdm(

@@ -1,4 +1,4 @@
-"""Python state around a pass through a model: attribute bindings that are put back, and patches that threads share."""
+"""Saves and restores Python state around a pass through a model, and patches shared by threads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 
 
 class Shared:
-    """A patch of what all threads have in common: the first to need it puts it in place, the last one takes it away.
+    """A process-wide patch that the first thread to need it applies and the last one removes.
 
     Args:
-        patch: gives the context that patches.
+        patch: returns the context that patches.
     """
 
     def __init__(self, patch: Callable[..., AbstractContextManager[None]]) -> None:
@@ -46,9 +46,9 @@ class Shared:
 
 @contextmanager
 def collecting_no_garbage() -> Iterator[None]:
-    """Keeps Python from looking for garbage in cycles: a look at all objects of a process takes a third of a second.
+    """Pauses the garbage collector, whose pass over all objects takes a third of a second.
 
-    What no cycle holds is freed as ever.
+    Reference counting still frees objects outside of cycles.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -61,10 +61,10 @@ def collecting_no_garbage() -> Iterator[None]:
 
 @contextmanager
 def binding_kept(dicts: Iterable[dict[Any, Any]]) -> Iterator[None]:
-    """Puts back which keys dicts have, in their order, and which objects these name; of the objects, only generators.
+    """Restores the keys, their order and the referenced objects of dicts, and the state of random generators in them.
 
     Args:
-        dicts: such as `vars(module)`, and the parameters, buffers and hooks of a module.
+        dicts: e.g. `vars(module)`, and the parameters, buffers and hooks of a module.
     """
     before = [(one, dict(one)) for one in dicts]
     generators = [value for _, then in before for value in then.values() if isinstance(value, torch.Generator)]

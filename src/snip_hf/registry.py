@@ -1,4 +1,4 @@
-"""Named entries that a run chooses from: formats, backends, policies. Users may add their own."""
+"""Registries of named entries, such as formats, backends and policies, to which users can add their own."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ class _Named(Protocol):
 
 
 Entry = TypeVar("Entry", bound=_Named)
-# Of difflib's ratio: "snap" still names "snip", "fp6" no longer "fp8".
-_ALIKE = 0.75
-# Characters of a name that others may go on from.
-_SHORTEST = 4
+# Minimum ratio of difflib: "snap" is close to "snip", but "fp6" is not close to "fp8".
+_MIN_RATIO = 0.75
+# Minimum length of a prefix that counts as close.
+_MIN_PREFIX = 4
 
 
 class UnknownName(ValueError):
-    """A name that no entry has: a misspelt one, or that of an entry that is not registered yet."""
+    """A name without an entry: misspelt, or not registered yet."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns a sentence that names the closest of the known names, after a space; "" if none is close.
+    """Returns " Did you mean ...?" with the closest known name; "" if none is close.
 
-    Close is also the first that goes on from the whole of the name, as "target_fp4_fraction" from "target_fp4".
+    A name that starts with the given one is close, too: "target_fp4_fraction" for "target_fp4".
     """
     names = list(known)
-    close = difflib.get_close_matches(name.lower(), names, 1, _ALIKE)
-    if not close and len(name) >= _SHORTEST:
+    close = difflib.get_close_matches(name.lower(), names, 1, _MIN_RATIO)
+    if not close and len(name) >= _MIN_PREFIX:
         close = [one for one in names if one.startswith(name.lower())]
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def choices(known: Iterable[str], guess: str = "", listing: str | None = None) -> str:
-    """Returns the end of a message that refuses a name: the closest one first, then which ones there are.
+    """Returns the end of an error about an unknown name: the closest name, then the known ones.
 
     Args:
-        known: the names that there are.
-        guess: as `did_you_mean` returns it.
-        listing: what lists names that are too many for a message, e.g. "docs/config.md"; None: the message lists them.
+        known: the known names.
+        guess: the result of `did_you_mean`.
+        listing: the place that lists the names, e.g. "docs/config.md"; None: the error lists them.
     """
     names = list(known)
     if listing is not None:
@@ -55,10 +55,9 @@ class Registry(Mapping[str, Entry]):
     """A mapping from names to entries, in the order of their registration.
 
     Args:
-        kind: what the entries are, for error messages, e.g. "format".
-        built_in: the module that registers the entries that come with snip-hf. It is imported on first use, so that the
-            names can be checked by modules below it.
-        listing: the expression that lists the names, of entries that are too many for a message.
+        kind: the kind of entry, for error messages, e.g. "format".
+        built_in: the module that registers the built-in entries, imported on first use.
+        listing: the expression that lists the names, if they are too many for an error message.
     """
 
     def __init__(self, kind: str, built_in: str | None = None, listing: str | None = None) -> None:
@@ -81,7 +80,7 @@ class Registry(Mapping[str, Entry]):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Takes back, when the context ends, whatever was registered inside: for tests of one's own entries."""
+        """Undoes all registrations of the context when it ends, for tests."""
         before = dict(self._loaded())
         try:
             yield
@@ -93,8 +92,9 @@ class Registry(Mapping[str, Entry]):
         """Returns `name` if an entry has it.
 
         Raises:
-            ValueError: there is none; names `where` the name was given, guesses which was meant and says which there
-                are. It is an `UnknownName` where an entry might have the name.
+            ValueError: no entry has this name. The message says `where` it was given, and names the closest and the
+                known ones.
+            UnknownName: the same, for a string, which an entry could have.
         """
         message = f"Unknown {self.kind} {name!r} for {where}"
         if not isinstance(name, str):

@@ -1,6 +1,6 @@
-"""What a built package has beside the code: the recipes, and a long description whose links lead to the repository.
+"""Files that a built package ships besides code: the recipes, and a long description with absolute links.
 
-The build reads this file by itself (setup.py), so it imports the standard library alone.
+setup.py runs this file, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 REPOSITORY = "https://github.com/snip-hf/snip-hf"
 FOLDER = "shipped"
-"""Folder of the built package that holds the files, at the paths that they have in the repository."""
+"""The folder of the built package that holds the files, at their paths in the repository."""
 
 _PATTERNS = (
     "recipes/*.py",
@@ -20,7 +20,7 @@ _PATTERNS = (
     "recipes/accelerate/*.yaml",
     "recipes/parts/*.py",
     "recipes/slurm/*.sbatch",
-    # Recipes score their models with it.
+    # Recipes score their models with these.
     "eval/__init__.py",
     "eval/run.py",
     "eval/scoring/*.py",
@@ -30,19 +30,19 @@ _FENCE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
 
 def shipped_files(root: Path) -> list[str]:
-    """Returns the files below a repository's root, or the built package's folder, that are shipped, by their paths."""
+    """Returns the paths of the shipped files, relative to the root of the repository or the built package's folder."""
     return sorted({path.relative_to(root).as_posix() for pattern in _PATTERNS for path in root.glob(pattern)})
 
 
 def absolute_links(text: str, folder: str = "") -> str:
-    """Returns a page of the repository with links that work anywhere: relative ones lead into the repository.
+    """Returns a page with relative links turned into links to the repository.
 
     Args:
-        text: Markdown. Blocks of code stay as they are.
-        folder: where the page is, from the repository's root.
+        text: Markdown; code blocks do not change.
+        folder: the page's folder, relative to the repository's root.
     """
     parts = _FENCE.split(text)
-    # A pattern with one group gives text and fences in turn.
+    # Splitting by a pattern with one group alternates text and code blocks.
     parts[::2] = [_LINK.sub(lambda link: _absolute(link, folder), part) for part in parts[::2]]
     return "".join(parts)
 

@@ -18,7 +18,7 @@ from tiny_runs import SCHEDULE, train
 from torch import nn
 from transformers import Trainer
 
-from snip_hf import keep_model_card
+from snip_hf import SnipConfig, keep_model_card
 from snip_hf.estimation.coverage import Coverage
 from snip_hf.integrations.hub import prepare_push, tag_model
 from snip_hf.integrations.model_card import completed, model_tags, repository_name, trained_section
@@ -63,7 +63,7 @@ def metadata(card: str) -> dict[str, Any]:
 
 
 def test_the_section_tells_policy_target_share_config_arithmetic_device_and_source() -> None:
-    config = fp4_config(refresh_every=77).to_dict()
+    config = SnipConfig(refresh_every=77).to_dict()
     text = section(plan("fp4", "fp4", "fp8", config=config), device="Some GPU [a]")
     rows = dict(re.findall(r"^\| (.+?) \| (.*) \|$", text, re.MULTILINE))
     assert rows["policy"] == "`snip`" and rows["target"] == "at least 50.0% of the linear FLOPs in FP4"

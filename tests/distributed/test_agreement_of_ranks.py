@@ -87,7 +87,7 @@ def test_the_first_rank_of_a_sharded_model_tells_its_weights_as_one_process_does
             "batches",
             "at the refresh of step 2 (a rank that runs out of batches, as under DDP's Join, never comes to it)",
         ),
-        ("callback", "at the start (every rank needs a SnipCallback, or a SnipController in a loop of one's own)"),
+        ("callback", "at the start (every rank needs a SnipCallback, or a SnipController in a loop of your own)"),
     ],
 )
 def test_a_rank_that_waits_in_vain_says_so_soon_and_ends_within_the_bound(

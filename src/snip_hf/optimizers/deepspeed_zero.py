@@ -43,7 +43,7 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
         config: the content of the JSON file; Accelerate has it as `deepspeed_plugin.deepspeed_config`.
 
     Raises:
-        ValueError: says what cannot work, why, and what to use instead.
+        ValueError: names the setting, the reason and an alternative.
     """
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
@@ -61,7 +61,7 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
     if kind.lower() not in ("adam", "adamw", "sgd"):
         raise _refusal(f"the update of the optimizer {kind!r} is not known", "AdamW, Adam or SGD")
     if config.get("tensor_parallel", {}).get("autotp_size", 0) > 1:
-        raise _refusal("tensor_parallel replaces the linears by its own", "data parallelism alone")
+        raise _refusal("tensor_parallel replaces the linears by its own", "only data parallelism")
     if config.get("compile", {}).get("deepcompile", False):
         raise _refusal("compile.deepcompile moves the reduction of gradients into compiled graphs", "torch.compile")
 
@@ -80,7 +80,7 @@ def find_zero(optimizer: Any, *candidates: Any) -> ZeroOptimizer | None:
         candidates: objects that may be the engine, or its Accelerator.
 
     Raises:
-        ValueError: DeepSpeed is in use in an unsupported way; says why, and what to use instead.
+        ValueError: DeepSpeed is in use in an unsupported way; names the reason and an alternative.
     """
     engine = deepspeed_engine(*candidates)
     if has_class(engine, "PipelineEngine"):
@@ -172,7 +172,7 @@ class ZeroOptimizer:
     def gradient(self, weight: Tensor) -> Tensor:
         """Returns the weight's whole gradient in FP32: averaged over ranks, accumulated, not clipped yet.
 
-        Times `clip_factor` it is what the inner optimizer sees. Collective; before the step only.
+        The inner optimizer sees it times `clip_factor`. Collective; before the step only.
 
         Raises:
             KeyError: the optimizer does not update this weight.

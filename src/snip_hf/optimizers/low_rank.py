@@ -2,7 +2,7 @@
 
 GaLore (arXiv:2403.03507; package galore_torch) projects the gradient, takes the step of AdamW or Adafactor there, and
 projects the step back. APOLLO (arXiv:2412.05270; package apollo_torch) scales the channels of the gradient, or all of
-it, by what AdamW makes of a random projection. Groups without a `rank` are not projected.
+it, by AdamW's step on a random projection. Groups without a `rank` are not projected.
 
 A projection is held fixed under changes of the gradient. One from the gradient's singular vectors is renewed every
 `update_proj_gap` steps; in the step that renews it, the rule takes the one before (ours). A random one follows from a

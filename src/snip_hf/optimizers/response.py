@@ -83,7 +83,7 @@ class Response(ABC):
 
     @property
     def is_spread(self) -> bool:
-        """Whether its context is spread over ranks, so that `gathered` is collective."""
+        """True if its context is spread over ranks, so that `gathered` is collective."""
         return is_sharded(self.at.parameter)
 
     def gathered(self) -> Response:

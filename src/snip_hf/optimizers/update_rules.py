@@ -1,4 +1,4 @@
-"""The update rules of known optimizers: what one step subtracts from a weight, as a function of the gradient.
+"""The update rules of known optimizers: the amount that one step subtracts, as a function of the gradient.
 
 Rules are pure functions of the gradient, laid out as the model stores the weight, in the gradient's dtype; nothing is
 written. An elementwise rule returns (update, slope, meaningful): h(g), h'(g) and where h' has a meaning. An autograd
@@ -26,7 +26,7 @@ from ..kernels import adam_slopes as kernels
 from ..parallel.sharding import own_part, whole
 
 # Lion's sign(c) becomes c / sqrt(c^2 + s^2) with s this part of mean|c| (ours; docs/method.md). For normal c, a change
-# of c by 20% of its mean size (about what FP4 does to a gradient) is then first-order to 2%, and a quarter of all
+# of c by 20% of its mean size (about FP4's effect on a gradient) is then first-order to 2%, and a quarter of all
 # elements carries the sum of squares. With 0.1 that were 23% and 6% of the elements; larger ones are less of a sign.
 LION_SMOOTHING = 0.5
 # torch adds this to a norm before it divides by it to clip.

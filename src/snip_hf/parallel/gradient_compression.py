@@ -7,7 +7,7 @@ is W chunks. A block travels as 129 bytes: 128 E4M3 numbers and the exponent of 
 2. Rank i averages the W versions of chunk i in FP32, rounds the mean and sends it to all.
 3. All decode the same bytes, so that all have the same gradient, bit for bit.
 
-What rounding took away is not lost: a rank keeps the error of what it sent, and rank i adds W times the error of the
+Rounding errors are not lost: a rank keeps the error of the data that it sent, and rank i adds W times the error of the
 mean of its chunk (the mean divides it by W again). So the sum of all averaged gradients stays within one step's errors
 of the sum of the true means. Errors belong to parameters, not to buckets, which DDP lays out anew after the first step.
 
@@ -49,9 +49,9 @@ def compress_gradients(
 
     Args:
         model: in `DistributedDataParallel`, also compiled around it; before its first backward pass. Its gradients are
-            FP32 or BF16 and dense. `no_sync` works as without the hook: only what is synchronised is compressed.
+            FP32 or BF16 and dense. `no_sync` works as without the hook: only synchronised gradients are compressed.
         seed: of the stochastic rounding; the same on all ranks.
-        error_feedback: add what rounding took away to the next step's gradient. Takes 4 bytes of memory per trainable
+        error_feedback: add rounding errors to the next step's gradient. Takes 4 bytes of memory per trainable
             parameter on every rank.
         stochastic: round stochastically. With error feedback rounding to nearest kept the loss better, since its errors
             are smaller (docs/compression.md); without it only stochastic rounding has no bias.
@@ -81,9 +81,9 @@ class GradientCompression:
     """The state of the hook: counters and, per parameter, the error that this rank carries over."""
 
     bytes_sent: int = 0
-    """What this rank has sent to others."""
+    """Bytes that this rank has sent to others."""
     bytes_uncompressed: int = 0
-    """What a ring all-reduce in the gradients' own dtype would have sent instead."""
+    """Bytes that a ring all-reduce in the gradients' own dtype would have sent instead."""
     step: int = 0
     """Backward passes whose gradients were averaged."""
 
@@ -166,7 +166,7 @@ class GradientCompression:
         return {"step": self.step, "rank": self.rank, "world": self.world, "errors": errors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what the same rank saved in a run of as many ranks; without it errors start from zero.
+        """Loads the state of the same rank in a run of as many ranks; without it errors start from zero.
 
         A resumed run is not the same bit for bit: DDP starts with other buckets, and so with other blocks.
 
@@ -215,6 +215,6 @@ def encode(x_fp32: Tensor, key: int | None) -> Tensor:
 
 
 def decode(blocks: Tensor) -> Tensor:
-    """Returns what `encode` made of each block: (R, 129) bytes -> (R, 128) in FP32."""
+    """Returns the numbers of encoded blocks: (R, 129) bytes -> (R, 128) in FP32."""
     powers = (blocks[:, TILE:].to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
     return blocks[:, :TILE].view(torch.float8_e4m3fn).to(torch.float32) * powers

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-_AT_START = "at the start (every rank needs a SnipCallback, or a SnipController in a loop of one's own)"
+_AT_START = "at the start (every rank needs a SnipCallback, or a SnipController in a loop of your own)"
 # Name of the exchange of errors.
 _AGREEMENT = "agreement"
 # Characters of an error's text that the log and the history show: errors of libraries may be pages long.
@@ -151,7 +151,7 @@ class Ranks:
         """Raises on all of them if one of them has an error.
 
         Raises:
-            ValueError: names the first rank that has one, and what it is; that rank raises its error itself.
+            ValueError: names the first rank with an error, and the error; that rank raises its error itself.
             RankError: one of them did not answer in time.
         """
         problems = self.gather(None if error is None else describe(error), _AGREEMENT)
@@ -165,7 +165,7 @@ class Ranks:
         """Raises if another rank has called `agree` with an error; to be called by ranks without one.
 
         Raises:
-            FailedElsewhere: names the first rank that has one, and what it is.
+            FailedElsewhere: names the first rank with an error, and the error.
             RankError: one of them did not answer in time.
         """
         for rank, problem in enumerate(self.gather(None, _AGREEMENT)):
@@ -173,7 +173,7 @@ class Ranks:
                 raise FailedElsewhere(f"On rank {rank}: {problem}")
 
     def all_to_all(self, make: Callable[[], Sequence[Tensor]], sizes: Sequence[int]) -> list[Tensor]:
-        """Sends one flat tensor to each of them and returns what each sent here.
+        """Sends one flat tensor to each rank and returns the tensors that they sent here.
 
         Args:
             make: returns rank -> (any,), all of one dtype and device. Where it fails, all of them raise.
@@ -186,7 +186,7 @@ class Ranks:
             pieces = make()
             sent, lengths = torch.cat(list(pieces)), [len(piece) for piece in pieces]
             received = sent.new_empty(sum(sizes))
-        # The exchange itself waits as long as training's group does; who does not come to it is found out here.
+        # The exchange itself has the timeout of training's group; missing ranks are noticed here.
         failed = torch.tensor([attempt.error is not None], dtype=torch.int32, device="cpu")
         self._bounded(lambda: dist.all_reduce(failed, dist.ReduceOp.MAX, self._control))
         if failed:

@@ -1,13 +1,13 @@
-"""Checks of a run: what a start refuses, and the order of a training loop's calls.
+"""Checks of a run: refusals at the start, and the order of a training loop's calls.
 
-Each error says what was got, what was expected and what to do. In order:
+Each error states the value, the expectation and the remedy. In order:
 
 1. `check_trainer` and `check_launch`, before anything is built: the Trainer's arguments, Accelerate's settings.
 2. `check_pipeline` and `check_configs`: the process groups of a pipeline, and one configuration on all ranks.
 3. `check_model` and `check_parts`, once the layers are swapped: models that the probe cannot run.
 4. `check_alike`, once the first plan is made: the same layers, plans and lengths of training on all ranks.
 
-Checks of one part alone are in that part: fields in `SnipConfig`, layers in `layers.convert`, optimizers in
+Checks of a single part are in that part: fields in `SnipConfig`, layers in `layers.convert`, optimizers in
 `optimizers.response`, backends in `kernels.backend`, a saved state in `checkpoint`. In mid-run, `StepCalls` refuses
 calls out of order, and `check_layers` a model whose layers were replaced; the latter costs a refresh, not the run.
 """
@@ -319,7 +319,7 @@ class StepCalls:
         self._log = log
         self._said: set[str] = set()
         self.is_begun = False
-        """Whether `before_optimizer_step` was called for a step that has not ended."""
+        """True between `before_optimizer_step` and `after_step`."""
         self.is_closed = False
 
     def count(self, call: str, step: Any, done: int) -> bool:
@@ -353,13 +353,13 @@ class StepCalls:
             raise ValueError(f"{call} was called after close(). Build a new SnipController to train on.")
 
     def begin(self, is_late: bool) -> None:
-        """Notes `before_optimizer_step`; `is_late` if the optimizer has taken its step by then."""
+        """Records a call of `before_optimizer_step`; `is_late` if the optimizer has already taken its step."""
         self.is_begun = True
         if is_late:
             self._say(LATE)
 
     def end(self) -> None:
-        """Notes `after_step`."""
+        """Records a call of `after_step`."""
         if not self.is_begun and self._needs_probe:
             self._say(
                 "after_step was called without before_optimizer_step: no plan can be made. Call "

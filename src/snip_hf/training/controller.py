@@ -88,12 +88,12 @@ class SnipController:
         self._log = logger if is_first else _replica
         self._folder = RunFolder(output_dir if is_first else None)
         self.output_dir = self._folder.run_dir
-        """Where the first process records the run; None: nowhere."""
+        """Folder in which the first process records the run; None: nowhere."""
         self._events = EventWriter(self._folder, is_first, self._log)
         self._schedule = Schedule(config, max_steps, self._log)
         self._calls = StepCalls(accelerator, self._schedule, self.needs_probe, self._log)
         self._watch: StepWatch | None = None
-        """Of the running step, if it refreshes."""
+        """Watch of the running step, if it refreshes."""
         self._micro_batch, self._has_labels, self._started, self._is_new = 0, False, False, True
         run, attempt = None, Attempt()
         with attempt:  # if one rank refuses, all of them do

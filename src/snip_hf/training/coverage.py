@@ -64,7 +64,7 @@ class CoverageCounter:
         self.found: Coverage | None = None
         """The last coverage; None: none yet, or counting failed."""
         self.is_due = True
-        """Whether the first micro-batch is still to be counted."""
+        """True until the first micro-batch was counted."""
         self._model = model
         self._in_force = in_force
         self._processes = processes

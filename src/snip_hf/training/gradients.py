@@ -1,6 +1,6 @@
 """The gradients of a step, the optimizer's response to them, clipping and loss scaling: from torch or DeepSpeed's ZeRO.
 
-The probe needs the gradients right before the optimizer's step, and what clipping multiplied them by. A GradScaler
+The probe needs the gradients right before the optimizer's step, and the factor of clipping. A GradScaler
 (FP16) multiplies the loss, divides the gradients by the same scale before the step, and skips a step if one of them is
 not finite. `OptimizerWatch` notices loops that replace the optimizer or its gradients in mid-run.
 """
@@ -100,7 +100,7 @@ class Clipping(BackwardEnd):
         super().__init__(parameters)
 
     def factor(self, gradients: Mapping[str, Tensor], everyone: Ranks) -> float:
-        """Returns what clipping multiplied the gradients by: their norm after it / before it.
+        """Returns the factor of clipping: the norm of the gradients after it / before it.
 
         Args:
             gradients: layer, or name of another parameter -> clipped gradient.
@@ -280,7 +280,7 @@ class OptimizerWatch:
         return self._is_late
 
     def expect_gradients(self) -> None:
-        """Notes the gradients as they are: the optimizer must take its next step with them."""
+        """Records the gradients: the optimizer must take its next step with them."""
         weight = next((one for one in self._trained if one.grad is not None), None)
         for steps in self._steps:
             # Another part may change gradients in its step before this one takes its own.
@@ -395,11 +395,12 @@ class GradientSource:
     """
 
     is_inside_step = False
-    """Whether the optimizer's own step calls back when its gradients are there (`attach`), as DeepSpeed's does."""
+    """True if the optimizer's own step calls back when its gradients are complete (`attach`), as DeepSpeed's does."""
 
     def __init__(self, optimizer: Any, accelerator: Any = None) -> None:
         self._optimizer = optimizer
         self.scaling = LossScaling(optimizer, accelerator)
+        self._watch: OptimizerWatch | None = None
 
     def check(self) -> None:
         """Raises TypeError for an optimizer whose updates cannot be differentiated."""
@@ -409,6 +410,8 @@ class GradientSource:
 
     def close(self) -> None:
         """Removes the hooks."""
+        if self._watch is not None:
+            self._watch.close()
 
     def unclipped(self, model: nn.Module) -> Iterable[nn.Parameter]:
         """Returns the parameters whose gradients have to be measured before clipping."""
@@ -417,7 +420,7 @@ class GradientSource:
     def read(
         self, model: nn.Module, layers: Mapping[str, SnipLayer], watch: StepWatch, everyone: Ranks
     ) -> OptimizerStep:
-        """Returns what the optimizer is about to do with the probed parameters. Collective.
+        """Returns the step that the optimizer is about to take with the probed parameters. Collective.
 
         Raises:
             ValueError: there are no gradients, or they are not finite.
@@ -458,26 +461,28 @@ class GradientSource:
         return False
 
     def begin_step(self) -> None:
-        """As `OptimizerWatch.begin_step`."""
+        """As `OptimizerWatch.begin_step`, and so the next four."""
+        if self._watch is not None:
+            self._watch.begin_step()
 
     def note_step(self) -> bool:
-        """As `OptimizerWatch.note_step`."""
-        return False
+        return self._watch is not None and self._watch.note_step()
 
     def check_unchanged(self) -> None:
-        """As `OptimizerWatch.check`."""
+        if self._watch is not None:
+            self._watch.check()
 
     def expect_gradients(self) -> None:
-        """As `OptimizerWatch.expect_gradients`."""
+        if self._watch is not None:
+            self._watch.expect_gradients()
 
     def check_gradients_used(self) -> None:
-        """As `OptimizerWatch.check_gradients_used`."""
+        if self._watch is not None:
+            self._watch.check_gradients_used()
 
 
 class TorchGradients(GradientSource):
     """Gradients in `weight.grad`, where torch leaves them."""
-
-    _watch: OptimizerWatch
 
     def check(self) -> None:
         check_optimizer(self._optimizer)
@@ -488,9 +493,6 @@ class TorchGradients(GradientSource):
 
     def attach(self, model: nn.Module, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
         self._watch = OptimizerWatch(self._optimizer, model, layers)
-
-    def close(self) -> None:
-        self._watch.close()
 
     def unclipped(self, model: nn.Module) -> Iterable[nn.Parameter]:
         return model.parameters()
@@ -511,21 +513,6 @@ class TorchGradients(GradientSource):
 
     def trains(self) -> Callable[[Tensor], bool]:
         return trained_by(self._optimizer)
-
-    def begin_step(self) -> None:
-        self._watch.begin_step()
-
-    def note_step(self) -> bool:
-        return self._watch.note_step()
-
-    def check_unchanged(self) -> None:
-        self._watch.check()
-
-    def expect_gradients(self) -> None:
-        self._watch.expect_gradients()
-
-    def check_gradients_used(self) -> None:
-        self._watch.check_gradients_used()
 
 
 class ZeroGradients(GradientSource):

@@ -178,7 +178,7 @@ class StepMeasurement(NamedTuple):
     loss: float | None
     """None: unknown."""
     norm: float | None
-    """Of all gradients before clipping; None: there are none, or a GradScaler is about to skip the step."""
+    """Norm of all gradients before clipping; None: there are none, or a GradScaler is about to skip the step."""
     broken: list[str]
     """Layers whose gradients are not finite."""
 
@@ -304,7 +304,7 @@ class Guard:
         self._config = in_force.setting.config
         self._health = Health(self._config)
         self._sick: tuple[Finding, list[str], bool] | None = None
-        """Of the running step: the reason, the broken layers, and whether it is left out."""
+        """Verdict on the running step: the reason, the broken layers, and whether it is left out; None: healthy."""
 
     def note_loss(self, loss: Tensor | float) -> None:
         """As `StepMeter.note_loss`."""

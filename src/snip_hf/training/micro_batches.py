@@ -55,7 +55,7 @@ class TrainingPass:
     seen: int = 0
     """Tokens that the model has seen in passes of an objective."""
     counted: bool = False
-    """Whether it is known to be a micro-batch of the step."""
+    """True once it is known to be a micro-batch of the step."""
     labels: Labels = LABELS_OF_LOOP
     autocast: torch.dtype | None = field(default_factory=_autocast)
     """Dtype of the autocast that it began in; None without one."""
@@ -138,11 +138,11 @@ class TrainingPasses:
         self, outer: nn.Module, controller: SnipController, mark: RunMark, labels: Labels = LABELS_OF_LOOP
     ) -> None:
         self.is_open = False
-        """Whether the loop is between the beginning of a step and its optimizer step; other passes never count."""
+        """True between the beginning of a step and its optimizer step; other passes never count."""
         self.is_suspended = False
-        """Whether another run inside this one is using the model."""
+        """True while another run inside this one uses the model."""
         self.known_loss = False
-        """Whether training follows the gradient of the model's own loss or of one between `begin_loss` and
+        """True if training follows the gradient of the model's own loss, or of one between `begin_loss` and
         `end_loss`; known when a step ends."""
         self._controller = controller
         self._labels = labels

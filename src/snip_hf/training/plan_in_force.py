@@ -108,7 +108,7 @@ class PlanInForce:
         setting: the policy's view of the model.
         model: its layers get the plan.
         model_name: for the provenance of plans.
-        events: are told of refreshes that came to nothing; their folder gets the plan.
+        events: get refreshes that failed; their folder gets the plan.
         measure: times the GEMMs with so many tokens, where the program counts times.
         log: gets the warnings.
     """
@@ -244,16 +244,18 @@ class PlanInForce:
         except Exception as error:  # the planner may fail; training may not
             self.keep(step, self.begun(step) if begun is None else begun(), describe(error))
 
-    def keep(self, step: int, begun: RefreshBegun, reason: str, what: str = "failed") -> None:
+    def keep(self, step: int, begun: RefreshBegun, reason: str, outcome: str = "failed") -> None:
         """Logs and records that a refresh failed or was dropped.
 
         Args:
             step: the optimizer step at which that is known.
             begun: the refresh so far.
             reason: why.
-            what: what became of the refresh.
+            outcome: "failed" or "was not applied".
         """
-        self._log.warning("snip-hf: the refresh of step %d %s, the plan in force stays: %s", begun.step, what, reason)
+        self._log.warning(
+            "snip-hf: the refresh of step %d %s, the plan in force stays: %s", begun.step, outcome, reason
+        )
         self._events.add(begun.kept(step, self.plan, reason))
 
 

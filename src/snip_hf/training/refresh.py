@@ -148,7 +148,7 @@ class StepProbe:
         return watch
 
     def check_applied(self) -> None:
-        """Raises ValueError, on all ranks, if the plan of the last probe no longer fits what is trained."""
+        """Raises ValueError, on all ranks, if the plan of the last probe no longer fits the training."""
         attempt = Attempt()
         with attempt:
             self.layers.check(self._flops)
@@ -288,7 +288,7 @@ class Refresher:
         """Logs that there is no weight divergence to measure, if that is so on all ranks. Collective."""
         reasons = self._probe.processes.everyone.gather(self._why_untrained())
         if None not in reasons:
-            self._log.info("snip-hf: %s, so that the loss divergence alone decides.", reasons[0])
+            self._log.info("snip-hf: %s, so that only the loss divergence decides.", reasons[0])
 
     def _begin(self, step: int, watch: StepWatch) -> None:
         config, layers = self._config, self._probe.layers.present
@@ -301,7 +301,7 @@ class Refresher:
         has_update = any(table.totals(fmt)["weight"] for fmt in config.quantized_formats)
         if not has_update and weighs_updates(config) and not self._why_untrained():
             self._log.warning(
-                "snip-hf: all weight divergences of step %d are 0, since %s; the loss divergence alone decides.",
+                "snip-hf: all weight divergences of step %d are 0, since %s; only the loss divergence decides.",
                 step,
                 self._probe.source.why_no_update(layers.values()),
             )

@@ -85,7 +85,7 @@ class Schedule:
 
     @property
     def will_refresh(self) -> bool:
-        """Whether a plan can be applied before training ends, as far as that is known."""
+        """True if a plan can be applied before training ends, as far as is known."""
         return self._needs_probe and (self.max_steps is None or self.max_steps >= self._first_due)
 
     @property

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from snip_hf import SnipConfig, SnipController, convert_model, estimate_divergence
 from snip_hf.estimation.ties import SharedInputs, ties_of, usual_ties
 from snip_hf.layers.state import snip_linears
-from snip_hf.policies.setting import Setting
-from snip_hf.policies.ties import siblings
+from snip_hf.policies.setting import Setting, siblings
 
 LLAMA = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 Ties = tuple[tuple[str, ...], ...]

@@ -19,8 +19,7 @@ from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.planning.program import problem
-from snip_hf.policies.setting import Setting
-from snip_hf.policies.stages import find_stages
+from snip_hf.policies.setting import Setting, find_stages
 from snip_hf.records.events import RefreshBegun
 from snip_hf.records.load import read_divergence
 from snip_hf.records.run_folder import RunFolder

@@ -34,8 +34,7 @@ from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
 from snip_hf.policies.registry import aims_at_share, needs_probe, rule_assignment
-from snip_hf.policies.setting import Setting
-from snip_hf.policies.stages import find_stages
+from snip_hf.policies.setting import Setting, find_stages
 
 RULES = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
 SCORED = ("fisher", "hessian-trace", "greedy", "kl")

@@ -8,8 +8,7 @@ from configs import fp4_config
 
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
-from snip_hf.policies.setting import Setting
-from snip_hf.policies.stages import find_stages
+from snip_hf.policies.setting import Setting, find_stages
 
 TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 SIZES = {  # in_features * out_features of a Llama with grouped queries

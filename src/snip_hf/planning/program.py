@@ -7,9 +7,8 @@ from typing import Any
 from ..config import POLICIES
 from ..estimation.table import LAYER, DivergenceTable
 from ..policies.registry import Policy, cost_of
-from ..policies.setting import Setting
+from ..policies.setting import Setting, tied_groups
 from ..policies.target import check_attainable, contributions, least_sum
-from ..policies.ties import tied_groups
 from .solver.process import solver_of
 
 # The solver may stop at this relative gap between the best plan and its bound.

@@ -7,7 +7,7 @@ import torch
 from ..estimation.criterion import LayerCriterion, Rows, forward_only
 from ..estimation.layer_sums import Deferred
 from ..estimation.products import product
-from .criterion_cost import register_criterion
+from .registry import register_criterion
 
 
 class Fisher(LayerCriterion):

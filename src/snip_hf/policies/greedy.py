@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..estimation.criterion import LayerCriterion, Rows, forward_only
 from ..estimation.layer_sums import Deferred
-from .criterion_cost import register_criterion
+from .registry import register_criterion
 
 
 class Greedy(LayerCriterion):

@@ -14,7 +14,7 @@ from ..estimation.criterion import LayerCriterion, Rows, forward_only
 from ..estimation.layer_sums import Deferred
 from ..estimation.products import product
 from ..estimation.samples import LayerSample
-from .criterion_cost import register_criterion
+from .registry import register_criterion
 
 
 def hessian_trace(layer: str, sample: LayerSample, directions: Sequence[Tensor]) -> Tensor:

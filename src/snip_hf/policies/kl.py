@@ -8,7 +8,7 @@ from torch import Tensor
 from ..estimation.criterion import LayerCriterion, Rows, by_gemm
 from ..estimation.layer_sums import Deferred, LayerSums
 from ..numerics.gemms import CONTRACTIONS, GEMMS
-from .criterion_cost import register_criterion
+from .registry import register_criterion
 
 # Equal bins of a histogram (ours); the same for all layers, so that they compare.
 BINS = 100

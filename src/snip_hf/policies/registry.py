@@ -1,16 +1,25 @@
-"""The definition of a policy: its name, what it needs, what it refuses, and how it decides."""
+"""The definition of a policy: its name, what it needs, what it refuses, and how it decides.
+
+A policy of your own is one file: a `Policy` with a `cost` for each option or an `assign`ment, registered by
+`register_policy`, or a `LayerCriterion` registered by `register_criterion`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from ..config import POLICIES, Granularity, SnipConfig
+from ..config import ALL, DEFAULT_FP4_FRACTION, POLICIES, Granularity, SnipConfig
 from ..estimation.criterion import LayerCriterion
-from ..estimation.table import Divergence, DivergenceTable
+from ..estimation.table import LAYER, Divergence, DivergenceTable
+from ..numerics.formats import FORMATS, UNQUANTIZED
 from .setting import Setting
 
 Cost = Callable[[Divergence], float]
+
+# Criteria give some groups no cost at all: see `Policy.spare`. A thousandth of all cost per stage (ours).
+_SPARE = 1e-3
 
 
 def _accept(config: SnipConfig) -> None:
@@ -113,3 +122,87 @@ def rule_assignment(setting: Setting) -> dict[str, dict[str, str]]:
                     "`setting.assignment(choices)`."
                 )
     return assignment
+
+
+def first_total(config: SnipConfig, table: DivergenceTable, figure: Callable[[Divergence], float]) -> float:
+    """Returns the sum of a figure over all layers, each wholly in the least precise format.
+
+    The total is no more than a unit: it need not be the largest of the formats' totals. Where it is not above 0, the
+    next format's takes its place, so that what the others do still counts; 0 if no format has one.
+    """
+    for name in config.formats:
+        total = sum(figure(row) for row in table.rows if row.format == name and row.gemm == LAYER)
+        if total > 0:
+            return total
+    return 0.0
+
+
+def criterion_cost(config: SnipConfig, table: DivergenceTable) -> Cost:
+    """The criterion by its total with everything in the least precise format: some are of the size of 1e-9."""
+    criteria = {(row.layer, row.gemm, row.format): row.criterion for row in table.rows}
+    total = first_total(config, table, lambda row: row.criterion or 0.0)
+    missing = sum(value is None for value in criteria.values())
+    if missing or total <= 0:
+        raise ValueError(
+            f"policy={config.policy!r} cannot decide: its criterion is missing in {missing} of {len(criteria)} rows, "
+            f"and sums to {total} in {config.least_precise.upper()}. Expected a table made under this policy, and a "
+            "sum above 0."
+        )
+    return lambda row: (row.criterion or 0.0) / total
+
+
+def register_criterion(name: str, criterion: type[LayerCriterion], **facts: Any) -> Policy:
+    """Registers the policy that decides by a criterion, and returns it."""
+    return register_policy(Policy(name=name, cost=criterion_cost, criterion=criterion, spare=_SPARE, **facts))
+
+
+def config_warnings(config: SnipConfig, recompiles_for_bf16: bool) -> list[str]:
+    """Returns what to warn about when a run starts: settings that work, but maybe not as intended.
+
+    Args:
+        config: the run's.
+        recompiles_for_bf16: property of the backend in use (`Backend.recompiles_for_bf16`).
+    """
+    policy = policy_of(config)
+    if policy is None:
+        return _warnings_of_file(config)
+    found: list[str] = []
+    if not policy.aims_at_share and config.target_fp4_fraction not in (None, DEFAULT_FP4_FRACTION):
+        found.append(
+            f"target_fp4_fraction={config.target_fp4_fraction!r} has no effect with policy={config.policy!r}, which "
+            "meets no target."
+        )
+    if policy.aims_at_share and not policy.needs_probe and len(config.formats) > 2:
+        found.append(
+            f"policy={config.policy!r} chooses between the first and the last of formats; "
+            f"{_listed(config.formats[1:-1])} will not run."
+        )
+    idle = [name for name in config.formats if FORMATS[name].is_quantized and not FORMATS[name].counts_as_fp4]
+    has_bf16 = UNQUANTIZED.name in config.formats
+    if policy.needs_probe and has_bf16 and idle and config.target_linear_speedup is None:
+        found.append(
+            f"target_fp4_fraction does not say how fast the rest must be. {_listed(idle)} will hardly run anywhere: "
+            f"{UNQUANTIZED.label} does no damage and counts as much. Set target_linear_speedup in its place, or leave "
+            f"{UNQUANTIZED.name!r} out of formats."
+        )
+    if recompiles_for_bf16 and has_bf16 and policy.needs_probe:
+        found.append(
+            f"under torch.compile, a layer whose GEMMs change to or from {UNQUANTIZED.label} is compiled again, and "
+            "each pattern in a compiled module takes one of torch._dynamo.config.recompile_limit graphs (8 by "
+            f"default); beyond that it runs uncompiled. Raise the limit, or leave {UNQUANTIZED.name!r} out of formats "
+            "(docs/hopper.md)."
+        )
+    return found
+
+
+def _warnings_of_file(config: SnipConfig) -> list[str]:
+    if config.decides == ALL:
+        return []
+    return [
+        f"decides={config.decides!r} has no effect with fixed_plan={config.fixed_plan!r}: no policy is asked, and the "
+        "plan in the file is held as it is, in all GEMMs. Shares are those of the file's plan."
+    ]
+
+
+def _listed(formats: list[str] | tuple[str, ...]) -> str:
+    return ", ".join(FORMATS[name].label for name in formats)

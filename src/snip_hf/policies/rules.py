@@ -14,9 +14,8 @@ from typing import Any
 from ..config import ALL, SnipConfig
 from ..layers.state import block_of
 from .registry import Policy, register_policy
-from .setting import Setting
+from .setting import Setting, tied_groups
 from .target import TOLERANCE, check_attainable, contributions, least_sum
-from .ties import tied_groups
 
 
 def _fill(setting: Setting, stage: Sequence[str], order: Sequence[str]) -> dict[str, str]:

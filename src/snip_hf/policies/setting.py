@@ -1,13 +1,19 @@
-"""The setting of a policy: configuration, FLOPs, stages, and the groups of layers that share their formats."""
+"""The setting of a policy: configuration, FLOPs, stages, groups and ties.
+
+A stage is a set of layers that meets the target by itself. A group is what one decision is about: a layer, or one of
+its GEMMs. Tied groups, those of sibling layers, share a format (`SnipConfig.ties`).
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..config import ALL, SnipConfig
+from ..config import ALL, DoesNotFit, SnipConfig
 from ..costs.flops import Tokens, Work, executed
 from ..costs.timing import MeasuredCost
+from ..layers.state import block_of
 from ..numerics.gemms import GEMMS
 
 Assignment = Mapping[str, Mapping[str, str]]
@@ -79,3 +85,98 @@ class Setting:
             for layer, gemm in self.members(group):
                 result[layer][gemm] = fmt
         return result
+
+
+def find_stages(layers: Sequence[str], config: SnipConfig) -> tuple[tuple[str, ...], ...]:
+    """Returns the layer names of each stage; the order of `layers` is kept.
+
+    Raises:
+        DoesNotFit: more stages than blocks, or explicit stages that do not hold every layer exactly once.
+    """
+    if config.stages is None:
+        return (tuple(layers),)
+    if isinstance(config.stages, int):
+        blocks = list(dict.fromkeys(block_of(layer) for layer in layers))
+        if config.stages > len(blocks):
+            raise DoesNotFit(
+                f"stages={config.stages} but the model has {len(blocks)} blocks; expected at most one stage each."
+            )
+        stage_of = {block: index * config.stages // len(blocks) for index, block in enumerate(blocks)}
+        return tuple(
+            tuple(layer for layer in layers if stage_of[block_of(layer)] == stage) for stage in range(config.stages)
+        )
+    named = Counter(layer for stage in config.stages for layer in stage)
+    swapped = set(layers)
+    wrong = [layer for layer in (*named, *layers) if named[layer] != 1 or layer not in swapped]
+    if wrong:
+        raise DoesNotFit(
+            f"stages: layer {wrong[0]!r} is named {named[wrong[0]]} times and is "
+            f"{'a' if wrong[0] in layers else 'no'} swapped layer; expected every swapped layer in exactly one stage."
+        )
+    return config.stages
+
+
+def names_of(config: SnipConfig) -> tuple[tuple[str, ...], ...]:
+    """Returns the last names that share a format.
+
+    Raises:
+        ValueError: they are not found yet.
+    """
+    if isinstance(config.ties, str):
+        raise ValueError(
+            f"ties={config.ties!r} has to be found in the model first, which a run does when it begins. Name the ties "
+            "here."
+        )
+    return config.ties
+
+
+def check_ties(setting: Setting) -> None:
+    """Refuses ties that could not hold.
+
+    Raises:
+        DoesNotFit: a name that no swapped layer ends in, or siblings in different stages.
+    """
+    stage_of = {layer: index for index, stage in enumerate(setting.stages) for layer in stage}
+    last_names = {layer.rpartition(".")[2] for layer in stage_of}
+    for names in names_of(setting.config):
+        for name in names:
+            if name not in last_names:
+                raise DoesNotFit(
+                    f"ties: no swapped layer's last name is {name!r}; the last names are "
+                    f"{', '.join(sorted(last_names))}."
+                )
+        stages: dict[str, int] = {}
+        for layer, stage in stage_of.items():
+            parent, _, last = layer.rpartition(".")
+            if last in names and stages.setdefault(parent, stage) != stage:
+                raise DoesNotFit(
+                    f"ties: the tied layers of {parent!r} are in stages {stages[parent]} and {stage}; expected all of "
+                    "them in one stage."
+                )
+
+
+def siblings(setting: Setting) -> list[list[str]]:
+    """Returns the lists of layers that share their formats: siblings whose last names `config.ties` puts together."""
+    tied: list[list[str]] = []
+    for stage in setting.stages:
+        for names in names_of(setting.config):
+            parents: dict[str, list[str]] = {}
+            for layer in stage:
+                parent, _, last = layer.rpartition(".")
+                if last in names:
+                    parents.setdefault(parent, []).append(layer)
+            tied += [layers for layers in parents.values() if len(layers) > 1]
+    return tied
+
+
+def tied_groups(setting: Setting) -> list[list[str]]:
+    """Returns the lists of groups that must share a format."""
+    if setting.config.granularity == "layer":
+        return siblings(setting)
+    # A sibling whose weight is frozen has one GEMM less than the others.
+    tied = [
+        [f"{layer}:{gemm}" for layer in layers if gemm in setting.decided(layer)]
+        for layers in siblings(setting)
+        for gemm in GEMMS
+    ]
+    return [groups for groups in tied if len(groups) > 1]

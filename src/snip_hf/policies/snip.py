@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from ..config import SnipConfig
 from ..estimation.table import Divergence, DivergenceTable
-from .registry import Policy, register_policy
-from .totals import first_total
+from .registry import Policy, first_total, register_policy
 
 _WEIGHT_PARTS: dict[str, Callable[[Divergence], float]] = {
     "additive": lambda row: row.weight_divergence**2,

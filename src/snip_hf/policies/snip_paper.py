@@ -59,8 +59,7 @@ from ..estimation.samples import PLACES, LayerSample
 from ..estimation.table import LAYER, Divergence, DivergenceTable
 from ..layers.layer import SnipLayer
 from ..numerics.formats import FORMATS
-from .registry import Policy, register_policy
-from .totals import first_total
+from .registry import Policy, first_total, register_policy
 
 # Relative size of the noise (ours): small against the relative error of FP4 (about 10%), large against FP32's.
 RELATIVE_NOISE = 1e-2

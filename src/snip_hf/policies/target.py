@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from ..costs.rates import linear_times
 from ..numerics.formats import FORMATS, UNQUANTIZED
-from .setting import Setting
-from .ties import tied_groups
+from .setting import Setting, tied_groups
 
 # Contributions are sums of floating-point numbers: what is short of the target by this much attains it.
 TOLERANCE = 1e-9

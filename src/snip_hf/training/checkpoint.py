@@ -22,7 +22,7 @@ from ..parallel.ranks import Attempt, Ranks
 from ..parallel.sharding import has_first_rows, own_part
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
-from ..policies.ties import names_of
+from ..policies.setting import names_of
 from ..records.events import TARGETS, Retarget
 from ..records.run_folder import EventWriter
 from .checks import check_plans, differences

@@ -32,7 +32,7 @@ from ..parallel.ranks import Processes
 from ..parallel.sharding import is_sharded, own_part
 from ..planning.plan import forward_shares, raised_plan
 from ..policies.registry import needs_probe
-from ..policies.ties import siblings
+from ..policies.setting import siblings
 from ..records.events import GRADIENT_NORM, LOSS, NOTED, RAISED, Alarm
 from ..records.run_folder import EventWriter
 from .gradients import BackwardEnd, LossScaling

@@ -29,12 +29,9 @@ from ..parallel.pipeline import ModelParts, Pipeline, parts_of
 from ..parallel.ranks import Attempt, Processes, Ranks
 from ..parallel.sharding import deepspeed_engine, unwrap
 from ..planning.solver.process import check_solver
-from ..policies.notices import notices
-from ..policies.registry import aims_at_share, needs_probe, weighs_updates
-from ..policies.setting import Setting
-from ..policies.stages import find_stages
+from ..policies.registry import aims_at_share, config_warnings, needs_probe, weighs_updates
+from ..policies.setting import Setting, check_ties, find_stages
 from ..policies.target import check_attainable
-from ..policies.ties import check_ties
 from ..records.run_folder import EventWriter
 from ..text import printable
 from .checks import check_guard, check_model, check_parts, check_pipeline
@@ -119,7 +116,7 @@ def set_up(
     check_guard(config, is_deepspeed=deepspeed_engine(model, accelerator) is not None)
     source = find_source(needs_probe(config), optimizer, model, accelerator)
     backend = select_backend(config.backend, next(bare.parameters()).device, formats_in_use(config))
-    for text in notices(config, backend.recompiles_for_bf16):
+    for text in config_warnings(config, backend.recompiles_for_bf16):
         log.warning("snip-hf: %s", text)
     solver = processes.everyone.by_first(lambda: check_solver(config, log)) if needs_probe(config) else config.solver
     layers = SwappedLayers(bare, config, processes, backend, getattr(accelerator, "mixed_precision", None), log)

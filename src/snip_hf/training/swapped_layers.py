@@ -23,8 +23,7 @@ from ..layers.selection import skip_reasons
 from ..layers.state import PackedStates, pack_states, set_rank, set_step, snip_linears
 from ..parallel.pipeline import parts_of
 from ..parallel.ranks import Processes, Ranks
-from ..policies.setting import Setting
-from ..policies.ties import siblings
+from ..policies.setting import Setting, siblings
 from .checks import check_layers
 from .plan_in_force import formats_in_use
 

@@ -8,7 +8,7 @@ import pytest
 from configs import fp4_config
 
 from snip_hf.config import SnipConfig
-from snip_hf.policies.notices import notices
+from snip_hf.policies.registry import config_warnings
 
 THREE = ("fp4", "fp8", "bf16")
 
@@ -38,14 +38,16 @@ THREE = ("fp4", "fp8", "bf16")
     ],
 )
 def test_formats_and_targets_without_effect_are_named(values: dict[str, Any], beginnings: list[str]) -> None:
-    said = notices(fp4_config(**values), recompiles_for_bf16=False)
+    said = config_warnings(fp4_config(**values), recompiles_for_bf16=False)
     assert len(said) == len(beginnings)
     assert all(text.startswith(beginning) for text, beginning in zip(said, beginnings, strict=True))
 
 
 def test_recompilation_is_told_where_plans_may_change_to_and_from_bf16() -> None:
     speed: dict[str, Any] = {"target_linear_speedup": 2, "rates": "ideal"}
-    (said,) = notices(SnipConfig(formats=THREE, **speed), recompiles_for_bf16=True)
+    (said,) = config_warnings(SnipConfig(formats=THREE, **speed), recompiles_for_bf16=True)
     assert said.startswith("under torch.compile, a layer whose GEMMs change to or from BF16 is compiled again")
-    assert notices(fp4_config(**speed), recompiles_for_bf16=True) == []
-    assert notices(SnipConfig(formats=("fp4", "bf16"), policy="first-last-bf16"), recompiles_for_bf16=True) == []
+    assert config_warnings(fp4_config(**speed), recompiles_for_bf16=True) == []
+    assert (
+        config_warnings(SnipConfig(formats=("fp4", "bf16"), policy="first-last-bf16"), recompiles_for_bf16=True) == []
+    )

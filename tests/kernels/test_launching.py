@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from snip_hf.kernels import launching
-from snip_hf.kernels.launching import launch, relaunch
+from snip_hf.kernels.launching import launch, on_device, relaunch
 from snip_hf.kernels.tensor_scaled import gated, operators
 from snip_hf.kernels.tensor_scaled.exponents import Records
 from snip_hf.kernels.tensor_scaled.gated import Operand, launch_backward, launch_forward
@@ -199,3 +199,28 @@ def test_the_keys_of_folds_tell_apart_all_launches_that_differ(monkeypatch: pyte
         [(seen_grid, seen)] = launches.seen
         assert seen_grid == (*grid, 1, 1)[:3]
         assert list(seen[len(seen) - len(rest) :]) == rest
+
+
+# ------------------------------------------------------------------------------------- copies
+
+CUDA = torch.device("cuda")
+
+
+def test_on_the_host_nothing_is_copied() -> None:
+    numbers = torch.arange(4)
+    assert on_device(numbers, torch.device("cpu")) is numbers
+
+
+@pytest.mark.gpu
+def test_what_the_host_writes_afterwards_does_not_reach_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+    pin = torch.Tensor.pin_memory
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self.numel()) or pin(self))
+    numbers = torch.arange(64).view(32, 2)
+    torch.cuda._sleep(2 * 10**8)  # about a tenth of a second, in which nothing is copied
+    column, whole = on_device(numbers[:, 1], CUDA), on_device(numbers, CUDA)
+    is_ahead = not torch.cuda.current_stream().query()
+    numbers.zero_()
+    assert is_ahead and pinned == [32, 64]
+    assert column.is_contiguous() and column.tolist() == list(range(1, 64, 2))
+    assert whole.flatten().tolist() == list(range(64))

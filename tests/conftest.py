@@ -7,10 +7,14 @@ import gc
 import logging
 import random
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from tiny_runs import Run
 
 
 def pytest_collection() -> None:
@@ -43,3 +47,27 @@ def package_logs_as_by_default() -> Iterator[None]:
     """Recipes and benchmarks set the level of the package's messages, for good."""
     yield
     logging.getLogger("snip_hf").setLevel(logging.NOTSET)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run that tests of faults disturb (`fault_runs`)."""
+    import fault_runs  # not above: importing transformers takes seconds
+
+    return fault_runs.undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture(scope="session")
+def without_first(tmp_path_factory: pytest.TempPathFactory, undisturbed: Run) -> Run:
+    """The same run, if its first refresh had never been."""
+    import fault_runs
+
+    return fault_runs.without_first(tmp_path_factory.mktemp("without_first"), undisturbed)
+
+
+@pytest.fixture
+def no_children_of_other_tests() -> None:
+    """Processes of other tests do not count as left over."""
+    import fault_runs
+
+    fault_runs.forget_children()

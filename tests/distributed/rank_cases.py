@@ -86,10 +86,7 @@ ON_GPUS = {
 FOLLOWING = {name: SHARED[name] for name in ("adamw",)}
 _OF_TWO = SHARED | SHARDED | TRACELESS
 # One of each kind; the others are looked at by slow tests.
-_QUICK = (
-    *["sgd-gemm-accumulated-clipped", "uneven-labels", "fp4"],
-    *["fsdp2-sgd-gemm-accumulated-clipped", "ddp-with", "ddp-without"],
-)
+_QUICK = ("sgd-gemm-accumulated-clipped", "uneven-labels", "fp4", "fsdp2-sgd-gemm-accumulated-clipped")
 CASES = {
     "two": {name: _OF_TWO[name] for name in _QUICK},
     "more": {name: training for name, training in _OF_TWO.items() if name not in _QUICK},

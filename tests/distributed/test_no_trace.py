@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from slow_cases import slow
 
 Runs = dict[str, dict[str, Any]]
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", slow("fsdp2")])
+@pytest.mark.slow  # fast in one process: tests/invariants/test_probe_leaves_no_trace.py
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_probes_in_every_step_change_no_bit_of_weights_and_optimizer(two: list[Runs], wrapper: str) -> None:
     """In BF16, with plans that are never applied, and with dropout, whose random numbers are training's."""
     for found in two:

@@ -70,7 +70,7 @@ class RunFolder:
         try:
             output.mkdir(parents=True, exist_ok=True)
             # The Trainer does not upload names that begin with an underscore.
-            lock = FileLock(output / "_snip.lock")
+            lock = FileLock(output / "_snip.lock", thread_local=False)
             lock.acquire(timeout=0)
         except Timeout as error:
             raise ValueError(

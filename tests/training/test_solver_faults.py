@@ -28,6 +28,8 @@ from snip_hf.planning.solver import ilp
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.training.refresh import Solving
 
+pytestmark = pytest.mark.usefixtures("no_children_of_other_tests")
+
 START = SolverProcess.start
 RUN_ILP = f"import runpy; runpy.run_path({ilp.__file__!r}, run_name='__main__')"
 # A whole solution that is none: the numbers of a solver that lost its way.

@@ -63,7 +63,9 @@ def test_a_run_that_cannot_start_gives_the_folder_back_although_its_error_is_kep
     monkeypatch.setattr(*where, refuse)
     with pytest.raises(ValueError, match="no") as kept:
         controller(tmp_path)
-    holding(tmp_path).kill()
+    process = holding(tmp_path)
+    process.communicate("")
+    assert process.returncode == 0
     assert kept.tb is not None
 
 

@@ -15,6 +15,8 @@ from transformers import TrainerCallback
 from snip_hf import SnipConfig
 from snip_hf.layers.state import snip_linears
 
+pytestmark = pytest.mark.usefixtures("no_children_of_other_tests")
+
 LAYER = "model.layers.1.mlp.down_proj"
 
 

@@ -1,9 +1,8 @@
-"""Which runs do the tests of faults disturb, with what, and what may a fault cost?"""
+"""The runs that tests of faults disturb, and what a fault may cost them."""
 
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import fp4_config
-from tiny_runs import SCHEDULE, Run, differing, weights, without_seconds
+from tiny_runs import SCHEDULE, Run, differing, train, weights, without_seconds
 
 from snip_hf.planning.solver.process import SolverProcess
 
@@ -20,6 +19,23 @@ CONFIG = fp4_config(**SCHEDULE)
 WITHOUT_FIRST = fp4_config(**SCHEDULE | {"first_refresh": 6})
 SHORT = {"max_steps": 8}
 SAVING = {"save_strategy": "steps", "save_steps": 1}
+
+
+def undisturbed(folder: Path) -> Run:
+    """Refreshes at steps 2 and 6, applied after 4 and 8, and a checkpoint after each of its 8 steps."""
+    run = train(folder, CONFIG, **SHORT, **SAVING)
+    assert [(line["step"], line["applied_step"]) for line in run.refreshes] == [(2, 4), (6, 8)]
+    return run
+
+
+def without_first(folder: Path, undisturbed: Run) -> Run:
+    """The same run, if the refresh of step 2 had never been."""
+    run = train(folder, WITHOUT_FIRST, **SHORT)
+    assert [(line["step"], line["applied_step"]) for line in run.refreshes] == [(6, 8)]
+    # The plan of step 2 is in force after step 4, so that the losses tell the two runs apart.
+    assert run.losses[4] == undisturbed.losses[4]
+    assert run.losses[5] != undisturbed.losses[5]
+    return run
 
 
 def assert_cost_only_the_first_refresh(run: Run, without_first: Run, reason: str, messages: list[str]) -> None:
@@ -68,59 +84,10 @@ def children() -> set[str]:
 def in_a_process(program: str, *words: Any, prefix: tuple[str, ...] = ()) -> str:
     """Runs a program in a Python of its own, with the modules of the tests; returns what it prints."""
     tests = Path(__file__).parents[1]
-    path = os.pathsep.join(map(str, (tests, tests / "support", tests / "faults")))
+    path = os.pathsep.join(map(str, (tests, tests / "support")))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), path]))
     command = [*prefix, sys.executable, "-W", "ignore", "-c", program, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-# What a field of a file may hold instead of what belongs there.
-SWAPS: list[Any] = [
-    *[None, True, False, 0, -1, 1.5, 1e300, 10**39, "", "x", "fp3", "../../etc/passwd", "/dev/null", "\x1b[2J", "\0"],
-    *["\ud800", "x" * 5000, [], {}, [None], [[[]]], {"": {}}, {"forward": "fp4"}, ["a", "a"]],
-]
-
-
-def mutated(document: Any, rng: random.Random) -> Any:
-    """A copy of JSON data in which one value was swapped, removed, doubled or renamed, anywhere."""
-    if isinstance(document, dict) and document and rng.random() < 0.9:
-        key = rng.choice(list(document))
-        changed = dict(document)
-        action = rng.random()
-        if action < 0.1:
-            del changed[key]
-        elif action < 0.2:
-            changed[rng.choice(["", "x", "../x", "\n", key + " "])] = changed.pop(key)
-        else:
-            changed[key] = mutated(document[key], rng)
-        return changed
-    if isinstance(document, list) and document and rng.random() < 0.9:
-        index = rng.randrange(len(document))
-        action = rng.random()
-        if action < 0.2:
-            return document[:index] + document[index + 1 :]
-        if action < 0.3:
-            return [*document, document[index]]
-        return [*document[:index], mutated(document[index], rng), *document[index + 1 :]]
-    return rng.choice(SWAPS)
-
-
-def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Bytes of which some were flipped, cut off, doubled or overwritten."""
-    broken = bytearray(data)
-    for _ in range(rng.choice([1, 1, 1, 5, 50])):
-        start = rng.randrange(len(broken))
-        action = rng.random()
-        if action < 0.5:
-            broken[start] ^= 1 << rng.randrange(8)
-        elif action < 0.7:
-            broken[start:start] = broken[start : start + rng.randrange(1, 100)]
-        elif action < 0.9:
-            piece = rng.choice([b"\0", b"\xff", b"[" * 99, b'"', b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b"{}"])
-            broken[start : start + rng.randrange(10)] = piece
-        else:
-            del broken[start + 1 :]
-    return bytes(broken)

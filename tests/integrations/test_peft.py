@@ -185,9 +185,9 @@ def test_the_log_says_that_one_direction_is_noisy_on_a_frozen_base(
     assert bool(said) == is_said
     for record in said:
         assert record.levelno == logging.INFO and record.getMessage() == (
-            "snip-hf: the swapped weights are frozen. What is trained beside them has few parameters, so that weight "
+            "snip-hf: the swapped weights are frozen. The parameters trained beside them are few, so that weight "
             "divergences along one random direction are noisy, though they rank layers much alike. "
-            "SnipConfig(probes=4) is nearer to the truth and costs six passes more per refresh (docs/adapters.md)."
+            "SnipConfig(probes=4) is nearer to the truth and costs six more passes per refresh (docs/adapters.md)."
         )
 
 

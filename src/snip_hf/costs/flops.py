@@ -1,4 +1,4 @@
-"""The FLOPs of each linear layer's GEMMs, per token, and those that run by the tokens that each layer sees."""
+"""FLOPs of each linear layer's GEMMs: per token, and as executed for the tokens that each layer sees."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ FORWARD, GRAD_INPUT, _ = GEMMS
 Work = Mapping[str, Mapping[str, float]]
 """Layer -> GEMM -> FLOPs per token, or seconds."""
 Tokens = Mapping[str, float | Mapping[str, float]]
-"""Layer -> tokens that it saw in all its matrices together, per token of the micro-batch. Where its grad_input did not
-run for all of them: "forward" and "grad_input" -> the tokens of each."""
+"""Layer -> tokens that it saw in all its matrices, per token of the micro-batch. If grad_input did not run for all of
+them: {"forward", "grad_input"} -> the tokens of each."""
 
-# In the name of a layer: it belongs to experts, which see the tokens that a router gives them.
+# Marks names of experts' layers, which see the tokens that a router sends them.
 _EXPERTS = re.compile(r"(^|\.)experts?(\.mlp)?\.")
 
 
 def is_routed(layer: str) -> bool:
-    """Returns True if the name of a layer says that it sees other tokens than the rest."""
+    """Returns True if a layer belongs to experts, judging by its name."""
     return _EXPERTS.search(layer) is not None
 
 
 def executed(work: Work, tokens: Tokens | None) -> Work:
-    """Returns the work that runs, per token of the micro-batch; None: every layer saw each token once."""
+    """Returns the executed work, per token of the micro-batch; `tokens` None: every layer saw each token once."""
     if tokens is None:
         return work
     return {
@@ -38,20 +38,20 @@ def executed(work: Work, tokens: Tokens | None) -> Work:
 
 
 def tokens_of_gemm(tokens: Tokens, layer: str, gemm: str) -> float:
-    """Returns for how many tokens a GEMM of a layer runs, per token of the micro-batch."""
+    """Returns the number of tokens that a GEMM of a layer runs for, per token of the micro-batch."""
     own = tokens[layer]
     return own.get(gemm, own[FORWARD]) if isinstance(own, Mapping) else own
 
 
 def relative_tokens(seen: Mapping[str, int], returned: Mapping[str, int], tokens: int | None) -> Tokens | None:
-    """Returns what layers saw per token of the micro-batch; None if all their GEMMs ran for the same number.
+    """Returns the tokens of each layer per token of the micro-batch; None if all GEMMs ran for the same number.
 
-    Of a model with experts there is always a number for each layer: None means there that nothing was counted.
+    With experts there is always a number for each layer, and None means that nothing was counted.
 
     Args:
         seen: layer -> tokens that it saw.
-        returned: layer -> those among them for which grad_input runs.
-        tokens: of the micro-batch; None where that cannot be told: the most that a layer saw.
+        returned: layer -> tokens that grad_input runs for.
+        tokens: of the micro-batch; None (unknown): the most that a layer saw.
     """
     most = max(seen.values(), default=0)
     if most == 0 or (most == min(returned.values()) and not any(map(is_routed, seen))):

@@ -1,7 +1,7 @@
-"""The rates at which hardware runs each format's GEMMs, relative to BF16, and the speed-up of a plan that follows.
+"""Rates of each format's GEMMs on known hardware, relative to BF16, and the speed-up of a plan that follows.
 
-A rate is a vendor's dense peak by the peak for BF16, from the datasheet that the table names. Peaks are upper bounds:
-quantization, memory and small GEMMs take their part. Measured times (`costs.timing.MeasuredCost`) know these.
+A rate is a vendor's dense peak divided by the peak for BF16, from the datasheet that the table names. Peaks are upper
+bounds: they ignore quantization, memory and small GEMMs. Measured times (`costs.timing.MeasuredCost`) include them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Rates:
 
 
 def register_rates(rates: Rates) -> Rates:
-    """Adds a table of one's own, which `SnipConfig.rates` may then name. Returns it.
+    """Registers a user's table, which `SnipConfig.rates` may then name. Returns it.
 
     Raises:
         ValueError: there is another table of this name.
@@ -111,12 +111,12 @@ register_rates(
 
 
 def linear_times(flops: Work, formats: Iterable[str], rates: str | None, measured: MeasuredCost | None) -> GemmTimes:
-    """Returns what each GEMM takes in BF16 and in these formats: measured seconds, or FLOPs by rate.
+    """Returns the time of each GEMM in BF16 and in these formats: measured seconds, or FLOPs divided by rate.
 
     Args:
         flops: of each layer and GEMM.
-        formats: that have a rate, or were timed.
-        rates: name of a table; not used where there are measured times.
+        formats: those to look up; each has a rate or was timed.
+        rates: name of a table; ignored if there are measured times.
         measured: the times, if any.
 
     Raises:
@@ -136,6 +136,6 @@ def linear_times(flops: Work, formats: Iterable[str], rates: str | None, measure
 
 
 def speedup(layers: Iterable[str], assignment: Mapping[str, Mapping[str, str]], times: GemmTimes) -> float:
-    """Returns the time of all GEMMs of these layers in BF16, by their time in the formats that an assignment names."""
+    """Returns the time of all GEMMs of these layers in BF16, divided by their time under an assignment."""
     cells = [(times[layer][gemm], name) for layer in layers for gemm, name in assignment[layer].items()]
     return math.fsum(row[UNQUANTIZED.name] for row, _ in cells) / math.fsum(row[name] for row, name in cells)

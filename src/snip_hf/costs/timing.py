@@ -1,4 +1,4 @@
-"""The measured time of each GEMM on this machine in each format, kept in a file, and the cost that plans count by it.
+"""Measured time of each GEMM on this machine in each format, cached in a file, and the cost of plans by these times.
 
 Legend: T tokens of a micro-batch, I in_features, O out_features. Timed is what training runs: the quantization of the
 operands and the product (`Backend.gemm_call`), after warm-up, the median of several runs.
@@ -35,7 +35,7 @@ SCHEMA_VERSION = 1
 KIND = "snip-hf GEMM times"
 
 _WARM_UP, _REPEATS = 3, 15
-# The first GPUs whose tensor cores multiply BF16.
+# The first GPUs with BF16 tensor cores.
 _AMPERE = (8, 0)
 # Clock ticks (about a millisecond) for which the GPU waits before a run, so that Python has launched all of it by then:
 # what is timed is the GPU's work and not the launches, which a compiled model does not have.
@@ -44,7 +44,7 @@ _HEAD_START = 2_000_000
 
 @dataclass(frozen=True)
 class Machine:
-    """What a time holds for, besides the GEMM's own shape."""
+    """The conditions of a measurement, besides the GEMM's shape."""
 
     device: str
     """Name of the GPU; of a CPU its architecture and torch's number of threads."""
@@ -106,11 +106,11 @@ class MeasuredCost:
 
     machine: Machine
     tokens: int
-    """Tokens of the micro-batch that the times are of, each of which passes through every layer once."""
+    """Tokens of the timed micro-batch; each passes through every layer once."""
     seconds: Mapping[str, Mapping[str, Mapping[str, float]]]
     """{layer: {gemm: {format: seconds per micro-batch}}}; a frozen weight has no grad_weight."""
     reference: str = REFERENCE.name
-    """The format whose time is what a GEMM counts (`reference_format`)."""
+    """The format whose time is the weight of a GEMM (`reference_format`)."""
 
     @property
     def work(self) -> dict[str, dict[str, float]]:
@@ -125,7 +125,7 @@ class MeasuredCost:
         return tuple(next(iter(self.seconds.values()))[GEMMS[0]])
 
     def executed(self, tokens: Tokens | None) -> MeasuredCost:
-        """Returns the times by the tokens that layers saw, to which they are taken to be proportional."""
+        """Returns the times scaled by the tokens that layers saw."""
         if tokens is None:
             return self
         seconds = {
@@ -165,7 +165,7 @@ class MeasuredCost:
 
 @dataclass(frozen=True)
 class CostShare:
-    """What one GEMM of all linears of one kind costs, by both measures."""
+    """The cost of one GEMM of all linears of one kind, in FLOPs and in time."""
 
     kind: str
     """The end of their names, but for numbers, that tells them from other kinds."""
@@ -179,7 +179,7 @@ class CostShare:
 
     @property
     def ratio(self) -> float:
-        """How much more this counts by time than by FLOPs."""
+        """Share of time divided by share of FLOPs."""
         return self.time / self.flops
 
 
@@ -234,7 +234,7 @@ def predicted_times(flops: Work, measured: MeasuredCost | None) -> Mapping[str, 
 
 
 def cost_shares(flops: Work, measured: MeasuredCost) -> list[CostShare]:
-    """Returns the shares of FLOPs and time of every kind of linear and GEMM that has any, in the model's order."""
+    """Returns the shares of FLOPs and time of every kind of linear and GEMM, in the model's order."""
     kinds = {layer: without_numbers(split_layer(layer)[1]) for layer in flops}
     names = list(dict.fromkeys(kinds.values()))
     labels = dict(zip(names, endings(names), strict=True))
@@ -322,7 +322,7 @@ def timed_formats(formats: Sequence[str]) -> tuple[str, ...]:
 
 
 def reference_format(formats: Sequence[str]) -> str:
-    """Returns the format whose time is what a GEMM counts: the most precise quantized one of a run's formats.
+    """Returns the format whose time is the weight of a GEMM: the most precise quantized one of a run's formats.
 
     Args:
         formats: of the run, the least precise first; without a quantized one FP8 serves.

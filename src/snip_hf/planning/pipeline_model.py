@@ -26,7 +26,7 @@ class StageTimes:
     fp4_fraction: float
     """Share (0..1) of the stage's linear FLOPs that run in FP4."""
     time: float
-    """Of its linears for one micro-batch, forward and backward."""
+    """Time of its linears for one micro-batch, forward and backward."""
     reference_time: float
     """The same with all of them in the reference format (`PipelineTimes.reference`)."""
 
@@ -37,7 +37,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class PipelineTimes:
-    """A training step that sends micro-batches through the stages one after the other, under one plan."""
+    """Predicted times of a pipelined training step under one plan."""
 
     stages: tuple[StageTimes, ...]
     fp4_fraction: float
@@ -71,7 +71,7 @@ class PipelineTimes:
 
     @property
     def bubble(self) -> float:
-        """Share (0..1) of the stages' time in a step that they wait: 1 - m * mean_s t_s / step_time."""
+        """Share (0..1) of a step that stages spend waiting: 1 - m * mean_s t_s / step_time."""
         return 1.0 - self.micro_batches * self.work / len(self.stages) / self.step_time
 
 

@@ -169,7 +169,7 @@ class PrecisionPlan:
 
     @property
     def is_share_known(self) -> bool:
-        """Whether `fp4_fraction` counts what runs. Else it takes experts to see every token, which they do not."""
+        """Whether `fp4_fraction` counts executed FLOPs; otherwise it assumes that experts see every token."""
         is_counted = self.tokens is not None or not any(map(is_routed, self.assignment))
         return is_counted or self.fp4_fraction in (0.0, 1.0)
 
@@ -213,7 +213,7 @@ class PrecisionPlan:
 
     @property
     def speed_source(self) -> str:
-        """What `linear_speedup` goes by, where that is not None: "measured", or the table, e.g. "b200 rates"."""
+        """Source of `linear_speedup`: "measured", or the table, e.g. "b200 rates"."""
         return "measured" if self.is_timed else f"{(self.provenance.config or {}).get('rates')} rates"
 
     @property
@@ -241,9 +241,9 @@ class PrecisionPlan:
         )
 
     def changes(self, other: PrecisionPlan) -> dict[str, list[str]]:
-        """What changes from this plan to `other`: {"layer:gemm": [format here, format in other]}, equal ones left out.
+        """Differences from this plan to `other`: {"layer:gemm": [format here, format in other]}.
 
-        So are GEMMs that only one of them has: the grad_weight of a layer whose weight is frozen in the other.
+        GEMMs that only one of them has (grad_weight of a frozen weight) are left out.
 
         Raises:
             ValueError: the two plans do not name the same layers.
@@ -456,7 +456,7 @@ def raised_plan(plan: PrecisionPlan, layers: Collection[str], formats: Sequence[
 
 @dataclass(frozen=True)
 class ForwardShares:
-    """Shares (0..1) of the forward GEMMs alone that run in FP4."""
+    """Shares (0..1) of the forward GEMMs that run in FP4."""
 
     fp4_fraction: float
     """Of their FLOPs."""
@@ -466,14 +466,14 @@ class ForwardShares:
     """Of their measured time; None: nothing was measured."""
 
     def describe(self) -> str:
-        """Returns them as the log shows them, after the shares of all GEMMs."""
+        """Returns text for the log, to follow the shares of all GEMMs."""
         stages = ", ".join(f"{share:.1%}" for share in self.stage_fp4_fractions)
         time = "" if self.fp4_time_fraction is None else f" and {self.fp4_time_fraction:.1%} of their time"
         return f"{self.fp4_fraction:.1%} of the forward GEMMs alone (per stage: {stages}){time}"
 
 
 def forward_shares(plan: PrecisionPlan) -> ForwardShares | None:
-    """Returns the shares of a plan that decides on forward GEMMs alone (`SnipConfig.decides`); None for any other."""
+    """Returns the shares of a plan that decides on forward GEMMs only (`SnipConfig.decides`); None for other plans."""
     if (plan.provenance.config or {}).get("decides") != FORWARD:
         return None
     work, times = plan.executed, plan.times
@@ -485,7 +485,7 @@ def forward_shares(plan: PrecisionPlan) -> ForwardShares | None:
 
 
 def forward_fraction(plan: PrecisionPlan, layers: Iterable[str], work: Work) -> float:
-    """Returns the share of these layers' forward work that a plan has in FP4; 0 if there is no such work."""
+    """Returns the share of these layers' forward work that is in FP4; 0 if there is no such work."""
     gemm = GEMMS[0]
     numbers = {layer: work[layer][gemm] for layer in layers}
     low = [number for layer, number in numbers.items() if FORMATS[plan.assignment[layer][gemm]].counts_as_fp4]

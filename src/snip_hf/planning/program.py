@@ -1,4 +1,4 @@
-"""The integer program of a refresh: from the prices of a table to the problem that the solver reads."""
+"""The integer program of a refresh: turns a table of divergences into a problem for the solver."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def problem(setting: Setting, table: DivergenceTable) -> dict[str, Any]:
             layer, gemm = setting.members(group)[0] if config.granularity == "gemm" else (group, LAYER)
             options = []
             for fmt in reversed(config.formats):
-                # BF16 has no row and costs nothing, as do layers that took no part in the probe (experts without
-                # tokens).
+                # BF16 has no row and costs nothing; neither do layers that saw no token in the probe.
                 damage = cost(rows[layer, gemm, fmt]) if (layer, gemm, fmt) in rows else 0.0
                 options.append({"name": fmt, "cost": damage + policy.spare * count_of[fmt], "weight": count_of[fmt]})
             groups.append({"name": group, "options": options})

@@ -1,4 +1,4 @@
-"""The paper's baselines that look at local quantization errors alone: "min-abs-err" and "min-rel-err"."""
+"""The paper's baselines that use only local quantization errors: "min-abs-err" and "min-rel-err"."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from .registry import register_criterion
 
 
 class Greedy(LayerCriterion):
-    """sum over elements of |G^T X * eW|: by how much each element's rounding can move the loss, to first order."""
+    """sum over elements of |G^T X * eW|: the first-order effect of each element's rounding on the loss."""
 
     def rows(self, name: str) -> Deferred[Rows]:
         return Deferred(self.sums.sizes.token_ratio * self.sums.saliency_sums[name], forward_only)

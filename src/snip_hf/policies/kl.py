@@ -1,4 +1,4 @@
-"""The policy "kl": the distance that rounding moves the histogram of each operand. Source: docs/policies.md."""
+"""The policy "kl": KL divergence between each operand's histograms before and after rounding (docs/policies.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .registry import register_criterion
 
 # Equal bins of a histogram (ours); the same for all layers, so that they compare.
 BINS = 100
-# Added to the count of every bin (Jeffreys), without which a bin that rounding empties would cost infinitely much.
+# Added to the count of every bin (Jeffreys), because a bin that rounding empties would cost infinitely much.
 _UNSEEN = 0.5
 _SAMPLES = {"activation": "x", "gradient": "g", "weight": "w"}
 

@@ -1,7 +1,7 @@
-"""Published rules as published: some blocks of the model stay in BF16, whatever share that makes.
+"""Rules as their papers describe them: some blocks of the model stay in BF16, without a target.
 
-They have no target. All other linears run in the least precise format of the run. The variants that meet a target, as
-all other policies do, are in `rules`. Sources: docs/policies.md.
+All other linears run in the least precise format of the run. Variants that meet a target are in `rules`. Sources:
+docs/policies.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .setting import Setting
 Kept = Callable[[int], tuple[int, int]]
 """Number of blocks -> how many of the first and of the last ones stay in BF16."""
 
-# What an error proposes instead.
+# Errors suggest this instead.
 _RULE = "e.g. policy='first2-last8'"
 
 

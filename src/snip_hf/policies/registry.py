@@ -18,7 +18,7 @@ from .setting import Setting
 
 Cost = Callable[[Divergence], float]
 
-# Criteria give some groups no cost at all: see `Policy.spare`. A thousandth of all cost per stage (ours).
+# `Policy.spare` of criteria, which give some groups no cost: a thousandth of all cost per stage (ours).
 _SPARE = 1e-3
 
 
@@ -28,7 +28,7 @@ def _accept(config: SnipConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Who decides: prices each option for the integer program (`cost`), or assigns formats itself (`assign`)."""
+    """Decides formats: prices each option for the integer program (`cost`), or assigns formats itself (`assign`)."""
 
     name: str
     cost: Callable[[SnipConfig, DivergenceTable], Cost] | None = None
@@ -38,14 +38,14 @@ class Policy:
     aims_at_share: bool = True
     """Whether it meets `target_fp4_fraction`; uniform policies do not."""
     granularities: tuple[Granularity, ...] = ("gemm", "layer")
-    """Those that it can decide by; the first is what `SnipConfig.granularity` is where it is left out."""
+    """Supported granularities; the first is the default of `SnipConfig.granularity`."""
     criterion: type[LayerCriterion] = LayerCriterion
-    """What it wants to know of each layer beside the divergences."""
+    """Statistic that it needs for each layer besides the divergences."""
     weighs_updates: bool = False
     """Whether it uses the weight divergence, which needs gradients and an optimizer that the estimate understands."""
     spare: float = 0.0
-    """Cost of the whole work of a stage in formats that count towards the target. Keeps groups that cost nothing out
-    of these formats beyond the target; among plans that meet it exactly this decides nothing."""
+    """Cost of running a whole stage in formats that count towards the target. It stops free groups from exceeding the
+    target; plans that meet it exactly all pay the same."""
     solver: str | None = None
     """Solver to use in place of the configured one."""
     check: Callable[[SnipConfig], None] = _accept
@@ -69,7 +69,7 @@ def register_policy(policy: Policy) -> Policy:
 
 
 def policy_of(config: SnipConfig) -> Policy | None:
-    """Returns the policy that decides, None where a plan file does."""
+    """Returns the policy of the run; None: a plan file is held."""
     if config.fixed_plan is not None:
         return None
     found: Policy = POLICIES[config.policy]
@@ -89,13 +89,13 @@ def aims_at_share(config: SnipConfig) -> bool:
 
 
 def weighs_updates(config: SnipConfig) -> bool:
-    """Returns True if the weight divergence has a part in the decision."""
+    """Returns True if the policy uses the weight divergence."""
     policy = policy_of(config)
     return policy is not None and policy.weighs_updates
 
 
 def cost_of(config: SnipConfig, table: DivergenceTable) -> Cost:
-    """Returns what a row of the table costs under a policy that needs a probe."""
+    """Returns the function that prices a row of the table, for a policy that needs a probe."""
     policy: Policy = POLICIES[config.policy]
     if policy.cost is None:
         raise ValueError(f"policy={config.policy!r} is a rule; it prices nothing.")
@@ -127,8 +127,8 @@ def rule_assignment(setting: Setting) -> dict[str, dict[str, str]]:
 def first_total(config: SnipConfig, table: DivergenceTable, figure: Callable[[Divergence], float]) -> float:
     """Returns the sum of a figure over all layers, each wholly in the least precise format.
 
-    The total is no more than a unit: it need not be the largest of the formats' totals. Where it is not above 0, the
-    next format's takes its place, so that what the others do still counts; 0 if no format has one.
+    It serves as a unit. If it is not above 0, the next format's total is returned, so that the other formats still have
+    prices; 0 if all totals are 0.
     """
     for name in config.formats:
         total = sum(figure(row) for row in table.rows if row.format == name and row.gemm == LAYER)
@@ -138,7 +138,7 @@ def first_total(config: SnipConfig, table: DivergenceTable, figure: Callable[[Di
 
 
 def criterion_cost(config: SnipConfig, table: DivergenceTable) -> Cost:
-    """The criterion by its total with everything in the least precise format: some are of the size of 1e-9."""
+    """The criterion, divided by its total with everything in the least precise format: some are near 1e-9."""
     criteria = {(row.layer, row.gemm, row.format): row.criterion for row in table.rows}
     total = first_total(config, table, lambda row: row.criterion or 0.0)
     missing = sum(value is None for value in criteria.values())

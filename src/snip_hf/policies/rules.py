@@ -1,7 +1,7 @@
-"""Policies that follow a fixed order and measure nothing: published rules and the paper's baselines.
+"""Policies with a fixed order and no measurement: published rules and the paper's baselines.
 
-Each orders the groups of a stage. The first ones get the run's least precise format until the target is met, the others
-its most precise one.
+Each orders the groups of a stage. The first groups get the run's least precise format until the target is met; the
+others get its most precise one.
 """
 
 from __future__ import annotations

@@ -21,15 +21,15 @@ Assignment = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Setting:
-    """What every policy is told: the config, the FLOPs per token of each layer and GEMM, and the stages' layers."""
+    """The input of every policy: the config, the FLOPs per token of each layer and GEMM, and the stages' layers."""
 
     config: SnipConfig
     flops: Mapping[str, Mapping[str, float]]
     stages: tuple[tuple[str, ...], ...]
     measured: MeasuredCost | None = None
-    """The times that count in place of FLOPs, if any."""
+    """Times that replace FLOPs in the target; None: FLOPs count."""
     tokens: Tokens | None = None
-    """What each layer saw of the last micro-batch that was counted; None: every layer the same."""
+    """Tokens per layer in the last counted micro-batch; None: every layer saw the same."""
 
     @property
     def executed(self) -> Work:
@@ -43,7 +43,7 @@ class Setting:
 
     @property
     def work(self) -> Work:
-        """Layer -> GEMM -> what it counts in the efficiency constraint: FLOPs that run, or seconds."""
+        """Layer -> GEMM -> its weight in the target: FLOPs that run, or seconds."""
         times = self.times
         return self.executed if times is None else times.work
 
@@ -67,7 +67,7 @@ class Setting:
         return [(layer, gemm)] if self.config.granularity == "gemm" else [(group, gemm) for gemm in self.flops[group]]
 
     def shares(self, stage: Sequence[str]) -> dict[str, float]:
-        """Returns each group's share of what the stage's decided GEMMs work: FLOPs, or measured time."""
+        """Returns each group's share of the stage's decided work: FLOPs, or measured time."""
         work = self.work
         decided = {layer: self.decided(layer) for layer in stage}
         total = sum(sum(number for gemm, number in work[layer].items() if gemm in decided[layer]) for layer in stage)
@@ -76,7 +76,7 @@ class Setting:
         }
 
     def assignment(self, choices: Mapping[str, str]) -> dict[str, dict[str, str]]:
-        """Returns layer -> GEMM -> format for a format per group; what is not decided is in the least precise one."""
+        """Returns layer -> GEMM -> format for a format per group; undecided GEMMs get the least precise one."""
         low = self.config.least_precise
         result = {
             layer: {gemm: low for gemm in row if gemm not in self.decided(layer)} for layer, row in self.flops.items()
@@ -117,10 +117,10 @@ def find_stages(layers: Sequence[str], config: SnipConfig) -> tuple[tuple[str, .
 
 
 def names_of(config: SnipConfig) -> tuple[tuple[str, ...], ...]:
-    """Returns the last names that share a format.
+    """Returns the tied last names.
 
     Raises:
-        ValueError: they are not found yet.
+        ValueError: `ties` is to be found in the model, and was not yet.
     """
     if isinstance(config.ties, str):
         raise ValueError(
@@ -131,10 +131,10 @@ def names_of(config: SnipConfig) -> tuple[tuple[str, ...], ...]:
 
 
 def check_ties(setting: Setting) -> None:
-    """Refuses ties that could not hold.
+    """Checks that ties fit the model.
 
     Raises:
-        DoesNotFit: a name that no swapped layer ends in, or siblings in different stages.
+        DoesNotFit: no swapped layer has a tied name, or tied siblings are in different stages.
     """
     stage_of = {layer: index for index, stage in enumerate(setting.stages) for layer in stage}
     last_names = {layer.rpartition(".")[2] for layer in stage_of}
@@ -156,7 +156,7 @@ def check_ties(setting: Setting) -> None:
 
 
 def siblings(setting: Setting) -> list[list[str]]:
-    """Returns the lists of layers that share their formats: siblings whose last names `config.ties` puts together."""
+    """Returns the lists of tied layers: siblings whose last names are tied by `config.ties`."""
     tied: list[list[str]] = []
     for stage in setting.stages:
         for names in names_of(setting.config):

@@ -1,4 +1,4 @@
-"""The policy "snip": loss and weight divergence, as docs/method.md, section 4, weighs them."""
+"""The policy "snip": the weighted sum of loss and weight divergence (docs/method.md, section 4)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ _WEIGHT_PARTS: dict[str, Callable[[Divergence], float]] = {
     "additive": lambda row: row.weight_divergence**2,
     "paper": lambda row: row.weight_divergence,
 }
-# Measured (docs/fidelity.md): over 100 and 1,000 steps the loss divergence of the form
-# "token-fisher" alone ranks plans best. A tenth of the
-# weight divergence changes next to nothing there and decides between GEMMs that the loss divergence does not see.
+# Measured (docs/fidelity.md): over 100 and 1,000 steps the loss divergence "token-fisher" by itself ranks plans best.
+# A tenth of the weight divergence hardly changes that, and decides between GEMMs that have no loss divergence.
 _WEIGHT_SHARES = {"additive": 0.1, "paper": 1.0}
 
 

@@ -1,4 +1,4 @@
-"""The target of a stage: what each option counts towards it, what they add up to at least, and what is attainable."""
+"""The target of a stage: the contribution of each option, the required sum, and a check that it is attainable."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ..costs.rates import linear_times
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from .setting import Setting, tied_groups
 
-# Contributions are sums of floating-point numbers: what is short of the target by this much attains it.
+# A sum of contributions may miss the target by this much, because of rounding.
 TOLERANCE = 1e-9
 
 
 def least_sum(setting: Setting) -> float:
-    """Returns what the chosen options of a stage add up to at least (`contributions`).
+    """Returns the least sum of `contributions` of the chosen options of a stage.
 
-    A speed-up of s is a saving of 1 - 1/s.
+    A speed-up of s corresponds to a saving of 1 - 1/s.
 
     Raises:
         ValueError: the setting is not that of a step (`Setting.at_step`), and its target changes with the step.
@@ -34,11 +34,11 @@ def least_sum(setting: Setting) -> float:
 
 
 def contributions(setting: Setting, stage: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Returns group -> format -> what the option counts towards the target of its stage.
+    """Returns group -> format -> the contribution of the option to the target of its stage.
 
-    Under `target_fp4_fraction` a format of at most 4 bits counts the group's share, any other one nothing. Under
-    `target_linear_speedup` each counts what it saves: the group's time in BF16 less its time in the format, by the time
-    of the whole stage in BF16. BF16 counts 0, what is slower than BF16 less than 0.
+    Under `target_fp4_fraction`, formats of at most 4 bits contribute the group's share and all others 0. Under
+    `target_linear_speedup`, a format contributes the time that it saves against BF16, divided by the BF16 time of the
+    stage. BF16 contributes 0, and slower formats a negative number.
     """
     formats = setting.config.formats
     if setting.config.target_linear_speedup is None:
@@ -57,7 +57,7 @@ def contributions(setting: Setting, stage: Sequence[str]) -> dict[str, dict[str,
 
 
 def check_attainable(setting: Setting, formats: Sequence[str]) -> None:
-    """Refuses a speed-up that not even the fastest of the formats reaches, which measured times may show.
+    """Refuses a speed-up that cannot be reached even with every GEMM in the fastest of the formats.
 
     Raises:
         ValueError: says which stage, and the largest attainable.

@@ -8,7 +8,7 @@ from .setting import Setting
 
 
 def uniform(name: str, format: str) -> Policy:
-    """Returns the policy that runs everything in one format."""
+    """Returns the policy that puts every GEMM into one format."""
 
     def assign(setting: Setting) -> dict[str, dict[str, str]]:
         groups = [group for stage in setting.stages for group in setting.groups(stage)]

@@ -43,7 +43,7 @@ _FACTS = ("max_steps", "num_train_epochs", "train_batch_size")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What the state of a checkpoint says of its run."""
+    """The run as recorded in the state of a checkpoint."""
 
     folder: Path
     step: int
@@ -66,7 +66,7 @@ class TrainerLog:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds."""
+    """The content of a run folder."""
 
     folder: Path
     plans: list[tuple[int, PrecisionPlan]]
@@ -76,17 +76,17 @@ class Run:
     """The times in plan.json, which the history does not hold; None: there are none, or it cannot be used."""
     refreshes: list[Refresh]
     counted: list[Counted]
-    """What the plans cover, of each micro-batch that was counted; empty for a run of an earlier version."""
+    """Coverage of each counted micro-batch."""
     divergences: dict[int, DivergenceTable]
     """Probe step -> table."""
     losses: dict[int, dict[str, float]]
     """Step -> {"loss": training loss, "eval_loss": validation loss}, either may be absent; in order of the steps."""
     facts: Mapping[str, str]
-    """What the files say of how it was run: name -> value, such as versions and the Trainer's number of steps."""
+    """How it was run: name -> value, such as versions and the Trainer's number of steps."""
     notes: list[str]
-    """What is missing or cannot be read, one sentence each."""
+    """One sentence for each file that is missing or cannot be read."""
     alarms: list[Alarm] = dataclasses.field(default_factory=list)
-    """Of the guard."""
+    """Alarms of the guard."""
     retargets: list[Retarget] = dataclasses.field(default_factory=list)
     """Other targets that the run was resumed with."""
 
@@ -102,7 +102,7 @@ class Run:
 
     @cached_property
     def formats(self) -> tuple[str, ...]:
-        """What the plans chose from, the least precise first."""
+        """Formats that the plans choose from, the least precise first."""
         return tuple(self.config.get("formats") or SnipConfig().formats)
 
     @property
@@ -127,7 +127,7 @@ class Run:
 
     @property
     def mean_fp4_fraction(self) -> float | None:
-        """`fp4_fractions`, mean over the steps up to the last one that is known; None: there are none."""
+        """Mean of `fp4_fractions` over the steps up to the last known one; None: there are none."""
         steps, shares = zip(*self.fp4_fractions, strict=True)
         known = list(itertools.accumulate([*steps, self.last_step], max))  # a history may go back
         spans = [end - start for start, end in itertools.pairwise(known)]

@@ -8,7 +8,7 @@ rank of this process among those that share the batch, and their number (`random
 it at run time, so that a new plan or step is new data for the same code.
 
 A layer of several matrices has a weight (E, O, I) and `ends` (E,): tokens are sorted by matrix, and those of matrix e
-are rows ends[e - 1] to ends[e] - 1. Rows behind the last end belong to no matrix and give zeros. Each matrix gives bit
+are rows ends[e - 1] to ends[e] - 1. Rows after the last end belong to no matrix and give zeros. Each matrix gives bit
 for bit what a layer of that matrix and its tokens would give, with a key of its own (`random_streams.matrix_keys`).
 Without `ends`, all tokens meet the one matrix (O, I).
 
@@ -186,8 +186,8 @@ def multiply(left_fp32: Tensor, right_fp32: Tensor, dtype: torch.dtype, fits_bf1
     with torch.autocast(left_fp32.device.type, enabled=False):
         if not (fits_bf16 and dtype == torch.bfloat16 and left_fp32.is_cuda):
             return left_fp32 @ right_fp32
-        # With an FP32 result partial sums are FP32 too, whatever
-        # `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` says.
+        # With an FP32 result partial sums are FP32 too, regardless of
+        # the setting `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`.
         left, right = left_fp32.to(torch.bfloat16), right_fp32.to(torch.bfloat16)
         return torch.mm(left, right, out_dtype=torch.float32)
 

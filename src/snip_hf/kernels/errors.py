@@ -28,25 +28,25 @@ class MetErrors(NamedTuple):
     """The errors of an operand, and sums of their products with the other operand."""
 
     error: Tensor
-    """(n, C), FP32, or BF16 where it is from `met_errors_by_kernel`."""
+    """(n, C), FP32, or BF16 if from `met_errors_by_kernel`."""
     figures: list[Tensor]
-    """What `Sizes.of_tokens` takes the squares of: all products, or what has their norm; sums over channels, (n,); over
+    """Numbers that `Sizes.of_tokens` squares: all products, or numbers with their norm; sums over channels, (n,); over
     the tokens of a piece, (R, C); over all tokens, (C,)."""
 
     def in_channel(self) -> Tensor | None:
-        """Returns the squares of the last figure less those of all products, (), where the kernel found them."""
+        """Returns the squares of the last figure minus those of all products, (), if the kernel computed them."""
         if self.error.dtype != torch.bfloat16:
             return None
         return self.figures[-1].square().sum() - self.figures[0].square().sum()
 
 
 class WeightErrors(NamedTuple):
-    """What `weight_errors` finds beside the squares."""
+    """The results of `weight_errors` besides the squares."""
 
     sums: Tensor
     """(1,) or (2,): of the squared errors of each."""
     first: Tensor | None
-    """The first error in BF16, (O, I), where `has_kernels`; else None."""
+    """The first error in BF16, (O, I), if `has_kernels`; else None."""
 
 
 def weight_errors(weight: Tensor, rounded: Sequence[Tensor], found: Tensor) -> WeightErrors:
@@ -82,7 +82,7 @@ def joined_errors(x: Tensor, rounded: Tensor, pieces: int, is_first: bool) -> Te
         x: (n, C), FP32; n is a multiple of the pieces.
         rounded: as x.
         pieces: R.
-        is_first: whether the errors come before x, or behind the rounded x.
+        is_first: whether the errors come before x, or after the rounded x.
     """
     if x.numel() > 0 and has_kernels(x.device):
         return _joined_errors(x, rounded, pieces, is_first)
@@ -105,7 +105,7 @@ def rises_of_tokens(along: Tensor, slopes: Tensor, x: Tensor, rounded: Tensor) -
 
 
 def meets_by_kernel(x: Tensor, pieces: int) -> bool:
-    """Returns True if `met_errors_by_kernel` takes x: on a GPU, where pieces are alike."""
+    """Returns True if `met_errors_by_kernel` takes x: on a GPU, with equal pieces."""
     return x.numel() > 0 and len(x) % pieces == 0 and has_kernels(x.device)
 
 
@@ -166,7 +166,7 @@ if TYPE_CHECKING or find_spec("triton") is not None:
         inside = at < size
         exact, value = tl.load(x + at, inside, other=0.0), tl.load(rounded + at, inside, other=0.0)
         error = value - exact
-        joined += at + at // part * part  # behind both parts of each piece before
+        joined += at + at // part * part  # after both parts of each earlier piece
         tl.store(joined, (error if IS_FIRST else value).to(tl.bfloat16), inside)
         tl.store(joined + part, (exact if IS_FIRST else error).to(tl.bfloat16), inside)
 
@@ -214,7 +214,7 @@ if TYPE_CHECKING or find_spec("triton") is not None:
 
 
 def met_errors_by_kernel(x: Tensor, rounded: Tensor, meets: Tensor, pieces: int) -> MetErrors:
-    """Returns what the errors of x do that meet something.
+    """Returns the errors of x and sums of their products with `meets`.
 
     Args:
         x: (n, C), FP32, as `meets_by_kernel` has it.

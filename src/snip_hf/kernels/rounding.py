@@ -49,7 +49,7 @@ def fake_quantize(
     ranks: int = 1,
     amax: Tensor | None = None,
 ) -> Tensor:
-    """Returns what a GEMM in a format sees of x, (R, C), in FP32: quantized, times its scales; x itself unquantized.
+    """Returns x, (R, C), as a GEMM in a format sees it, in FP32: quantized, times its scales; unquantized x as it is.
 
     Autograd does not see into it.
 

@@ -1,9 +1,9 @@
 """The Triton kernels that round one operand, in any kind of format but noise.
 
 A program has one block of the operand at hand, with whole tiles in it, as a 4-D array: tiles along R, rows of a tile,
-tiles along C, columns of a tile. It rotates the block if the format says so, finds the scale of every tile, rounds,
-multiplies by the scales and rotates back. Formats are numbers and a few flags, so that few kernels are compiled. Every
-number is that of `numerics.rounding`, bit for bit; of two targets, see `_squared_error`.
+tiles along C, columns of a tile. It rotates the block if the format has a rotation, finds the scale of every tile,
+rounds, multiplies by the scales and rotates back. Formats are numbers and a few flags, so that few kernels are
+compiled. Every number is that of `numerics.rounding`, bit for bit; of two targets, see `_squared_error`.
 
 Legend: R rows, C columns of the operand.
 """
@@ -143,7 +143,7 @@ def block_scales(
     TENSOR_SCALE: tl.constexpr,
     MANTISSA: tl.constexpr,
 ):
-    """`scales.block_scales`: the blocks' own scales, those times the tensor's, and what elements are multiplied by.
+    """`scales.block_scales`: the blocks' own scales, those times the tensor's, and the elements' factors.
 
     `rounding.scale_numbers` has the numbers, from `target` on.
     """

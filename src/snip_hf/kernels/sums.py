@@ -1,4 +1,4 @@
-"""The sums of squares of a refresh, each in one launch on a GPU; elsewhere as torch's operations.
+"""The sums of squares of a refresh, each in one launch on a GPU; elsewhere by torch's operations.
 
 Legend: T tokens, R pieces of a sample, O out_features, I in_features, E kinds of errors.
 """
@@ -20,10 +20,10 @@ _BLOCK = 1024
 
 
 def error_squares(first: Tensor, second: Tensor, errors: Tensor) -> Tensor:
-    """Returns what squared errors do by way of each piece, and by way of all pieces together.
+    """Returns the sums of squared errors weighted by each piece, and by all pieces together.
 
     Args:
-        first: (R, O, I), FP32, or BF16 where `has_kernels`; used up.
+        first: (R, O, I), FP32, or BF16 if `has_kernels`; used up.
         second: as first.
         errors: squared, (E, O, I).
 
@@ -44,7 +44,7 @@ def scaled_squares(parts: Tensor, factors: Tensor) -> Tensor:
     """Returns sum of |factors * p_r|^2 and |factors * sum of p_r|^2, (2,).
 
     Args:
-        parts: (R, O, I), FP32, or BF16 where `has_kernels`; used up.
+        parts: (R, O, I), FP32, or BF16 if `has_kernels`; used up.
         factors: (O, I).
     """
     if has_kernels(parts.device):

@@ -1,5 +1,5 @@
-"""The common part of backends on FP8 tensor cores: what they keep of a layer between passes, inputs that tied layers
-share, and one pass of a layer, whose encoding and products each backend supplies (`Kernels`).
+"""The common part of backends on FP8 tensor cores: caches of layers between passes, inputs that tied layers share, and
+one pass of a layer, whose encoding and products each backend supplies (`Kernels`).
 
 Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I). GEMMs are numbered as in `gemms.GEMMS`;
 number -1 leaves a layout out, and empty tensors come back for it.
@@ -93,7 +93,7 @@ def _version(tensor: Tensor) -> int:
 
 
 class How(NamedTuple):
-    """What Python knows of a pass: changing it recompiles."""
+    """Python constants of a pass: changing one recompiles."""
 
     high: tuple[bool, bool, bool]
     """Which GEMMs run in BF16."""
@@ -125,7 +125,7 @@ class Kernels(ABC):
             weight, bias: as the layer has them.
             layer: its tensors.
             kept: both layouts of the weight, or nothing.
-            how: what is known of the pass.
+            how: Python constants of the pass.
             tokens: T.
         """
 

@@ -81,7 +81,7 @@ def fault_of(
     encode: Callable[[bool | None], Mapping[str, Sequence[Tensor]]],
     products: Callable[[], Products],
 ) -> str | None:
-    """Returns what is wrong with a format's GEMMs on a device, None if nothing is.
+    """Returns why a format's GEMMs fail on a device, None if they pass.
 
     Args:
         trial: names the kernels.

@@ -1,9 +1,9 @@
 """Number formats as data: element grid, blocks, scales, and the rounding of each operand.
 
-A plan names a format for each GEMM. The registry `FORMATS` holds what the names stand for; users add their own with
+A plan names a format for each GEMM. The registry `FORMATS` defines the names; users add their own with
 `register_format`. Kernels, estimates, the integer program and figures loop over the formats of a run
 (`SnipConfig.formats`) and read what they need from the entries. The device tensors that kernels read hold a format's
-`code`, its place in the registry. docs/formats.md has the table of what is built in.
+`code`, its place in the registry. docs/formats.md has the table of built-in formats.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Operand:
     scale_rule: str | None = None
     """None: `NumberFormat.scale_rule`."""
     targets: tuple[float, ...] = ()
-    """What the largest magnitude of a block may become; each block takes the one with the smallest squared error, the
-    first of equal ones. (): the grid's largest value."""
+    """Values that a block's largest magnitude may become; each block takes the one with the smallest squared error,
+    the first of equal ones. (): the grid's largest value."""
     noise: bool = False
     """Add Gaussian noise of the variance that rounding would have, instead of rounding. For weights."""
     quantized: bool = True
@@ -67,7 +67,7 @@ class Operand:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is rounded in blocks with one scale each, which is found from the largest magnitude alone."""
+        """Whether it is rounded in blocks with one scale each, which depends only on the largest magnitude."""
         return self.block is not None and self.quantized and not self.targets and not self.noise
 
 
@@ -229,7 +229,7 @@ class NumberFormat:
 
     @property
     def is_random(self) -> bool:
-        """Whether another seed gives other numbers."""
+        """Whether results depend on the seed."""
         return any(self.operand(name).stochastic or self.operand(name).noise for name in OPERANDS)
 
     @property
@@ -256,7 +256,7 @@ UNQUANTIZED = FORMATS.register(
 REFERENCE = FORMATS.register(
     NumberFormat(name="fp8", grid=E4M3, bits=8, speed=1.0, label="FP8", colour="#56b4e9", style="cyan")
 )
-"""The format whose measured time is what a GEMM counts where time is the budget."""
+"""The format whose measured time is the cost of a GEMM if time is the budget."""
 # Output gradients in 4 bits, and only these, are rounded stochastically (docs/method.md, section 1).
 _FP4 = FORMATS.register(
     NumberFormat(
@@ -284,7 +284,7 @@ _FP8_TENSOR = _variant(
 )
 _variant(_FP8_TENSOR, "fp8-tensor-e5m2", "FP8 tensor, E5M2 gradients", "#004c78", gradient=Operand(None, grid=E5M2))
 
-# OCP Microscaling (MX) v1.0; the rule of the scales is cuBLAS's (docs/formats.md says why not the specification's).
+# OCP Microscaling (MX) v1.0; the rule of the scales is cuBLAS's (docs/formats.md explains why).
 _B32, _B32_RANDOM = Operand((1, 32)), Operand((1, 32), stochastic=True)
 _MXFP8 = _variant(
     REFERENCE, "mxfp8", "MXFP8", "#009e73", scale=_E8M0, activation=_B32, gradient=_B32, weight=_B32, style="green"

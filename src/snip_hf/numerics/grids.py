@@ -18,7 +18,7 @@ _SCALE_KIND = re.compile(r"e([1-8])m([0-7])")
 class ElementGrid:
     """The values of one element, before its scale: a small floating-point format with a sign bit.
 
-    Values are `significand * 2**exponent` with `mantissa_bits` bits behind the point, subnormals included. Rounding
+    Values are `significand * 2**exponent` with `mantissa_bits` fractional bits, subnormals included. Rounding
     saturates: a magnitude above `max` becomes `max`. Infinity and NaN are outside the domain of rounding. Integers
     -n..n are such a grid too (`integers`).
     """
@@ -71,7 +71,7 @@ def floats(
     Args:
         exponent_bits: 1 to 8.
         mantissa_bits: 0 to 10.
-        subnormals: False: the lowest exponent stands for 0 alone.
+        subnormals: False: the lowest exponent stands only for 0.
         infinities: True: the highest exponent is taken by infinity and NaN, as in IEEE 754 and E5M2.
         nans: True: the largest number's code is taken by NaN, as in E4M3.
 
@@ -169,5 +169,5 @@ def round_to_grid(x: Tensor, grid: ElementGrid, random: Tensor | None = None) ->
         steps += random - 0.5
     if grid.mantissa_bits == 0:
         steps = _ties_by_exponent(steps, spacing, grid)
-    rounded = steps.round_().copysign_(x)  # ties to even; copysign keeps the sign of what becomes 0
+    rounded = steps.round_().copysign_(x)  # ties to even; copysign keeps the sign of zeros
     return rounded.mul_(spacing).clamp_(-grid.max, grid.max)

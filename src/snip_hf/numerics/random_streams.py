@@ -41,9 +41,9 @@ def uniform(
 ) -> Tensor:
     """Returns numbers (k + 1/2) / 256, k = 0 ... 255, one per element: a pure function of (key, rank, ranks, element).
 
-    One 32-bit hash serves four neighbours in a column, which a kernel has at hand together, a run: rows 4 i ... 4 i + 3
-    take its bytes, the lowest first, at position i * C + c of what `rank_stream` gives; positions count modulo 2**32.
-    Eight bits are what NVIDIA's stochastic conversion to FP4 takes too; they leave the mean of a rounded number within
+    One 32-bit hash serves four neighbours in a column, a run, which a kernel holds together: rows 4 i ... 4 i + 3
+    take its bytes, the lowest first, at position i * C + c after that of `rank_stream`; positions count modulo 2**32.
+    NVIDIA's stochastic conversion to FP4 takes eight bits, too; they leave the mean of a rounded number within
     2**-9 spacings of it. The hash is a finaliser of two multiplications (constants of Wellons' `lowbias32`) with the
     key's halves put in before and between them. Integer operations wrap, so that a kernel in any language can repeat it
     bit for bit.

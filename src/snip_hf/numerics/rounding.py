@@ -82,7 +82,7 @@ def quantize(x: Tensor, format: str, operand: str = "activation", seed: int | No
         x: (rows, contracted), a floating-point tensor; blocks lie along the last dimension.
         format: name of a registered format.
         operand: "activation", "weight" or "gradient".
-        seed: of stochastic rounding, for operands that the format rounds so; needed by these alone.
+        seed: of stochastic rounding, needed only for operands that the format rounds so.
 
     Returns: x's shape, FP32.
 
@@ -112,7 +112,7 @@ def round_operand(
     ranks: int = 1,
     amax: Tensor | None = None,
 ) -> Tensor:
-    """Returns what a GEMM in a format sees of x, FP32: quantized, times its scales, rotated back.
+    """Returns x as a GEMM in a format sees it, FP32: quantized, times its scales, rotated back.
 
     Args:
         x: (R, C).
@@ -148,7 +148,7 @@ def quantize_operand(
     amax: Tensor | None = None,
     random: Tensor | None = None,
 ) -> Quantized:
-    """Quantizes by an operand's rule, without rotation; of several targets every tile takes the best.
+    """Quantizes by an operand's rule, without rotation; each tile takes the best of several targets.
 
     Args:
         x_fp32: (R, C), rotated if the GEMM's operands are.
@@ -215,7 +215,7 @@ def tile_amax(x_fp32: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def _blocks(x: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Returns x (R, C), zeros behind its ends, as (tiles along R, rows, tiles along C, columns)."""
+    """Returns x (R, C), zeros after its ends, as (tiles along R, rows, tiles along C, columns)."""
     rows, columns = _within(tile, x.shape)
     if x.shape[0] % rows or x.shape[1] % columns:
         x = torch.nn.functional.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))

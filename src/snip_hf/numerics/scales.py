@@ -41,7 +41,7 @@ def block_scales(
         amax: of each block, the largest magnitude, FP32; NaN or infinity where the block holds one.
         format: gives the kind of the scales.
         rule: of the operand.
-        target: what the largest magnitude of a block shall become: the grid's largest value, or one that is tried
+        target: value that the largest magnitude of a block becomes: the grid's largest value, or one that is tried
             besides it (`Operand.targets`).
         tensor_amax: the largest magnitude of the whole tensor, one element, for formats with a tensor's scale.
     """

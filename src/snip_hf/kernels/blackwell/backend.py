@@ -118,7 +118,7 @@ BLACKWELL = register_backend(Blackwell())
 
 @cache
 def fault(name: str, device: torch.device) -> str | None:
-    """Returns what is wrong with a format's GEMMs on a device, None if nothing is. Takes some seconds, once.
+    """Returns why a format's GEMMs fail on a device, None if they pass. Takes some seconds, once.
 
     A machine may have the right GPU and still lack a product: only some builds of torch have MXFP4's.
     """

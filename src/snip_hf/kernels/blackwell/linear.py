@@ -1,4 +1,4 @@
-"""A linear layer of the three operators, and what is kept of its weight between passes.
+"""A linear layer of the three operators, and its quantized weight between passes.
 
 Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I).
 """

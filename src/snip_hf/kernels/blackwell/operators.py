@@ -109,7 +109,7 @@ def keep(weight: Tensor, state: Tensor, codes: Tensor) -> Tensor:
 
 
 def _kept_weights(kept: Tensor, weight: Tensor, codes: Tensor) -> list[Packed | None]:
-    """Returns what `keep` made of a weight, for the forward and the grad_input GEMM; None for what is not kept."""
+    """Returns the weight from `keep`, for the forward and the grad_input GEMM; None for one that is not kept."""
     found: list[Packed | None] = []
     first, (out_features, in_features) = 0, weight.shape
     sizes = ((out_features, in_features), (in_features, out_features))
@@ -153,7 +153,7 @@ def multiply(left: Packed, right: Packed, dtype: torch.dtype) -> Tensor:
     Args:
         left: (R, K).
         right: of the same kind and K.
-        dtype: of the result. Sums are FP32; MXFP4's product gives BF16 alone, which is then cast.
+        dtype: of the result. Sums are FP32; MXFP4's product returns only BF16, which is then cast.
     """
     if not left.data.is_cuda:
         with torch.autocast("cpu", enabled=False):

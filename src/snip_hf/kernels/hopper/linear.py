@@ -1,4 +1,4 @@
-"""A linear layer on block-scaled FP8 products: what is quantized when.
+"""A linear layer on block-scaled FP8 products.
 
 Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I). Numerics are those of `kernels.emulated`,
 except that gradients of FP32 weights are not rounded to BF16; operands and layouts are those of `operators`.

@@ -1,4 +1,4 @@
-"""Formats whose rounded operands are E4M3 numbers times one factor of the tensor, and what kernels know of them.
+"""Formats whose rounded operands are E4M3 numbers times one factor of the tensor, and their parameters.
 
 There are two kinds. With one FP32 scale per tensor and the grid E4M3, this holds by definition. With blocks whose
 scales are powers of two ("block formats"), a rounded element is value * 2**e for a value of the grid and its block's
@@ -84,7 +84,7 @@ def exponents_of(amax_bits: Tensor) -> Tensor:
 
 
 def table_on(device: torch.device) -> Tensor:
-    """Returns what kernels know of all formats that are registered now, (formats, PARAMETERS), FP32."""
+    """Returns the parameters of all formats that are registered now, for kernels: (formats, PARAMETERS), FP32."""
     return _table(device, len(FORMATS))
 
 

@@ -1,13 +1,13 @@
-"""Delayed exponents: those in force for a layer's operands, how they follow what passes saw, and what was lost.
+"""Delayed exponents: those in force for a layer's operands, how they follow the magnitudes of passes, and losses.
 
 A layer's record is a row of int64 per operand (`OPERANDS`: activation, gradient, weight), on its device. Kernels read
 the exponent s in force and record the largest magnitude of passes that are trained on. `follow` derives the next s from
 it between optimizer steps. So all micro-batches of a step use the same s, and so does the recomputation of activation
 checkpointing. Without an s, each pass uses that of its own tensor.
 
-`HostView` holds what the host knows of a layer, so that operators launch only the kernels that are needed. An operator
-gets tensors alone, in compiled graphs too: the address of the record identifies the layer. The view never changes a bit
-of an operand: without one, an operator lets the device find out.
+`HostView` is the host's knowledge of a layer, so that operators launch only the kernels that are needed. An operator
+receives only tensors, in compiled graphs too: the address of the record identifies the layer. The view never changes a
+bit of an operand: without one, an operator lets the device find out.
 """
 
 from __future__ import annotations

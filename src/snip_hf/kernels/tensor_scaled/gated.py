@@ -286,7 +286,7 @@ Returns: rows, their parameters, columns (C', T') and their parameters of the gr
 
 
 class How(NamedTuple):
-    """What Python knows of a pass: changing it recompiles."""
+    """Python constants of a pass: changing one recompiles."""
 
     counts: bool
     """Whether the pass is trained on."""
@@ -310,7 +310,7 @@ class GatedGemms(torch.autograd.Function):
             layers are. None: x is the input itself.
         gate_weight, up_weight, down_weight: the parameters themselves, FP32 or BF16; all are trained.
         table: of the records.
-        how: what is known before.
+        how: Python constants of the pass.
         tensors: the states of the three layers, and their records; x as `quantize_input` gives it, once or for gate and
             for up; the layouts of the weights that are kept, in the order of the layers.
     """

@@ -1,4 +1,4 @@
-"""A linear layer of E4M3 operands: what is encoded when, and what is kept for backward.
+"""A linear layer of E4M3 operands: when operands are encoded, and which are kept for the backward pass.
 
 Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I). Layers of several matrices have S tokens,
 sorted by matrix, E matrices, and P slots (`slots`); their weight is (E, O, I), or (E, I, O) if it is stored transposed.

@@ -1,7 +1,7 @@
 """The operators of the backend: encoding an operand as E4M3, and FP8 products with one scale per matrix.
 
-torch.compile does not look into them: it would take what kernels write to a layer's record for a change of an input.
-The record has no part in what an operator returns, in any order and however often a pass is computed again.
+torch.compile does not look into them: it would treat kernels' writes to a layer's record as changes of an input.
+Results never depend on those writes, in any order and however often a pass is recomputed.
 
 Legend: T tokens, C channels, I in_features, O out_features; R', C' are R, C rounded up to a multiple of 64, filled with
 zeros. Layers of several matrices have S tokens, E matrices, and P slots (`slots`) without further padding. On a GPU the

@@ -30,7 +30,7 @@ def encode(
 
     Args:
         x: (R, C).
-        layer: its record is updated by what the pass sees.
+        layer: the pass updates its record.
         operand: which of `OPERANDS` x is.
         gemms: those that read rows and columns, -1: none.
         counts: whether the pass is trained on, so that the record is updated.

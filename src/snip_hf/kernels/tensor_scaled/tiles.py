@@ -324,7 +324,7 @@ def encode_tile(
         scale, inverse, row_spacing = _scale_in_force(row_known, record, scale, inverse, FINDS)
     a, b, c, d = a * inverse, b * inverse, c * inverse, d * inverse  # exact
     if HAS_ROWS:
-        # Each branch stores what it computed, which takes fewer registers than to join.
+        # Each branch stores its own result: joining them would take more registers.
         at = rows + (run * RUN)[:, None] * padded_channels + channel[None, :]
         if FINDS:
             found = _encode_rows(
@@ -638,7 +638,7 @@ def encode_matrices_kernel(
         scale = tl.where(row_spacing > 0.0, row_scale, scale)
         inverse = tl.where(row_spacing > 0.0, row_inverse, inverse)
         tl.store(row_scales + matrix, row_scale, writes_scales)
-    # Both layouts round with the same random numbers, those of the matrix alone.
+    # Both layouts round with the same random numbers, those of the matrix.
     run = offset // RUN + tl.arange(0, _BLOCK_RUNS)
     bits = run
     if IS_GRADIENT:

@@ -26,7 +26,7 @@ _GEMMS = {"activation": (0, 2), "gradient": (1, 2), "weight": (0, 1)}
 
 @cache
 def fault(name: str, device: torch.device) -> str | None:
-    """Returns what is wrong with a format's GEMMs on a device, None if nothing is. Takes some seconds, once."""
+    """Returns why a format's GEMMs fail on a device, None if they pass. Takes some seconds, once."""
     from .backend import TENSOR_SCALED  # which imports this module
 
     given = FORMATS[name], device

@@ -1,19 +1,21 @@
-"""What the rounding errors of different tokens have in common across channels.
+"""Sums over what the rounding errors of different tokens have in common across channels.
 
-Legend: n sampled tokens in R pieces of L, C channels; e (n, C) the errors of an operand, m (n, C) what they meet.
+Legend: n sampled tokens in R pieces of L, C channels; e (n, C) the errors of an operand, m (n, C) their factors, such
+as Gdot W for errors of X.
 
-Tokens with alike rows have alike errors: equal tokens in the first blocks, and all tokens behind an activation
+Tokens with similar rows have similar errors: equal tokens in the first blocks, and all tokens after an activation
 function, whose small values round to zero. Products of errors of different tokens t and s in different channels i and j
 then do not cancel:
 
     sum over t != s and i != j of <m_ti m_sj> e_ti e_sj          <.>: the mean over random directions
 
-One direction alone says little of such a sum. So the mean is taken as a product of what tokens and what channels share:
+One direction alone is a poor estimate of this sum. So the mean is approximated by a product of what tokens share and
+what channels share:
 
     <m_ti m_sj> = (m_t . m_s) (m^T m)_ij / |m|^2
 
-Both factors are sums of many products, and well known from one direction. How far the form holds can be seen at i = j,
-where the sum without it is known as well: no more than that share of it is taken.
+Both factors are sums of many products, which one direction estimates well. At i = j the sum is also known without the
+approximation; the ratio of the two bounds the share of the approximate sum that is used.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ def across_channels(meets: Tensor, errors: Tensor) -> Tensor:
 
 
 def met_by(meets: Tensor) -> MetByChannels | MetByTokens:
-    """Returns what the sums need of `meets` (R, L, C), for the errors of any number of formats."""
+    """Returns the factors `meets` (R, L, C), prepared for the errors of any number of formats."""
     tokens, channels = meets.shape[0] * meets.shape[1], meets.shape[2]
-    # Both give the same; one multiplies (C, C), the other (n, n) matrices.
+    # Both give the same sums; one multiplies (C, C), the other (n, n) matrices.
     return MetByChannels(meets) if channels < tokens else MetByTokens(meets)
 
 
 class _Met(ABC):
-    """What errors meet, (R, L, C), with what is the same for the errors of all formats."""
+    """The factors of errors, (R, L, C), with the parts of the sums that all formats share."""
 
     def __init__(self, meets: Tensor) -> None:
         self.meets = meets
@@ -53,8 +55,8 @@ class _Met(ABC):
         """As the function of this name.
 
         Args:
-            errors: of what met these, (R, L, C).
-            found_in_channel: the sum over i = j without the product form, if it is known.
+            errors: the errors, (R, L, C).
+            found_in_channel: the exact sum over i = j, if it is known.
         """
         every, in_channel = self.product_form(errors)
         if found_in_channel is None:

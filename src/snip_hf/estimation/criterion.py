@@ -1,4 +1,4 @@
-"""A policy's own criterion: one figure per layer, GEMM and format, beside the sums of a layer.
+"""A policy's own criterion: one number per layer, GEMM and format, beside the divergences.
 
 A criterion's rows, a GEMM or "layer" -> cost, add up in the integer program as SNIP's divergences do. The classes that
 policies define are in their files under `policies`; the estimate takes one as an argument.
@@ -30,11 +30,11 @@ class LayerCriterion:
     """
 
     along_noise: ClassVar[bool] = False
-    """Whether the probe moves all weights, also frozen ones, along random noise z itself. The optimizer then has no
-    part in the derivatives, and `trace_of` gets them."""
+    """Whether the probe moves all weights, also frozen ones, along random noise z itself. The derivatives then do not
+    depend on the optimizer, and `trace_of` gets them."""
     noise: ClassVar[float | None] = None
-    """Relative size of the noise that the probe's passes add in place of moving weights (`noise`). The criterion then
-    gives both divergences itself, and `trace_of` gets what the noise changed, without directions."""
+    """Relative size of the noise that the probe's passes add instead of moving weights (`samples.Noise`). The criterion
+    then computes both divergences itself, and `trace_of` gets the changes by noise, without directions."""
 
     def __init__(self, sums: LayerSums, trace: Tensor | None = None) -> None:
         self.sums, self.trace = sums, trace
@@ -53,11 +53,11 @@ class LayerCriterion:
 
     @classmethod
     def trace_of(cls, layer: str, sample: LayerSample, directions: Sequence[Tensor]) -> Tensor | None:
-        """Returns what the criterion needs of the derivatives along `directions`, probe -> z (O, I)."""
+        """Returns the criterion's sums of the derivatives along `directions`, probe -> z (O, I)."""
         return None
 
     def rows(self, name: str) -> Deferred[Rows]:
-        """Returns row -> what the criterion gives for this format; None in all rows without a criterion."""
+        """Returns row -> value of the criterion for this format; None in all rows without a criterion."""
         return Deferred(self.sums.x.new_zeros(0), lambda figures: dict.fromkeys(ROWS))
 
     def weight_divergences(self, name: str, keys: tuple[int, int]) -> Deferred[dict[str, Squares]]:

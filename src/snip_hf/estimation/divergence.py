@@ -1,4 +1,4 @@
-"""Loss and weight divergence of each GEMM in each format, estimated from one probe.
+"""Loss divergence dL and weight divergence dW of each GEMM in each format, estimated from one probe.
 
 A layer's own row (gemm "layer") is the divergence of quantizing its three GEMMs together. The sums are in
 `layer_sums`, the directly measured truth in `ground_truth`, the formulas in docs/method.md, sections 2 and 3.
@@ -64,8 +64,8 @@ def estimate_divergence(
         optimizer: the optimizer, in the state before its next step; None means plain SGD with learning rate 1.
         config: `probes`, `probe_tokens`, `probe_batch_tokens`, `loss_estimator`, `seed` and the choice of layers are
             used.
-        compute_loss: takes the model and `batch`, and returns a loss that the model itself does not return.
-        terms: how many independent terms that loss is a mean over.
+        compute_loss: returns the loss of the model and `batch`, if the model does not return it.
+        terms: number of independent terms that this loss is a mean over.
 
     Raises:
         ValueError: the batch has no labels, or the loss is not finite.
@@ -93,22 +93,22 @@ def divergences_at(
 ) -> DivergenceTable:
     """Probes a converted model and estimates all divergences of one optimizer step.
 
-    Where the policy's criterion asks for it (`LayerCriterion.along_noise`), all weights, also frozen ones, move along z
-    itself: the optimizer has no part in the derivatives, and of the weight divergence only the part of grad_weight is
-    known. Where it asks for noise (`LayerCriterion.noise`), no weight moves, and the criterion gives both divergences.
+    If the policy's criterion asks for it (`LayerCriterion.along_noise`), all weights, also frozen ones, move along z
+    itself: the derivatives do not depend on the optimizer, and only the grad_weight part of the weight divergence is
+    known. If it asks for noise (`LayerCriterion.noise`), no weight moves, and the criterion computes both divergences.
 
-    With several processes it is collective: data ranks each probe a batch of their own, and all get the same table,
-    which is that of one process with all their tokens.
+    With several processes it is collective: each data rank probes a batch of its own, and all return the table of one
+    process with all their tokens.
 
     Args:
         model: a converted model, without wrappers; its weights may be sharded by FSDP2.
         batch: the step's micro-batch to probe, or a `part` of it.
         optimizer_step: the step.
         config: as in `estimate_divergence`.
-        step: its number; decides, with `config.seed`, all random draws.
-        probes: in place of `config.probes`. 0 takes one pass and no derivatives: of the weight divergence only the part
-            of grad_weight is then known, also in the layers' rows.
-        processes: those that work together; None: this one is alone.
+        step: number of the step; with `config.seed` it decides all random draws.
+        probes: instead of `config.probes`. 0 runs one pass without derivatives: only the grad_weight part of the weight
+            divergence is then known, also in the layers' rows.
+        processes: the processes that work together; None: only this one.
 
     Raises:
         ValueError: the loss of the micro-batch is not finite; on one rank is enough.
@@ -150,7 +150,7 @@ class _Estimate:
         with self._attempt, failing_together(processes.everyone) if gathers else nullcontext():
             found = self._probe()
         if found is None and not gathers:
-            self._say_others_wait()
+            self._warn_others_wait()
         loss = _agreed_loss(None if found is None else found[1].loss, self._attempt, self._labelled, processes)
         assert found is not None
         updates, probe = found
@@ -179,7 +179,7 @@ class _Estimate:
             if self._settings.noise is not None:  # whose response does not tell what comes back at every step
                 rows = [replace(row, weight_bias=None) for row in rows]
         processes.everyone.agree(self._attempt.error)
-        return DivergenceTable(loss, _of_all(rows, self._layers, processes), self._ties(probe))
+        return DivergenceTable(loss, _gathered(rows, self._layers, processes), self._ties(probe))
 
     def _ties(self, probe: Probe) -> Ties:
         """Returns `DivergenceTable.ties`, from what all ranks saw. Collective."""
@@ -187,8 +187,8 @@ class _Estimate:
         groups, layers = ([part for parts in column for part in parts] for column in zip(*found, strict=True))
         return ties_of(groups, layers)
 
-    def _say_others_wait(self) -> None:
-        """Says at once what failed on this rank, if others may wait for it longer than they wait to agree."""
+    def _warn_others_wait(self) -> None:
+        """Logs at once what failed on this rank, if the others may wait longer for its shards than to agree."""
         everyone = self._processes.everyone
         if everyone.size > 1 and any(is_sharded(layer.weight) for layer in self._layers.values()):
             assert self._attempt.error is not None
@@ -348,8 +348,8 @@ def _agreed_loss(own: float | None, attempt: Attempt, labelled: Sequence[int], p
     """Returns the mean loss over the tokens of all ranks.
 
     Args:
-        own: of this rank's batch, NaN on a pipeline's ranks that do not know it; None after a failure.
-        attempt: has what went wrong here.
+        own: loss of this rank's batch, NaN on a pipeline's ranks that do not know it; None after a failure.
+        attempt: holds this rank's error.
         labelled: rank -> number of tokens that the loss is a mean over.
     """
     with attempt:
@@ -363,7 +363,7 @@ def _agreed_loss(own: float | None, attempt: Attempt, labelled: Sequence[int], p
     return math.fsum(mean * count for mean, count in zip(means, labelled, strict=True)) / sum(labelled)
 
 
-def _of_all(
+def _gathered(
     rows: Sequence[Divergence], layers: Mapping[str, SnipLayer], processes: Processes
 ) -> tuple[Divergence, ...]:
     """Returns the rows of all ranks, each once, in the model's order, which stages of a pipeline continue."""
@@ -388,7 +388,7 @@ def _same(tensor: Tensor) -> Tensor:
 def gradients_of(
     model: nn.Module, batch: Batch, layers: Mapping[str, SnipLayer], others: Mapping[str, Tensor] | None = None
 ) -> tuple[float, dict[str, Tensor]]:
-    """Returns the loss, and the FP32 gradients of what counts, under the formats that the layers hold now.
+    """Returns the loss, and the FP32 gradients of the compared parameters, under the formats in force.
 
     Args:
         model: a converted model, without wrappers.
@@ -414,7 +414,7 @@ def weights_of(layers: Mapping[str, SnipLayer]) -> dict[str, Tensor]:
 
 @contextmanager
 def converted(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, SnipLayer]]:
-    """Gives the model's swapped layers, and swaps them only for the time of the context if they were not."""
+    """Yields the model's swapped layers; swaps them only within the context if they were not swapped."""
     was_converted = bool(snip_linears(model))
     if not was_converted:
         convert_model(model, config)

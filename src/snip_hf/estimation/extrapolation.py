@@ -1,4 +1,4 @@
-"""From sums over the sample of one layer to those over all tokens of an optimizer step.
+"""Extrapolates sums over the sample of one layer to all tokens of an optimizer step.
 
 Legend: T tokens that the layer saw, n of them sampled, R pieces of the sample, N tokens with a label.
 """
@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Squares:
-    """Squared divergence of one step, and the part of it that comes back at every step.
+    """Squared divergence of one step, and the part of it that comes back at every step (the bias).
 
-    Both hold differences of noisy sums, and may come out below 0 where the true figure is small.
+    Both contain differences of noisy sums, so they may be below 0 if the true value is small.
     """
 
     step: float
@@ -31,11 +31,11 @@ class Squares:
 
 
 class BatchSizes(NamedTuple):
-    """How large the batch is that was run, a micro-batch or a part of one, on all data ranks together."""
+    """Sizes of the batch that was run, a micro-batch or a part of one, on all data ranks together."""
 
     tokens: int
     labelled: int
-    """N: the tokens over whose mean loss G is a gradient."""
+    """N: G is the gradient of the mean loss over so many tokens."""
     micro_batch_tokens: int
     micro_batch_labelled: int
 
@@ -46,27 +46,27 @@ class BatchSizes(NamedTuple):
 
     @property
     def parts(self) -> float:
-        """How many such batches make the micro-batch's mean loss."""
+        """Number of such batches in the micro-batch's mean loss."""
         return max(1, self.micro_batch_labelled) / max(1, self.labelled)
 
 
 class Sizes(NamedTuple):
-    """What the sums over a sample are extrapolated by."""
+    """The numbers that sums over a sample are extrapolated by."""
 
     token_ratio: float
     """T / n"""
     scale: float
-    """Sums of squares: from the sample to all T tokens."""
+    """Factor of sums of squares, from the sample to all T tokens."""
     pieces: int
     micro_batches: float
     """Batches of that size in the optimizer step."""
 
     def of_pieces(self, own: float, total: float) -> Squares:
-        """From the pieces of the sample to all tokens of all micro-batches.
+        """Returns the squares over all tokens of all micro-batches from sums over the pieces c_r of the sample.
 
         Args:
             own: sum over the R pieces of |c_r|^2.
-            total: |sum of c_r|^2. Its cross terms are R (R - 1) times the square of what a piece does on the average.
+            total: |sum of c_r|^2. Its cross terms are R (R - 1) times the square of the mean piece.
         """
         mean = (total - own) / (self.pieces * (self.pieces - 1)) if self.pieces > 1 else 0.0
         count = self.pieces * self.scale
@@ -84,22 +84,22 @@ class Sizes(NamedTuple):
         own_across: float = 0.0,
         total_across: float = 0.0,
     ) -> Squares:
-        """The errors of operands that are rounded to nearest.
+        """Returns the squares of errors of operands that are rounded to nearest.
 
-        Elements are independent but for what they share with their token or channel, or across both.
+        Elements are independent except for what they share with their token or channel, or across both.
 
         Args:
             elements: sum of their squares.
             by_token: sum over tokens of the squared sum over channels.
             own: sum over channels and pieces of the squared sum over the piece's tokens.
             total: sum over channels of the squared sum over tokens.
-            own_across: what pairs of tokens of the same piece add across channels (`common_errors`).
-            total_across: what all pairs of tokens add so.
+            own_across: sum over pairs of tokens of the same piece across channels (`common_errors`).
+            total_across: the same sum over all pairs of tokens.
         """
         by_channel = self.of_pieces(own + own_across, total + total_across)
         # Elements are in both sums, and count once.
         return Squares(by_channel.step + self.scale / self.micro_batches * (by_token - elements), by_channel.bias)
 
     def of_random_tokens(self, elements: float) -> Squares:
-        """The same under stochastic rounding, which makes every element independent and unbiased."""
+        """Returns the squares under stochastic rounding: every error is independent and unbiased."""
         return Squares(self.scale / self.micro_batches * elements, 0.0)

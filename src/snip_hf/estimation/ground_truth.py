@@ -1,10 +1,10 @@
-"""Divergences measured directly: the truth that `divergence` estimates. Slow.
+"""Directly measured divergences: the truth that `divergence` estimates. Slow.
 
-Layers are quantized, the model's gradients and the optimizer's next updates are compared with those in high precision,
-on FP32 copies of the weights and without a trace in the model or the optimizer (see `probe`).
+Layers are quantized, and the model's gradients and the optimizer's next updates are compared with those in high
+precision, on FP32 copies of the weights and without a trace in the model or the optimizer (see `probe`).
 
-An update is `optimizers.response.Response.update`. For Lion (smoothed sign) and Muon (FP32 Newton-Schulz) that is a
-model of the real step; docs/limitations.md says how far it is from it.
+An update is `optimizers.response.Response.update`. For Lion (smoothed sign) and Muon (FP32 Newton-Schulz) this models
+the real step; docs/limitations.md states the difference.
 """
 
 from __future__ import annotations
@@ -55,11 +55,10 @@ def measure_divergence(
         batch: keyword arguments of the model's forward.
         optimizer: None means plain SGD with learning rate 1.
         config: its `seed` decides the rounding.
-        draws: stochastic-rounding draws per row (root mean square over the draws); formats without such rounding take
-            one.
-        gemms: which rows to measure, of "forward", "grad_input", "grad_weight", "layer".
-        fixed_routing: whether quantized passes send tokens to the experts that they have in high precision, as the
-            estimate does, in place of those that quantized scores choose, as training does.
+        draws: draws of stochastic rounding per row (root mean square over the draws); other formats have one.
+        gemms: the rows to measure, of "forward", "grad_input", "grad_weight", "layer".
+        fixed_routing: whether quantized passes send tokens to the experts chosen in high precision, as the estimate
+            does, instead of those that quantized scores choose, as training does.
         compute_loss: as in `estimate_divergence`; the rise is relative to the loss if the batch has labels.
 
     Raises:
@@ -100,7 +99,7 @@ def measure_assignment(
 
     Args:
         model, batch, optimizer, config, draws: as in `measure_divergence`.
-        assignments: layer -> GEMM -> format; what is not named stays in high precision.
+        assignments: layer -> GEMM -> format; other GEMMs stay in high precision.
 
     Raises:
         as `measure_divergence`.
@@ -146,7 +145,7 @@ def measure_loss(
 
 
 class _Measurement:
-    """The state in high precision that every quantized pass is compared with."""
+    """The updates in high precision that those of every quantized pass are compared with."""
 
     def __init__(
         self,
@@ -203,7 +202,7 @@ class _Measurement:
         return rise, (sum(squares) / draws) ** 0.5
 
     def _distance(self, gradients: Mapping[str, Tensor]) -> float:
-        """Returns the sum over what counts of |h(gradient) - h(base)|^2 / |W|^2, or by |h(base)|^2 (`counted`)."""
+        """Returns the sum over the compared parameters of |h(gradient) - h(base)|^2 / |W|^2, or / |h(base)|^2."""
         total = 0.0
         for name, (update, meaningful_by_norm) in self._base.items():
             if name in gradients:  # an expert without tokens takes no part in a pass
@@ -214,7 +213,7 @@ class _Measurement:
 
 @contextmanager
 def _high_precision(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, SnipLayer]]:
-    """Gives the swapped layers, all of them unquantized for the time of the context."""
+    """Yields the swapped layers, all unquantized within the context."""
     with converted(model, config) as layers:
         in_force = {
             name: (layer.snip_is_plain, layer.formats, layer.snip_state.clone()) for name, layer in layers.items()
@@ -233,7 +232,7 @@ def _high_precision(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, 
 
 @contextmanager
 def _assigned(layers: Mapping[str, SnipLayer], assignment: Assignment) -> Iterator[None]:
-    """Puts some formats in force for the time of the context; before and after all are unquantized."""
+    """Puts some formats in force within the context; before and after it all are unquantized."""
     try:
         for name, formats in assignment.items():
             layers[name].set_formats({**dict.fromkeys(GEMMS, UNQUANTIZED.name), **formats})

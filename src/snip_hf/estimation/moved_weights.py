@@ -1,4 +1,4 @@
-"""The weights that a probe moves along one random direction, held in FP32 or made again whenever a layer runs."""
+"""The weights that a probe moves along a random direction d = J^T z, held in FP32 or made again when a layer runs."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from ..numerics.random_streams import stream_key
 from ..parallel.ranks import Processes
 from ..parallel.sharding import pending_squares, sharded_as, whole
 
-# The step never gets below this part of what suits the median weight. A weight that is almost 0 would else make all
+# Least step, relative to the one that suits the median weight. Otherwise a weight that is almost 0 would make all
 # others move by less than FP32 resolves (docs/log.md has the errors).
 _LEAST_STEP = 0.1
 
 Draw = tuple[int, int, int]
-"""Seed, step and index of a probe: what decides its random direction."""
+"""Seed, step and index of a probe; they decide its random direction."""
 
 
 class MovedWeights:
     """W + eps d, and after `turn` W - eps d, in FP32, laid out as the weight.
 
-    Once made, the device works on the directions. It is waited for when `epsilon` or a moved weight is first asked for,
-    which is collective.
+    The constructor only launches the computation of the directions. The first use of `epsilon` or of a moved weight
+    waits for the device, and is collective.
 
-    Every layer's numbers are those of its name: which other layers a process holds makes no difference, nor does it
-    matter whether they are held or remade. Sharded weights move in place on their shards.
+    A layer's random numbers depend on its name only, not on which other layers a process holds, nor on whether its
+    weight is held or remade. Sharded weights move in place on their shards.
 
     Args:
         layers: the swapped layers; their weights must be those of the model and no stand-ins.
-        pullbacks: layer, or name of another parameter -> what makes a direction of z ~ N(0, 1), both laid out as the
-            weight.
-        draw: what decides z.
-        relative_step: the largest |eps * d| / |W|, of all weights that move together and of each one that is not much
-            smaller than the others (`_LEAST_STEP`); with `others`, the root mean square of an element of eps * d / that
-            of the swapped weights, since a parameter of an adapter may still be 0.
-        processes: those that probe together.
-        remade: layers whose weights are not held, as far as that is possible.
-        others: what `pullbacks` names besides layers; None: nothing.
+        pullbacks: layer, or name of another parameter -> function from z ~ N(0, 1) to the direction, both laid out as
+            the weight.
+        draw: decides z.
+        relative_step: the largest |eps * d| / |W|, of all weights together and of each one that is not much smaller
+            than the others (`_LEAST_STEP`); with `others`, the root mean square of an element of eps * d / that of the
+            swapped weights, since a parameter of an adapter may still be 0.
+        processes: the processes that probe together.
+        remade: layers whose moved weights are not held, if that is possible.
+        others: parameters that `pullbacks` names besides layers; None: none.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MovedWeights:
         self._weights = {name: every[name].detach() for name in pullbacks}
         self._is_turned = False
         self._directions: dict[str, Tensor] = {}
-        """Those that are held; moved in place by `_held`."""
+        """Directions that are held; `_held` moves them in place."""
         self._relative_step, self._processes, self._has_others = relative_step, processes, others is not None
         users = users_of_weights(layers)
         self._remade = [name for name in pullbacks if name in remade and can_be_remade(name, layers, users)]
@@ -87,7 +87,7 @@ class MovedWeights:
 
     @cached_property
     def epsilon(self) -> float:
-        """What the direction is multiplied by."""
+        """eps: the factor of the direction."""
         weights, directions = (squares.tolist() for squares in self._squares)
         own = [sum(weights), sum(directions), *self._counts]
         ratios = [] if self._has_others else self._ratios(weights, directions)
@@ -103,7 +103,7 @@ class MovedWeights:
         return float(self._relative_step * step)
 
     def _ratios(self, weights: Sequence[float], directions: Sequence[float]) -> list[float]:
-        """Returns |W| / |d| of each weight that is not 0 and moves, from the squares of all."""
+        """Returns |W| / |d| of each weight that is not 0 and moves, from the squares of all of them."""
         moves: defaultdict[str, float] = defaultdict(float)
         for name, squares in zip(self._pullbacks, directions, strict=True):
             moves[self._holds[name]] += squares
@@ -114,26 +114,26 @@ class MovedWeights:
     @cached_property
     def _held(self) -> dict[str, Tensor]:
         """The moved weights that are held."""
-        # Found by all ranks together, also by one that holds none.
+        # Collective, so also computed by a rank that holds none.
         _ = self.epsilon
         return {name: self._move(name, direction) for name, direction in self._directions.items()}
 
     def _first_of_each_weight(self) -> dict[str, str]:
-        """Returns what moves -> the first one of the same parameter."""
+        """Returns layer or other parameter -> the first one with the same parameter."""
         layers = {name: self._layers[name] for name in self._pullbacks if name in self._layers}
         firsts = {layer.weight_name(name): name for name, layer in one_per_weight(layers).items()}
         return {name: firsts[layers[name].weight_name(name)] if name in layers else name for name in self._pullbacks}
 
     def turn(self) -> None:
-        """Goes from W + eps * d to W - eps * d, in place."""
+        """Changes W + eps * d to W - eps * d, in place."""
         for name, moved in self._held.items():
             self._turn(name, moved)
         self._is_turned = True
 
     def by_parameter(self) -> dict[str, Tensor]:
-        """Returns parameter name -> what a pass uses in its place; what is remade has the weight itself there.
+        """Returns parameter name -> the tensor that a pass uses instead; for remade weights the weight itself.
 
-        Collective where a parameter is sharded that is no swapped weight: its module needs the whole of it.
+        Collective if a parameter beside the swapped weights is sharded: its module needs the whole of it.
         """
         used = {**self._held, **{name: self._weights[name] for name in self._remade}}
         of_layers = {self._layers[name].weight_name(name): used[name] for name in used if name in self._layers}
@@ -141,7 +141,7 @@ class MovedWeights:
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """Lets the layers whose weights are remade do so; to be entered once their recorders are in place."""
+        """Makes layers compute their moved weights each time they run; enter it when their recorders are in place."""
         for name in self._remade:
             layer = self._layers[name]
             assert layer.snip_recorder is not None

@@ -44,7 +44,7 @@ class UpdateChange:
 
 
 Pushforward = UpdateChange | Tensor
-"""What makes the update's change of a gradient's change; a tensor: its factors, element by element."""
+"""Maps a gradient's change to the update's change; a tensor holds its factors, element by element."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class OptimizerStep:
     responses: Mapping[str, Response]
     """The same -> how the optimizer's update responds to that gradient."""
     clip_factor: float = 1.0
-    """What clipping multiplied the gradients by."""
+    """Factor of clipping."""
     micro_batches: int = 1
     """Micro-batches of the step; their errors are independent except for that of the weights."""
     others: Mapping[str, Tensor] | None = None
@@ -82,13 +82,13 @@ class RelativeUpdates:
             found = squares([layers[name].weight.detach() for name in moving])
         else:
             found = squares(_update(step.responses[name], step.gradients[name]) for name in moving)
-        # Not of a weight initialised with zeros: no update of it is small or large against it.
+        # Weights initialised with zeros are left out: no update is small or large relative to them.
         norms = {name: square**0.5 for name, square in zip(moving, found, strict=True) if square != 0}
         several = (name for name in norms if name in layers and len(_shapes(layers[name])) > 1)
         return cls(step, norms, frozenset(several))
 
     def pullbacks(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Returns layer -> what multiplies a tensor, laid out as the weight, with the transposed derivative."""
+        """Returns layer -> product with J^T of a tensor laid out as the weight."""
         return {name: partial(self._pulled, name) for name in self.norms}
 
     def _pulled(self, name: str, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Forward and backward passes in FP32 that leave no trace in the model."""
+"""Forward and backward passes in FP32 on stand-ins for the model's tensors, so that they leave no trace in it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _named: WeakSet[nn.Module] = WeakSet()
 
 
 def is_probing() -> bool:
-    """Returns True while snip-hf runs a model for itself, in any thread: for hooks that must count training alone.
+    """Returns True while snip-hf runs the model for a probe, in any thread: for hooks that must only count training.
 
-    Hooks run in a probe's passes as they do under activation checkpointing. What they note must not count there:
+    Hooks run in a probe's passes as they do under activation checkpointing. A hook that must not count there:
 
         def count(module, args, output):
             if not snip_hf.is_probing():
@@ -60,13 +60,13 @@ def run_pass(
         model: a model without wrappers.
         batch: the micro-batch; the generators start from its state.
         weights: parameter name (`layers.state.plain_name`) -> the tensor to use instead; gradients go to its `.grad` if
-            it requires them. Parameters that are not named are used as detached FP32 copies. Of sharded parameters
-            these are whole, but for the weights of swapped layers: each gathers its own when it runs. A function is
-            called once the model's state is noted, so that the device may work on them until then.
+            it requires them. Other parameters are replaced by detached FP32 copies, gathered if they are sharded,
+            except weights of swapped layers: each layer gathers its own when it runs. A function is called when the
+            model's state has been saved, so that the device may still compute the tensors until then.
         autocast: dtype of autocast, None for none.
         backward: whether to run the backward pass.
-        run: for a model that is only a part: runs the batch forward and backward instead and returns its loss, or None
-            if another process knows it (the returned tensor is then NaN).
+        run: for a stage of a pipeline: runs the batch forward and backward instead and returns its loss, or None if
+            another process knows it (the returned tensor is then NaN).
     """
     before = RandomState.now()
     try:
@@ -80,28 +80,28 @@ def run_pass(
 
 @contextmanager
 def traceless(model: nn.Module, has_been_through_hooks: bool = True) -> Iterator[None]:
-    """Lets the model run uncompiled and without SNIP's own hooks, and puts it back as it was.
+    """Makes the model run uncompiled and without SNIP's own hooks, and restores it afterwards.
 
     Args:
         model: without wrappers.
-        has_been_through_hooks: whether the inputs were noted by SNIP's hook, behind the model's hooks before that.
+        has_been_through_hooks: whether the inputs were captured by SNIP's hook, after the model's hooks before it.
     """
     _name_hooks(model)
     with _for_all_threads(), _everything_kept(model), without_sharding_hooks(model):
-        _leave_out_own_hooks(model, has_been_through_hooks)
+        _remove_own_hooks(model, has_been_through_hooks)
         yield
 
 
 def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = True) -> None:
-    """Puts stand-ins in the place of the model's parameters, buffers and tensors that are mere attributes.
+    """Replaces the model's parameters, buffers and tensors that are plain attributes by stand-ins.
 
-    A tensor has one stand-in, by whatever names of whatever modules it is known.
+    A tensor has one stand-in, whatever modules and names refer to it.
 
     Args:
         model: the model, in `traceless`.
         weights: as `run_pass` takes them.
-        in_fp32: whether stand-ins of other parameters and of buffers are in FP32, or in the dtype that these have.
-            Then a parameter that is neither sharded nor written to is not copied.
+        in_fp32: whether stand-ins of other parameters and of buffers are in FP32. Otherwise they keep their dtype, and
+            parameters that are neither sharded nor written to are not copied.
     """
     frozen = frozen_in_a_pass(model)
     swapped = {id(layer.weight) for layer in snip_linears(model).values()}
@@ -111,7 +111,7 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if plain_name(name) in weights:
             given = weights[plain_name(name)]
-            # Of a tensor of its own PEFT may set `requires_grad`: what is given still moves in place between passes.
+            # PEFT may set `requires_grad` of this tensor, which still moves in place between passes: detach it.
             used = given if given.requires_grad else given.detach().requires_grad_(id(parameter) not in frozen)
             stand_ins.setdefault(id(parameter), used)
     for parameter in model.parameters():
@@ -119,7 +119,7 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
             continue
         copy = parameter.detach() if id(parameter) in swapped else whole(parameter.detach())
         if parameter.is_floating_point():
-            # Something before the first layer must ask for gradients, so that the backward pass reaches all of them.
+            # Something before the first layer must require gradients, so that the backward pass reaches all layers.
             dtype = torch.float32 if in_fp32 else copy.dtype
             copy = copy.to(dtype, copy=id(parameter) in written).requires_grad_(id(parameter) not in frozen)
         stand_ins[id(parameter)] = copy
@@ -147,9 +147,9 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
 def frozen_in_a_pass(model: nn.Module) -> set[int]:
     """Returns the ids of the parameters that get no gradient in `run_pass`.
 
-    These are the weights of layers of known kinds, biases, and the weights of norms, whose gradients would hold what
-    they multiply. Those of adapters ask for gradients where they do in training: PEFT
-    sets that whenever a loss switches adapters, and checkpoints recompute what they saw before.
+    These are the weights of layers of known kinds, biases, and the weights of norms, whose gradients would keep the
+    norms' inputs alive. Parameters of adapters require gradients as in training: PEFT sets that whenever a loss
+    switches adapters, and checkpoints recompute what they saw before.
     """
     known = {id(weight) for module in model.modules() for weight in known_weights(module)}
     known |= {id(parameter) for parameter in model.parameters() if parameter.dim() <= 1}
@@ -163,14 +163,14 @@ def frozen_in_a_pass(model: nn.Module) -> set[int]:
 
 
 def run_forward(model: nn.Module, batch: Batch) -> float:
-    """Returns the loss of one FP32 forward pass under the formats in force; it leaves no trace, as `run_pass`."""
+    """Returns the loss of one FP32 forward pass under the formats in force; leaves no trace, as `run_pass`."""
     return float(run_pass(model, batch, {}, backward=False))
 
 
 @contextmanager
 def _everything_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards puts back what the attributes of every module name, parameters, buffers and hooks among them, and the
-    state of generators that are attributes.
+    """Afterwards restores the attributes of every module, with parameters, buffers and hooks, and the state of
+    generators among them.
 
     Raises:
         RuntimeError: a parameter of the model itself, and not its stand-in, was written to.
@@ -189,8 +189,8 @@ def _everything_kept(model: nn.Module) -> Iterator[None]:
             )
 
 
-def _leave_out_own_hooks(model: nn.Module, has_been_through_hooks: bool) -> None:
-    """Removes SNIP's hooks, and the model's pre-hooks before them if the inputs have been through those."""
+def _remove_own_hooks(model: nn.Module, has_been_through_hooks: bool) -> None:
+    """Removes SNIP's hooks, and the model's pre-hooks before them if the inputs have passed those."""
     for module in model.modules():
         for kind in _OF_MODULES:
             hooks = getattr(module, kind)
@@ -271,7 +271,7 @@ def _run(
 def _loss(model: nn.Module, batch: Batch) -> Tensor:
     with _without_cache(model):
         if batch.objective is not None:
-            _take_wrappers_off(model)
+            _unwrap_forward(model)
             return batch.objective.loss(model, batch.kwargs)
         asks = {"use_cache": False} if "use_cache" in batch.kwargs else {}
         outputs = call(model, {**batch.kwargs, **asks})
@@ -329,18 +329,18 @@ def _recomputed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def call(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
-    """Returns what the model gives, with its own hooks, but without what wrappers made of it; inside `traceless`."""
-    _take_wrappers_off(model)
-    # With the model's own hooks, but without what `model.compile()` made of it.
+    """Returns the model's output, with its own hooks, but without the changes of wrappers; use inside `traceless`."""
+    _unwrap_forward(model)
+    # With the model's own hooks, but without `model.compile()`.
     return model._call_impl(**kwargs)
 
 
 def forward_inputs(model: nn.Module, batch: Mapping[str, Any], objective: Objective | None) -> Mapping[str, Any]:
-    """Returns what the model's forward takes in the pass that a loss is computed from; leaves no trace.
+    """Returns the inputs of the model's forward in the pass that the loss is computed from; leaves no trace.
 
     Args:
         model: without wrappers.
-        batch: what the objective takes; without one, these inputs themselves.
+        batch: inputs of the objective; without one, of the model.
         objective: the loss; None: the one that the model returns.
 
     Raises:
@@ -351,18 +351,18 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Any], objective: Object
     before = RandomState.now()
     try:
         with traceless(model, has_been_through_hooks=False):
-            _take_wrappers_off(model)
+            _unwrap_forward(model)
             return objective.forward_inputs(model, batch)
     finally:
         before.restore()
 
 
-def _take_wrappers_off(model: nn.Module) -> None:
-    """Gives the model the forward that it had before wrappers; inside `traceless`."""
+def _unwrap_forward(model: nn.Module) -> None:
+    """Gives the model back the forward that it had before wrappers; use inside `traceless`."""
     original = getattr(model, "_original_forward", None)  # what Accelerate wraps in autocast
     compiled = getattr(original, "_torchdynamo_orig_callable", None)
     if compiled is not None and getattr(compiled, "__self__", None) is model and compiled.__name__ != "forward":
-        # Of a compiled wrapper, which calls the model as a whole; the class has its forward.
+        # The forward of a compiled wrapper, which calls the model as a whole; the class has the model's own.
         vars(model).pop("forward", None)
     elif original is not None:
         vars(model)["forward"] = original

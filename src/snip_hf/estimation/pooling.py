@@ -1,7 +1,7 @@
-"""The samples of several ranks, pooled: each layer is assigned to one rank, which gathers every rank's samples.
+"""Pooled samples of several ranks: each layer has an owner, which gathers every rank's samples of it.
 
-The owner then computes the layer's divergences as a single process would that had seen all the data: nothing else in
-the estimate knows of ranks, and the more ranks there are, the fewer layers each has to work on.
+The owner then computes the layer's divergences as a single process with all the data would. Nothing else in the
+estimate depends on the number of ranks, and with more ranks each has fewer layers to work on.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ def pooled(
     """Returns the samples of the layers that this rank owns, with the tokens of all ranks, in the order of the ranks.
 
     Args:
-        samples: what this rank kept, for the mean loss of its own tokens.
-        weight: share of this rank's loss in the mean over all ranks' tokens, which the result is for.
+        samples: samples of this rank, for the mean loss of its own tokens.
+        weight: share of this rank's loss in the mean loss over all ranks' tokens; the result is for that mean.
         layers: name -> layer, all of them, in the same order on all ranks.
-        ranks: those that see other data.
+        ranks: the data ranks.
     """
     if ranks.size == 1:
         return samples
-    notes = ranks.gather({name: _note(sample, weight) for name, sample in samples.items()})
-    seen = [name for name in layers if any(name in note for note in notes)]
+    summaries = ranks.gather({name: _summary(sample, weight) for name, sample in samples.items()})
+    seen = [name for name in layers if any(name in one_rank for one_rank in summaries)]
     device = next(iter(layers.values())).weight.device
     result, attempt = {}, Attempt()
     for first in range(0, len(seen), ranks.size):
         names = seen[first : first + ranks.size]
-        # The derivatives that all of them have.
-        dots = {name: min(note[name]["probes"] for note in notes if name in note) for name in names}
+        # Number of derivatives that all ranks have.
+        dots = {name: min(one_rank[name]["probes"] for one_rank in summaries if name in one_rank) for name in names}
         make = partial(_pieces, samples, weight, dots, device, ranks.size)
         if ranks.rank >= len(names):
             ranks.all_to_all(make, [0] * ranks.size)
             continue
         name = names[ranks.rank]
-        of_ranks = [note.get(name, _NOTHING) for note in notes]
+        of_ranks = [one_rank.get(name, _NOTHING) for one_rank in summaries]
         widths = [layers[name].in_features, layers[name].out_features] * (1 + dots[name])
-        # Of several matrices the token of each row, too.
+        # Layers of several matrices also send the token of each row.
         is_split = any(one["ends"] is not None for one in of_ranks)
         received = ranks.all_to_all(make, [one["kept"] * (sum(widths) + is_split) for one in of_ranks])
         with attempt:
@@ -58,8 +58,8 @@ def pooled(
 _NOTHING: dict[str, Any] = {"tokens": 0, "kept": 0, "energies": [0.0, 0.0], "amaxes": None, "ends": None, "sampled": 0}
 
 
-def _note(sample: LayerSample, weight: float) -> dict[str, Any]:
-    """Returns what the other ranks have to know of a sample."""
+def _summary(sample: LayerSample, weight: float) -> dict[str, Any]:
+    """Returns the sizes and scalars of a sample, for the other ranks."""
     return {
         "tokens": sample.tokens,
         "kept": sample.x.shape[0],
@@ -74,7 +74,7 @@ def _note(sample: LayerSample, weight: float) -> dict[str, Any]:
 def _pieces(
     samples: dict[str, LayerSample], weight: float, probes: Mapping[str, int], device: torch.device, ranks: int
 ) -> list[Tensor]:
-    """Takes the samples of these layers away and returns what goes to each rank: one layer's, or nothing."""
+    """Removes the samples of these layers and returns the tensor for each rank: one layer's sample, or nothing."""
     pieces = [_flat(samples.pop(name, None), weight, count, device) for name, count in probes.items()]
     return pieces + [_nothing(device)] * (ranks - len(pieces))
 
@@ -84,7 +84,7 @@ def _nothing(device: torch.device) -> Tensor:
 
 
 def _flat(sample: LayerSample | None, weight: float, probes: int, device: torch.device) -> Tensor:
-    """Returns X, G and the derivatives of each probe one after the other; G for the mean loss over all ranks."""
+    """Returns X, G and the derivatives of each probe, flat, with G for the mean loss over all ranks."""
     if sample is None:
         return _nothing(device)
     parts = [sample.x, sample.grad_output * weight]
@@ -95,23 +95,23 @@ def _flat(sample: LayerSample | None, weight: float, probes: int, device: torch.
     return torch.cat([part.flatten() for part in parts])
 
 
-def _joined(received: Sequence[Tensor], notes: Sequence[Mapping[str, Any]], widths: Sequence[int]) -> LayerSample:
-    """Returns what `_flat` of all ranks makes together."""
+def _joined(received: Sequence[Tensor], summaries: Sequence[Mapping[str, Any]], widths: Sequence[int]) -> LayerSample:
+    """Returns the pooled sample from the ranks' `_flat` tensors."""
     by_rank, rows_by_rank = [], []
-    for flat, note in zip(received, notes, strict=True):
-        sizes = [note["kept"] * width for width in widths]
+    for flat, one_rank in zip(received, summaries, strict=True):
+        sizes = [one_rank["kept"] * width for width in widths]
         *parts, tokens_of_rows = flat.split([*sizes, len(flat) - sum(sizes)])
         by_rank.append([part.view(-1, width) for part, width in zip(parts, widths, strict=True)])
-        if note["ends"] is not None:
-            ends = torch.tensor(note["ends"], device=flat.device)
-            rows_by_rank.append(Rows(ends, tokens_of_rows.view(torch.int32).to(torch.int64), note["sampled"]))
+        if one_rank["ends"] is not None:
+            ends = torch.tensor(one_rank["ends"], device=flat.device)
+            rows_by_rank.append(Rows(ends, tokens_of_rows.view(torch.int32).to(torch.int64), one_rank["sampled"]))
     tensors, rows = [torch.cat(parts) for parts in zip(*by_rank, strict=True)], None
     if rows_by_rank:
         rows, order = Rows.joined(rows_by_rank)
         tensors = [tensor[order] for tensor in tensors]
     x, grad_output, *dots = tensors
-    every, sampled = (sum(column) for column in zip(*(note["energies"] for note in notes), strict=True))
-    tokens, energies = sum(note["tokens"] for note in notes), (every, sampled)
-    known = [note["amaxes"] for note in notes if note["amaxes"]]
+    every, sampled = (sum(column) for column in zip(*(one_rank["energies"] for one_rank in summaries), strict=True))
+    tokens, energies = sum(one_rank["tokens"] for one_rank in summaries), (every, sampled)
+    known = [one_rank["amaxes"] for one_rank in summaries if one_rank["amaxes"]]
     amaxes = tuple(x.new_tensor(column).amax(0) for column in zip(*known, strict=True)) if known else None
     return LayerSample(tokens, x, grad_output, dots[::2], dots[1::2], energies, amaxes, rows)  # type: ignore[arg-type]

@@ -1,14 +1,18 @@
-"""One probe of the model: each layer's inputs, output gradients, and their derivatives along moved weights.
+"""One probe of the model: each layer's input X, output gradient G, and their derivatives along moved weights.
 
 Legend: T tokens, I in_features, O out_features, n sampled tokens. A probe runs forward and backward at W + eps * d and
-at W - eps * d for one random direction d through all swapped layers, or, where some are frozen, through all that is
-trained (`counted`). The mean of the two gives every layer's input X and output gradient G (up to eps^2), their
+at W - eps * d, d = J^T z a random direction through all swapped weights, or, if some are frozen, through all trained
+parameters (`optimizer_step.ComparedParameters`). The mean of the two gives X and G of every layer (up to eps^2), their
 difference the derivatives Xdot and Gdot along d (docs/method.md, section 3).
+
+The probe in one page: `batch` is the micro-batch; `passes` runs it forward and backward; `samples` records X and G in
+each layer; this file runs the two sides and takes differences; `layer_sums` turns samples into sums; `divergence`
+returns the table.
 
 The passes leave no trace. They run on FP32 stand-ins for the weights, without autocast and without quantization, on
 clones of the buffers, and outside any wrapper (DDP, compile): no parameter, no gradient, no buffer and no optimizer
 state is written. The user's hooks run as under activation checkpointing (`passes.is_probing`). Random generators of
-torch, numpy and Python, and what the modules' attributes name, are put back.
+torch, numpy and Python, and the modules' attributes, are restored.
 """
 
 from __future__ import annotations
@@ -36,52 +40,51 @@ logger = logging.getLogger(__name__)
 
 # |eps * d| / |W| over all swapped weights: small enough for first order, large enough for FP32 (section 3 there).
 RELATIVE_STEP = 1e-3
-# Where other parameters move, what they do decides how far they have to. The first step is so many times
-# `relative_step`, per element ...
+# If other parameters move, the step is found by its effect. The first step is this times `relative_step`, per element.
 _FIRST_STEP = 10.0
-# ... and another one takes its place if the X and G of the layers change by less than the first or by more than the
-# last of these, in units of `relative_step`; the second is then aimed at.
+# If it changes the X and G of layers by less than the first or by more than the last of these, in units of
+# `relative_step`, another step is taken, which aims at the second.
 _LEAST_CHANGE, _WANTED_CHANGE, _MOST_CHANGE = 0.5, 2.0, 10.0
 
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """How a probe goes: how often, at how many tokens, along which random directions, how far."""
+    """Number of directions and tokens of a probe, its random numbers, and the size of its step."""
 
     probes: int = 1
     """Number of independent directions; 0 runs one pass and takes no derivatives."""
     probe_tokens: int | None = None
     """Tokens kept per layer, in whole runs of 128, by all data ranks together; None keeps all."""
     seed: int = 0
-    """Decides, with `step`, the directions and the sampled tokens."""
+    """With `step`, decides the directions and the sampled tokens."""
     step: int = 0
     relative_step: float = RELATIVE_STEP
     """|eps * d| / |W| over all swapped weights."""
     autocast: torch.dtype | None = None
     """Dtype of the passes' products, None for FP32. Rounding noise then needs a larger relative step."""
     whole_amax: bool = False
-    """Measure the largest magnitudes of all tokens too, which scales of whole tensors follow."""
+    """Whether to measure the largest magnitudes over all tokens, for scales of whole tensors."""
     noise: float | None = None
-    """Relative size of noise (`noise`). With it no weight moves: a probe is one pass with noise on the inputs of all
-    layers and one with noise on their output gradients. Differences to a pass without noise, divided by this size, take
-    the place of the derivatives, in this order."""
+    """Relative size of noise (`samples.Noise`). With noise no weight moves: a probe is one pass with noise on the
+    inputs of all layers and one with noise on their output gradients. Their differences from a pass without noise,
+    divided by this size, take the place of the derivatives, in this order."""
     savings: Savings = NO_SAVINGS
     """What the passes compute twice in order to hold less; it changes no number."""
 
     @property
     def draws(self) -> list[Draw]:
-        """Probe -> what decides its direction."""
+        """Seed, step and index of each probe."""
         return [(self.seed, self.step, index) for index in range(self.probes)]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The outcome of a probe: mean loss of the micro-batch, and a sample per layer that took part in it."""
+    """The result of a probe: mean loss of the micro-batch, and a sample of each layer that took part in it."""
 
     loss: float
     layers: dict[str, LayerSample]
     shared: list[list[str]]
-    """Layers that received the same tensor."""
+    """Groups of layers that received the same tensor."""
 
 
 def run_probe(
@@ -95,20 +98,20 @@ def run_probe(
 ) -> Probe:
     """Probes every swapped layer of the model; `probes` times two forward-backward passes.
 
-    With `others` a probe may take two more, where the size of its first step turns out to be wrong.
+    With `others` a probe may take two more, if the size of its first step turns out to be wrong.
 
-    Beyond the model it holds one FP32 copy of the swapped weights at a time, but for those that it makes again
-    (`savings`), and the samples.
+    Beyond the model it holds the samples and one FP32 copy of the swapped weights, except those that it makes again
+    (`savings`).
 
     Args:
         model: a converted model, without wrappers.
         batch: the micro-batch to run.
-        pullbacks: layer, or one of `others` -> what makes a direction of z ~ N(0, 1), both laid out as the weight. What
-            has no entry stays put.
-        settings: how the probe goes; None: all defaults.
-        processes: those that probe together; the samples are this process's own. None: it is alone.
+        pullbacks: layer, or one of `others` -> function from z ~ N(0, 1) to the direction, both laid out as the weight.
+            Weights without an entry do not move.
+        settings: settings of the probe; None: all defaults.
+        processes: the processes that probe together; the samples are this process's own. None: only this one.
         tokens: data rank -> tokens of its batch.
-        others: parameters that are no swapped weights and may move, by name; None: there are none on any rank.
+        others: parameters beside the swapped weights that may move, by name; None: none on any rank.
     """
     settings, processes = settings or ProbeSettings(), processes or Processes()
     every = tuple(tokens or (batch.tokens,))
@@ -131,7 +134,7 @@ def _samples(
     pullbacks: Mapping[str, Callable[[Tensor], Tensor]],
     others: Mapping[str, Tensor] | None,
 ) -> dict[str, LayerSample]:
-    """Runs the passes and returns what they show of each layer."""
+    """Runs the passes and returns a sample of each layer."""
     samples: dict[str, LayerSample] = {}
     if not draws:
         recorder = passes.record()
@@ -149,7 +152,7 @@ def _samples(
 
 
 def _noises(settings: ProbeSettings, rank: int) -> list[Noise]:
-    """Returns the noise of each pass that has some; none where weights move."""
+    """Returns the noise of each pass that has some; none if weights move."""
     relative = settings.noise
     if relative is None:
         return []
@@ -157,7 +160,7 @@ def _noises(settings: ProbeSettings, rank: int) -> list[Noise]:
 
 
 class _Sides(NamedTuple):
-    """What the passes at both ends of a step showed."""
+    """The records of the passes at both ends of a step."""
 
     plus: Recorder
     minus: Recorder
@@ -179,8 +182,8 @@ class _Passes:
     """The passes of one probe; arguments as in `run_probe`.
 
     Args:
-        plan: which tokens are kept.
-        tell: is called after each pass.
+        plan: the tokens to keep.
+        tell: called after each pass.
     """
 
     def __init__(
@@ -193,9 +196,9 @@ class _Passes:
         tell: Callable[[], object],
     ) -> None:
         self.losses: list[Tensor] = []
-        """Of each pass whose record is used. Reading one waits for the device."""
+        """Losses of the passes whose records are used. Reading one waits for the device."""
         self.shared: list[list[str]] = []
-        """Layers that received the same tensor in the last pass."""
+        """Groups of layers that received the same tensor in the last pass."""
         self._model, self._plan, self._settings, self._processes = model, plan, settings, processes
         self._tell = tell
         self._batch = batch
@@ -229,14 +232,17 @@ class _Passes:
         pullbacks: Mapping[str, Callable[[Tensor], Tensor]],
         others: Mapping[str, Tensor] | None,
     ) -> Iterator[_Sides]:
-        """Gives what both sides of each direction show. With `others`, a step that is too small or too large for the
-        layers to tell is taken again in another size, and so are the next ones."""
+        """Yields the records of both sides of each direction.
+
+        With `others`, a step that turns out too small or too large is repeated in another size, which the next ones
+        keep.
+        """
         settings = self._settings
 
         def both(draw: Draw) -> _Sides:
             moved = MovedWeights(self._layers, pullbacks, draw, step, self._processes, settings.savings.remade, others)
             if self._processes.pipeline.size > 1:
-                _ = moved.epsilon  # is collective; a stage that waits for another one is not in the middle of a pass
+                _ = moved.epsilon  # collective: no stage must wait for another one in the middle of a pass
             plus = self.record(moved)
             moved.turn()
             return _Sides(plus, self.record(moved), moved.epsilon)
@@ -260,9 +266,9 @@ def _combine(
     minus: Recorder,
     epsilon: float,
 ) -> list[str]:
-    """Adds one probe's central differences to the samples, and X and G where they are still missing.
+    """Adds one probe's central differences to the samples, and X and G if they are still missing.
 
-    Takes the records away one by one, so that little more is held than the samples.
+    Removes the records one by one, so that little more than the samples is held.
 
     Returns: the layers that saw other tokens on one side than on the other.
     """
@@ -287,7 +293,7 @@ def _combine(
 
 
 def _add_differences(samples: dict[str, LayerSample], noisy: Recorder, relative: float) -> None:
-    """Adds what a pass with noise of this size changed, per unit of it, to the samples of the pass without noise.
+    """Adds the changes of a pass with noise of this size, per unit of it, to the samples of the pass without noise.
 
     Raises:
         ValueError: a layer saw other tokens in it.
@@ -297,14 +303,14 @@ def _add_differences(samples: dict[str, LayerSample], noisy: Recorder, relative:
         if one is None or (one.tokens, one.x.shape) != (sample.tokens, sample.x.shape):
             raise ValueError(
                 f"Layer {name!r} saw other tokens in a pass with noise than without it (a router chooses them), so "
-                "that its response is not known. Leave it out with skip_modules, or take a policy that adds no noise."
+                "that its response is not known. Leave it out with skip_modules, or use a policy that adds no noise."
             )
         sample.x_dot.append(one.x.sub_(sample.x).div_(relative))
         sample.grad_output_dot.append(one.grad_output.sub_(sample.grad_output).div_(relative))
 
 
 def _warn_of_routers(left: Sequence[str]) -> None:
-    """Says which layers have no derivative; nothing if all have."""
+    """Logs which layers have no derivative, if any."""
     if left:
         logger.warning(
             "snip-hf: %d layers, such as %s, saw other tokens on the two sides of the probe, so that no derivative "
@@ -316,13 +322,12 @@ def _warn_of_routers(left: Sequence[str]) -> None:
 
 
 def _have_same_tokens(one: Record, other: Record) -> bool:
-    """Returns True unless it can be seen that the tokens of two records are others: where rows have no names, it
-    cannot."""
+    """Returns False if two records are known to be of different tokens; dense layers only know their number."""
     if one.rows is None or other.rows is None:
         return one.x.shape == other.x.shape
     return one.rows.is_same(other.rows)
 
 
 def _pair(amaxes: Tensor) -> tuple[Tensor, Tensor] | None:
-    # Each at the start of its memory, as kernels want it that are launched at once (`kernels.launching`).
+    # Each at the start of its own memory, as the kernels need it (`kernels.launching`).
     return (amaxes[0], amaxes[1].clone()) if len(amaxes) else None

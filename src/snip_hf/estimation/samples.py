@@ -1,4 +1,7 @@
-"""Samples of each layer's inputs and output gradients, recorded during the passes of a probe."""
+"""Samples of each layer's input X and output gradient G, recorded during the passes of a probe.
+
+Legend: T tokens that a layer saw, n sampled rows, E matrices, I in_features, O out_features.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class Rows:
     token: Tensor
     """Row -> which of the sampled tokens it is, (n,), int64; ascending within a matrix."""
     tokens: int
-    """How many tokens were sampled, with all rows that they have."""
+    """Number of sampled tokens; each is kept with all its rows."""
 
     def matrix(self) -> Tensor:
         """Returns row -> its matrix, (n,)."""
@@ -45,7 +48,7 @@ class Rows:
 
     @classmethod
     def joined(cls, parts: Sequence[Rows]) -> tuple[Rows, Tensor]:
-        """Returns the rows of all parts, whose tokens follow each other, and where each comes from among them, (n,)."""
+        """Returns the rows of all parts, sorted by matrix, and the permutation that sorts them, (n,)."""
         matrices = torch.cat([part.matrix() for part in parts])
         before = [0, *accumulate(part.tokens for part in parts)]
         tokens = torch.cat([part.token + first for part, first in zip(parts, before, strict=False)])
@@ -56,10 +59,10 @@ class Rows:
 
 @dataclass
 class LayerSample:
-    """What one layer showed on the sampled tokens, FP32, for the mean loss of the micro-batch."""
+    """X, G and their derivatives in one layer on the sampled tokens, FP32, for the mean loss of the micro-batch."""
 
     tokens: int
-    """T: all tokens that the layer's matrix has seen; of several matrices, the rows of all of them."""
+    """T: tokens that the layer saw; for several matrices, rows of all of them."""
     x: Tensor
     """(n, I)"""
     grad_output: Tensor
@@ -69,11 +72,11 @@ class LayerSample:
     grad_output_dot: list[Tensor] = field(default_factory=list)
     """(n, O) per probe"""
     energies: tuple[float, float] | None = None
-    """sum_t |X_t|^2 |G_t|^2 of all tokens and of the sampled ones; None where it was not measured."""
+    """sum_t |X_t|^2 |G_t|^2 of all tokens and of the sampled ones; None if not measured."""
     amaxes: tuple[Tensor, Tensor] | None = None
-    """Largest magnitude of X and of G over all tokens, of one element each, or (E,); None where it was not measured."""
+    """Largest magnitudes of X and of G over all tokens, of one element each, or (E,); None if not measured."""
     rows: Rows | None = None
-    """What is whose; None: the layer has one matrix, and each row is a token of its own."""
+    """Matrix and token of each row; None: the layer has one matrix, and each row is a token."""
 
     def without_dots(self) -> LayerSample:
         """Returns the sample without derivatives."""
@@ -81,14 +84,14 @@ class LayerSample:
 
     @property
     def is_part(self) -> bool:
-        """Whether the layer saw more tokens than these."""
+        """Whether the layer saw more tokens than were sampled."""
         return self.x.shape[0] < self.tokens
 
     @property
     def scale(self) -> float:
-        """What a sum of squares over the sample is multiplied by to stand for all tokens.
+        """Factor from a sum of squares over the sample to all tokens.
 
-        The ratio of the energies, not of the tokens: a few tokens hold most of such sums, in the sample or not.
+        It is the ratio of the energies, not of the tokens: a few tokens hold most of such sums, in the sample or not.
         """
         every, sampled = self.energies or (0.0, 0.0)
         if sampled > 0 and math.isfinite(every / sampled):
@@ -97,7 +100,7 @@ class LayerSample:
 
 
 def read(figures: Sequence[Tensor]) -> list[float]:
-    """Returns tensors of one element as numbers. The device is waited for once, not once per figure."""
+    """Returns tensors of one element as numbers; waits for the device once."""
     if not figures:
         return []
     together: list[float] = torch.stack([figure.to(figures[0].device) for figure in figures]).tolist()
@@ -120,15 +123,15 @@ class _RecordedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        if not torch.is_grad_enabled():  # with create_graph=True another backward pass follows: that of the loss
+        if not torch.is_grad_enabled():  # with create_graph=True the backward pass of the loss follows
             ctx.recorder.keep(ctx.name, x, grad_output)
-        # Under autocast the output's gradient is of lower precision than the weight.
+        # Under autocast the output's gradient has a lower precision than the weight.
         grad_input = product(grad_output, whole(weight).to(grad_output.dtype)) if ctx.needs_input_grad[0] else None
         return grad_input, None, None, None, None
 
 
 class _RecordedMatrices(torch.autograd.Function):
-    """As `_RecordedLinear`, of a layer of several matrices."""
+    """As `_RecordedLinear`, for a layer of several matrices."""
 
     @staticmethod
     def forward(
@@ -151,7 +154,7 @@ class _RecordedMatrices(torch.autograd.Function):
 
 
 def _by_matrix(rows: Tensor, matrices: Sequence[Tensor], ends: Tensor) -> Tensor:
-    """Returns the product of each matrix's rows, (T, C), with it, (C, D), as (T, D); zeros behind the last end."""
+    """Returns the product of rows (T, C) with their matrices (C, D), as (T, D); zeros after the last end."""
     lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
     *parts, behind = rows.split([*lengths, len(rows) - sum(lengths)])
     products = [product(part, matrix) for part, matrix in zip(parts, matrices, strict=True)]
@@ -159,18 +162,18 @@ def _by_matrix(rows: Tensor, matrices: Sequence[Tensor], ends: Tensor) -> Tensor
 
 
 class Record(NamedTuple):
-    """What one pass showed of one layer: as in `LayerSample`, and the energies (all tokens, sampled), on the device."""
+    """One pass's sample of one layer: as `LayerSample`, with the energies (all tokens, sampled) on the device."""
 
     tokens: int
     x: Tensor
     grad_output: Tensor
     energies: Tensor
     amaxes: Tensor
-    """Largest magnitudes of X and G over all tokens, (2,) or (2, E), on the device; empty where no format asks."""
+    """Largest magnitudes of X and G over all tokens, (2,) or (2, E), on the device; empty if no format needs them."""
     rows: Rows | None
 
     def after(self, before: Record) -> Record:
-        """Returns this record and one of before together: a layer that is called twice shows its tokens in turn."""
+        """Returns this record joined to an earlier one of the same pass: a layer may be called twice."""
         x, grad_output = torch.cat([before.x, self.x]), torch.cat([before.grad_output, self.grad_output])
         rows = None
         if before.rows is not None and self.rows is not None:
@@ -187,7 +190,7 @@ class Record(NamedTuple):
 
 
 class SamplePlan(NamedTuple):
-    """Which tokens the ranks keep of a layer: all, or runs of 128 consecutive ones, spread over all of them."""
+    """The tokens that ranks keep of a layer: all, or runs of 128 consecutive ones, spread over all tokens."""
 
     probe_tokens: int | None
     seed: int
@@ -199,21 +202,22 @@ class SamplePlan(NamedTuple):
     """Whether to measure the largest magnitudes of all tokens."""
 
     def kept(self, tokens: int) -> Tensor:
-        """Returns the positions that this rank keeps, of a layer's tokens.
+        """Returns the positions that this rank keeps of a layer's tokens.
 
-        The ranks together keep what one process would of all their tokens, one rank's after the other's, if these are
-        whole runs of 128.
+        If every rank has whole runs of 128 tokens, the ranks together keep the tokens that one process would keep of
+        all of them.
         """
         every, rank, most = self.every, self.rank, self.probe_tokens
-        if tokens != every[rank]:  # a router decides which tokens a layer gets: nothing is known of the other ranks'
-            # Or a pipeline cuts the batch into chunks.
+        if tokens != every[rank]:
+            # A router decides which tokens the layer gets, and those of other ranks are unknown; or a pipeline cuts the
+            # batch into chunks.
             chunks = every[rank] // tokens if tokens > 0 and every[rank] % tokens == 0 else 1
             every, rank, most = (tokens,), 0, None if most is None else max(TILE, most // (len(every) * chunks))
         tiles = [count // TILE for count in every]
         if most is None or sum(every) <= most or sum(tiles) == 0:
             return torch.arange(tokens)
         generator = torch.Generator().manual_seed(stream_key(self.seed, self.step, 0, 0, 1) >> 1)
-        # One tile along T from each of as many equal parts of the tokens: no stretch of the text is left out.
+        # One tile along T from each of as many equal parts of the tokens, so that no stretch of the text is left out.
         count = min(most // TILE, sum(tiles))
         starts = torch.arange(count) * sum(tiles) // count
         ends = torch.arange(1, count + 1) * sum(tiles) // count
@@ -272,7 +276,7 @@ def _in_one_launch(x: Tensor, grad_output: Tensor) -> bool:
 
 
 def _rows_of(tokens: Tensor, dispatch: Dispatch) -> tuple[Tensor, Rows]:
-    """Returns which rows belong to these tokens, and whose each of them is."""
+    """Returns the rows of these tokens, and the matrix and token of each of them."""
     places = dispatch.token.new_full((dispatch.tokens,), -1)
     places[tokens] = torch.arange(len(tokens), device=tokens.device)
     of_rows = places[dispatch.token[: int(dispatch.ends[-1])]]
@@ -321,20 +325,20 @@ class Noise:
     """
 
     place: Place
-    """What it is added to."""
+    """The tensor that it is added to."""
     draw: Draw
-    """What decides its numbers, with the layer's name."""
+    """Decides its numbers, with the layer's name."""
     relative: float
     """Root mean square of the noise / that of the tensor."""
     rank: int = 0
-    """Data rank: ranks see other tokens, with noise of their own."""
+    """Data rank; each has its own tokens and noise."""
 
     def on_input(self, name: str, x: Tensor) -> Tensor:
-        """Returns what the layer reads in place of x (T, I)."""
+        """Returns the input that the layer reads instead of x (T, I)."""
         return x + self._of(name, x) if self.place == "input" else x
 
     def on_output(self, name: str, y: Tensor) -> Tensor:
-        """Returns y (T, O), whose gradient reaches the layer with noise where that is the pass's."""
+        """Returns y (T, O), with noise on its gradient if the pass has noise there."""
         if self.place == "input":
             return y
         noisy: Tensor = _NoisyGradient.apply(y, name, self)
@@ -365,13 +369,13 @@ class _NoisyGradient(torch.autograd.Function):
 def recording(
     layers: Mapping[str, SnipLayer], recorder: Recorder, autocast: bool, noise: Noise | None = None
 ) -> Iterator[None]:
-    """Lets every layer compute through `_RecordedLinear` for the time of the context.
+    """Makes every layer compute through `_RecordedLinear` within the context.
 
     Args:
-        layers: the swapped ones.
-        recorder: keeps what they see, with its noise.
+        layers: the swapped layers.
+        recorder: keeps their samples, with the noise.
         autocast: whether the pass may run under autocast.
-        noise: added to what they read; they have one matrix each.
+        noise: added to what the layers read; they have one matrix each.
     """
 
     def recorded(name: str) -> ForwardRecorder:
@@ -380,7 +384,7 @@ def recording(
                 raise ValueError("The probe's passes run in FP32; leave autocast out of what Pipeline.run does.")
             recorder.inputs.add(name, input)
             if torch.is_grad_enabled() and not input.requires_grad:
-                # Nothing before it asks for a gradient: what the layer sees of the loss is wanted all the same.
+                # No layer before it needs a gradient, but the layer's own output gradient is needed.
                 input = input.detach().requires_grad_()
             if dispatch is not None:
                 return _matrices_recorded(layer, input, dispatch, name, recorder)

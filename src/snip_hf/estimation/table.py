@@ -15,32 +15,32 @@ ROWS = (*GEMMS, LAYER)
 
 @dataclass(frozen=True)
 class Divergence:
-    """One row: what quantizing one GEMM (or, for gemm "layer", all three) of one layer to one format does."""
+    """One row: the effects of quantizing one GEMM (or, for gemm "layer", all three) of one layer to one format."""
 
     layer: str
     gemm: str
     format: str
     loss_divergence: float
-    """How far the loss can move, relative to itself, as `SnipConfig.loss_estimator` says it; measured: its rise."""
+    """dL: relative move of the loss by `SnipConfig.loss_estimator`; in a measurement, its relative rise."""
     weight_divergence: float
-    """sqrt(sum over all swapped layers m of |change of m's next update|^2 / |W_m|^2); where some of their weights are
+    """dW: sqrt(sum over all swapped layers m of |change of m's next update|^2 / |W_m|^2); if some of their weights are
     not trained, sqrt(sum over all trained parameters p of |change of p's next update|^2 / |p's next update|^2)."""
     flops: float
-    """FLOPs per token of what is quantized."""
+    """FLOPs per token of the quantized GEMMs."""
     weight_bias: float | None = None
     """The part of the weight divergence that comes back at every step (its square is a part of the whole's square);
-    None where it was not measured."""
+    None if not measured."""
     absolute_error: float | None = None
-    """Sum of the Frobenius norms of the operands' quantization errors; None where it was not asked for."""
+    """Sum of the Frobenius norms of the operands' quantization errors; None if not asked for."""
     relative_error: float | None = None
     """The same, each error divided by its operand's Frobenius norm."""
     criterion: float | None = None
-    """What the policy's own criterion gives (`criterion`); None where the policy has none."""
+    """Value of the policy's own criterion (`criterion`); None if the policy has none."""
 
 
 @dataclass(frozen=True)
 class DivergenceTable:
-    """Rows for every layer, GEMM and format, and the loss (mean over the tokens with a label) that they belong to."""
+    """Rows for every layer, GEMM and format, and the loss (mean over the tokens with a label)."""
 
     loss: float
     rows: tuple[Divergence, ...]

@@ -271,7 +271,7 @@ def test_a_trial_step_leaves_no_trace_in_the_optimizer_and_calls_no_hook() -> No
 
     before = copy.deepcopy(state())
     found = estimate_divergence(model, tokens(), optimizer)
-    assert found.totals("fp4")["weight"] > 0
+    assert found.totals("mxfp4")["weight"] > 0
     answer = responses(optimizer, {"weight": model.head.weight})["weight"]
     assert answer.update(torch.ones_like(model.head.weight)).mean() > 0.1
     assert state() == before and hooked == []

@@ -1,4 +1,4 @@
-"""What has a run written, and how far are the tables and tensors of two runs from each other?"""
+"""Reads what a run has written, and measures how far two runs' tables and tensors differ."""
 
 from __future__ import annotations
 

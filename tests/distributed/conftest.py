@@ -1,4 +1,4 @@
-"""Which runs of several processes do the tests look at? Each is started once."""
+"""The runs of several processes that the tests look at; each is started once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do the tests of saving and of faults train on several processes? By a plain loop that is stopped and disturbed.
+"""A plain training loop on one or several processes, which tests of saving and of faults stop and disturb.
 
 Every rank takes its rows of each step's batch, so that one process trains on what several train on together.
 """

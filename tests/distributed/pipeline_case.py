@@ -1,4 +1,4 @@
-"""What does the pipeline of the tests train? Shared by the tests and by what they start."""
+"""The pipeline that the tests train, in this process and in those that they start."""
 
 from __future__ import annotations
 

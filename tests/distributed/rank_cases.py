@@ -1,4 +1,4 @@
-"""Which trainings are compared with each other?"""
+"""The trainings that are compared with each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a test start several processes that train together, and is sure that none of them outlives it?"""
+"""Starts several processes that train together, and makes sure that none outlives its test."""
 
 from __future__ import annotations
 

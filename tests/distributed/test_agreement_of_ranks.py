@@ -1,4 +1,4 @@
-"""Are ranks that do not have the same refused before the first step, and those that wait in vain told for what?"""
+"""Ranks that differ are refused before the first step, and ranks that wait in vain are told for what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do two ranks, each with half of every batch, train and plan as one process with the whole batches?
+"""Two ranks, each with half of every batch, train and plan as one process with the whole batches.
 
 Whatever the ranks sum up is summed in another order, which is an error of 1e-7 relative. Two things make it larger:
 - A number that lies next to a rounding threshold of FP8 or FP4 may be rounded to the other side (a flip): an error of

@@ -1,4 +1,4 @@
-"""What does a fault on one rank cost the others? A refresh, the same on all of them; or, if a rank is lost, the run.
+"""A fault on one rank costs all ranks the same refresh; a lost rank ends the run.
 
 What costs a refresh is compared, to the bit, with the run in which that refresh was never made.
 """

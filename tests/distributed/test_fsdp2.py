@@ -1,4 +1,4 @@
-"""Does a model that FSDP2 shards train and plan as one that DDP copies, and is it sharded as before after a probe?"""
+"""A model that FSDP2 shards trains and plans as under DDP, and a probe leaves its sharding as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a rank that fails inside a probed loss, which gathers over the ranks, cost all of them one refresh at once?"""
+"""A rank that fails inside a probed loss, which gathers over the ranks, costs all of them one refresh at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does it matter to a run under DDP whether its gradients are views of the buckets that are averaged?"""
+"""Under DDP it makes no difference whether gradients are views of the buckets that are averaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does snip-hf, where it quantizes nothing, leave no trace in the training of two ranks but its probes' time?"""
+"""Without quantization, snip-hf leaves no trace in the training of two ranks."""
 
 from __future__ import annotations
 

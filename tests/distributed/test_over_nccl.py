@@ -1,4 +1,4 @@
-"""Two ranks with a GPU each, over NCCL: do they train as one process, resume, and survive the faults of one?
+"""Two ranks with a GPU each, over NCCL, train as one process, resume, and survive the faults of one.
 
 These are the runs of the tests beside this file, fewer of them. A GPU sums in another order when it has half of the
 rows, so a number next to a rounding threshold may be rounded to its other neighbour (test_equal_to_one_process.py).

@@ -1,4 +1,4 @@
-"""Does a pipeline of four stages on two processes find what one process with the whole model finds?"""
+"""A pipeline of four stages on two processes finds what one process with the whole model finds."""
 
 from __future__ import annotations
 

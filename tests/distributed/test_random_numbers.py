@@ -1,4 +1,4 @@
-"""Do ranks draw numbers of their own for tokens of their own, whatever DDP does with the buffers?"""
+"""Each rank draws its own random numbers for its own tokens, whatever DDP does with buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do two ranks, whose weights are copied or sharded, find the criteria that one process with all the data finds?"""
+"""Two ranks, with copied or sharded weights, find the criteria that one process with all the data finds."""
 
 from __future__ import annotations
 

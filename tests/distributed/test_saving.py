@@ -1,4 +1,4 @@
-"""What does a run of several processes save, and who goes on from it how exactly?
+"""Checkpoints of several processes, and how exactly runs on as many or fewer processes resume from them.
 
 On as many processes a resumed run is the uninterrupted one to the bit: sums over two ranks have one order only.
 On another number the sums have another order, which is an error of 1e-7 relative and what becomes of it (see

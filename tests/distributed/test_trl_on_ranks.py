@@ -1,4 +1,4 @@
-"""Do TRL's trainers, with adapters and without, train, refresh, save and resume on two ranks, copied or sharded?"""
+"""TRL's trainers train, refresh, save and resume on two ranks, with adapters and without, copied or sharded."""
 
 from __future__ import annotations
 

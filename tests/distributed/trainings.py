@@ -1,4 +1,4 @@
-"""What do the tests of several processes train, on one rank or on many? Shared by the tests and by what they start."""
+"""One training, on one rank or on many, for the tests and for the processes that they start."""
 
 from __future__ import annotations
 

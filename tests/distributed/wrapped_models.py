@@ -1,4 +1,4 @@
-"""What is counted of models whose blocks are wrapped and sharded? For the tests and for the processes they start."""
+"""Wrapped and sharded models on a rank: what is counted of them, what their layers draw, and who they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a run whose plan stays "bf16" compute, to the bit, what it computes without the callback, probes and all?"""
+"""A run whose plan stays "bf16" computes, to the bit, what it computes without the callback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a compiled model one graph that no plan, step or probe ever compiles again, and does it compute what eager does?
+"""A compiled model is one graph, computes what eager mode does, and no plan, step or probe compiles it again.
 
 The backend "aot_eager" takes the same graphs as the default "inductor" and runs them without the minute that a C++
 compiler needs; what inductor makes of them is tested once, on a small model (`slow`: on a Llama).

@@ -1,4 +1,4 @@
-"""Are the estimated divergences of experts those of the dense layers that they are together, and those that happen?"""
+"""Experts' estimated divergences are those of the equivalent dense layers, and those that happen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the bit-exact invariants hold with a user's callbacks, hooks and aliased modules in the run?"""
+"""The bit-exact invariants hold with a user's callbacks, hooks and aliased modules in the run."""
 
 from __future__ import annotations
 

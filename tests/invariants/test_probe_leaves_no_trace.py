@@ -1,4 +1,4 @@
-"""Is everything, to the bit, as if the probe had never run?"""
+"""After a probe everything is, to the bit, as if it had never run."""
 
 from __future__ import annotations
 

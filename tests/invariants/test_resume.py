@@ -1,4 +1,4 @@
-"""Does a run that was interrupted go on, to the bit, as if it had not been, wherever it was interrupted?"""
+"""A run that was interrupted anywhere goes on, to the bit, as if it had not been."""
 
 from __future__ import annotations
 

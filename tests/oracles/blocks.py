@@ -1,4 +1,4 @@
-"""What does a tensor become in a block format? Loops over blocks in numpy, written from the formats' definitions.
+"""A tensor in a block format: loops over blocks in numpy, written from the formats' definitions.
 
 Grids are lists of values; scales are written out per kind (OCP Microscaling v1.0, section 6.3; cuBLAS, "1D block
 scaling"; arXiv:2509.25149, appendix on NVFP4). An element is multiplied by the reciprocal of its scale, in FP32, as

@@ -1,4 +1,4 @@
-"""What is the best map of a small integer program? Every map is looked at (an independent reading of the problem)."""
+"""The best map of a small integer program, found by trying every map."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a tensor become in a small format? Loops over tiles in numpy; ml_dtypes rounds (an independent reading).
+"""A tensor in a small format: loops over tiles in numpy; ml_dtypes rounds (an independent reading).
 
 The stochastic rule and the random numbers are written out from their definitions (docs/method.md, section 1) without
 any code of the package; the counter hash is in Python integers.

@@ -1,4 +1,4 @@
-"""What are the output and the gradients of one linear layer under a plan? Written out as docs/method.md, section 1.
+"""The output and gradients of one linear layer under a plan, written out as in docs/method.md, section 1.
 
 Legend: T tokens, I in_features, O out_features. Operands are quantized by `oracles.rounding`, products are summed in
 float64. Beside every result stands the sum of the absolute products, by which rounding errors of an FP32 sum are

@@ -1,4 +1,4 @@
-"""Is a solver that cannot be used named before training, and does "auto" go on with HiGHS?"""
+"""A solver that cannot be used is named before training, and "auto" goes on with HiGHS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a disk that fills up cost what could not be written, and neither a loss nor what was there before?"""
+"""A full disk costs what could not be written, but neither a loss nor older files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the last good state readable after a process was killed, or a call failed, at any instant of a write?"""
+"""The last good state is readable after a process was killed, or a call failed, at any instant of a write."""
 
 from __future__ import annotations
 

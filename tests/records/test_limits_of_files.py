@@ -1,4 +1,4 @@
-"""Does a reader take whatever a writer writes, also for the largest models, and nothing that none takes?"""
+"""Readers accept whatever writers write, also of the largest models, and writers refuse what no reader accepts."""
 
 from __future__ import annotations
 

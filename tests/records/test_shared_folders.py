@@ -1,4 +1,4 @@
-"""Does a run leave alone what others keep in its folder: earlier runs, runs at the same time, and the user?"""
+"""A run leaves alone what else is in its folder: earlier runs, runs at the same time, the user's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tiny models with experts, and dense models that are the same, do the tests of the estimate work on?"""
+"""Tiny models with experts, and the dense models that they are equal to."""
 
 from __future__ import annotations
 

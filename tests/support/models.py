@@ -1,4 +1,4 @@
-"""Which Hugging Face models do the tests of the layers work on? One tiny model per family, from its config."""
+"""One tiny Hugging Face model per family, built from its config."""
 
 from __future__ import annotations
 

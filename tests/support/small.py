@@ -1,4 +1,4 @@
-"""Which small language model, batch and text do the tests of the probe and the divergences work on?"""
+"""A small language model, batches and text for tests of the probe and the divergences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do the ranks of a run meet within one process? As threads that take turns, without `torch.distributed`."""
+"""Ranks of a run as threads of one process, which take turns, without `torch.distributed`."""
 
 from __future__ import annotations
 

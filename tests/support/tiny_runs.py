@@ -1,4 +1,4 @@
-"""How do the tests of the controller and the callback train a tiny model, and what do they compare afterwards?"""
+"""Trains a tiny model by the Trainer, and compares what two runs did."""
 
 from __future__ import annotations
 

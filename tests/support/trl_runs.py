@@ -1,4 +1,4 @@
-"""How do the tests train tiny models under TRL's trainers: models, tokenizer, data and arguments without a hub?"""
+"""Trains tiny models by TRL's trainers: models, tokenizer, data and arguments, without a hub."""
 
 from __future__ import annotations
 

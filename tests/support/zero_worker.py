@@ -1,4 +1,4 @@
-"""What do two processes under DeepSpeed see of their weights? Started with `accelerate launch`.
+"""Two processes under DeepSpeed note what they see of their weights. Started with `accelerate launch`.
 
 Arguments: a folder, for `rank<N>.pt` with {scenario: what `train` returns}.
 """

@@ -1,4 +1,4 @@
-"""What is left when the trainer is killed in the middle of a refresh, and does the run go on from it to the bit?"""
+"""A run that was killed in the middle of a refresh goes on to the bit, and its solver does not outlive it."""
 
 from __future__ import annotations
 

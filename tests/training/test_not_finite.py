@@ -1,4 +1,4 @@
-"""Does a NaN or an infinity at the probed micro-batch cost one refresh, and nothing else?"""
+"""A NaN or an infinity at the probed micro-batch costs one refresh, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a solver that dies, hangs, lies or is not there cost a run one refresh, and nothing else?"""
+"""A solver that dies, hangs, lies or is missing costs a run one refresh, and nothing else."""
 
 from __future__ import annotations
 

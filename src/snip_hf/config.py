@@ -63,6 +63,7 @@ _REMOVED_PRESETS = {
     "hopper": "SnipConfig() is that now",
 }
 
+_OWN_WEIGHTS = "register a policy whose cost weighs the divergences differently (docs/policies.md)"
 # Removed and renamed fields -> what to use instead.
 _REMOVED_FIELDS = {
     "expert_groups": "all experts of a projection share its formats (docs/experts.md)",
@@ -73,8 +74,10 @@ _REMOVED_FIELDS = {
     "probe_memory_mib": "a probe stays within the memory of a training step; set probe_tokens to keep less",
     "solver_gap": "the solver stops at a relative gap of 1e-4",
     "rank_timeout": "a process waits at most 600 seconds for the others, beyond solver_time_limit",
-    "loss_divergence_factor": "register a policy whose cost weighs the divergences differently (docs/policies.md)",
-    "weight_divergence_factor": "register a policy whose cost weighs the divergences differently (docs/policies.md)",
+    "loss_divergence_factor": _OWN_WEIGHTS,
+    "weight_divergence_factor": _OWN_WEIGHTS,
+    "loss_weight": _OWN_WEIGHTS,
+    "weight_weight": _OWN_WEIGHTS,
     "guard_spike": "a spike is more than 6 standard deviations above the mean",
     "guard_window": "spikes are compared with the last 128 healthy steps",
     "guard_noise": "guard='raise' raises the formats of layers and adds no noise",

@@ -23,6 +23,8 @@ from snip_hf.layers.state import set_step, snip_linears
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.optimizers.response import trained_by
 
+EXACT = fp4_config(probe_tokens=None, probe_batch_tokens=None)
+
 LAYERS = ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"]
 NORMS = [f"layers.{block}.norm.{kind}" for block in range(2) for kind in ("weight", "bias")]
 BESIDE = ["embed.weight", "layers.0.norm.weight", "layers.0.norm.bias", "layers.0.up.bias"]
@@ -121,7 +123,7 @@ def test_measured_is_the_change_of_the_next_updates_relative_to_them() -> None:
         model(**inputs)["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
-    table = weight_divergences(measure_divergence(model, inputs, optimizer, draws=1, gemms=("layer",)))
+    table = weight_divergences(measure_divergence(model, inputs, optimizer, draws=1, gemms=("layer",), config=EXACT))
     converted = converted_copy(model)
     layers = snip_linears(converted)
     names = [*BESIDE, "layers.1.up.weight"]
@@ -148,7 +150,7 @@ def test_the_learning_rate_makes_no_difference() -> None:
     model, inputs, found = frozen_lm(), tokens(), []
     for rate in (1e-6, 1.0):
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=rate)
-        found.append(weight_divergences(estimate_divergence(model, inputs, optimizer)))
+        found.append(weight_divergences(estimate_divergence(model, inputs, optimizer, config=EXACT)))
     assert found[0] == pytest.approx(found[1], rel=1e-4)
     assert all(value > 0 for value in found[0].values())
 
@@ -181,7 +183,9 @@ def test_under_lora_it_is_right_to_a_ninth_for_the_typical_layer() -> None:
         model, optimizer = lora_after(40, seed)
         for index in (90, 91):
             batch = text(4, 96, index)
-            truth = weight_divergences(measure_divergence(model, batch, optimizer, draws=8, gemms=("layer",)))
+            truth = weight_divergences(
+                measure_divergence(model, batch, optimizer, draws=8, gemms=("layer",), config=EXACT)
+            )
             assert len(truth) == 14 * 2
             for draw in range(5):
                 config = fp4_config(probes=4, probe_tokens=None, probe_batch_tokens=None, seed=draw)

@@ -36,6 +36,8 @@ from snip_hf.numerics.random_streams import stream_key
 from snip_hf.optimizers.response import responses
 from snip_hf.parallel.ranks import Processes, Ranks
 
+EXACT = fp4_config(probe_tokens=None, probe_batch_tokens=None)
+
 LAYERS = ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"]
 Values = dict[tuple[str, str, str], float]
 
@@ -74,7 +76,7 @@ def ratios_to_truth(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], ratios: dict[str, list[list[float]]]
 ) -> None:
     # The default of 2 draws leaves the truth itself uncertain: the median error in FP4 is then 0.05 to 0.10 by chance.
-    truth = weight_divergences(measure_divergence(model, batch, optimizer, draws=8, gemms=(LAYER,)))
+    truth = weight_divergences(measure_divergence(model, batch, optimizer, draws=8, gemms=(LAYER,), config=EXACT))
     assert len(truth) == 14 * 2
     for seed in SEEDS:
         config = fp4_config(probe_tokens=None, probe_batch_tokens=None, seed=seed)
@@ -199,7 +201,7 @@ def test_no_kink_of_relu_is_taken_for_curvature(family: str) -> None:
     for index in range(6):
         model = build(index)
         optimizer, batch = adamw_after(model, steps=60), text(4, 96, 60)
-        truth = weight_divergences(measure_divergence(model, batch, optimizer, draws=4, gemms=(LAYER,)))
+        truth = weight_divergences(measure_divergence(model, batch, optimizer, draws=4, gemms=(LAYER,), config=EXACT))
         for seed in range(2):
             config = fp4_config(probe_tokens=None, probe_batch_tokens=None, seed=seed)
             estimate = weight_divergences(estimate_divergence(model, batch, optimizer, config))
@@ -213,7 +215,7 @@ def test_no_kink_of_relu_is_taken_for_curvature(family: str) -> None:
 
 def test_formats_differ_as_their_grids_do() -> None:
     model, optimizer = trained_tiny_lm()
-    values = weight_divergences(estimate_divergence(model, tokens(), optimizer))
+    values = weight_divergences(estimate_divergence(model, tokens(), optimizer, config=EXACT))
     for layer in LAYERS:
         for gemm in ROWS:
             if values[layer, gemm, "fp8"] > 0:
@@ -241,7 +243,7 @@ def test_the_grad_weight_part_is_exact(rule: str) -> None:
 def test_the_grad_weight_part_in_fp4_has_the_same_mean_square_over_draws() -> None:
     model, _ = trained_tiny_lm()
     batch, draws = tokens(rows=4, length=32), 24
-    truth = weight_divergences(measure_divergence(model, batch, draws=draws, gemms=("grad_weight",)))
+    truth = weight_divergences(measure_divergence(model, batch, draws=draws, gemms=("grad_weight",), config=EXACT))
     squares = dict.fromkeys(LAYERS, 0.0)
     for seed in range(draws):
         found = weight_divergences(estimate_divergence(model, batch, config=fp4_config(seed=seed, probe_tokens=None)))
@@ -253,7 +255,10 @@ def test_the_grad_weight_part_in_fp4_has_the_same_mean_square_over_draws() -> No
 
 def test_quantizing_a_layer_changes_no_update_through_the_grad_input_of_the_first_layer() -> None:
     model, optimizer = trained_tiny_lm()
-    for table in (estimate_divergence(model, tokens(), optimizer), measure_divergence(model, tokens(), optimizer)):
+    for table in (
+        estimate_divergence(model, tokens(), optimizer, config=EXACT),
+        measure_divergence(model, tokens(), optimizer, config=EXACT),
+    ):
         assert weight_divergences(table)["layers.0.up", "grad_input", "fp4"] == 0
         assert weight_divergences(table)["layers.1.up", "grad_input", "fp4"] > 0
 
@@ -582,7 +587,7 @@ def test_no_optimizer_means_sgd_with_learning_rate_1_and_sgd_is_linear_in_it() -
 def test_a_frozen_layer_has_no_grad_weight_row_and_its_errors_reach_the_others_updates(ask: Any) -> None:
     model, inputs = tiny_lm(), tokens()
     model.layers[1].down.weight.requires_grad_(False)
-    rows = {(row.layer, row.gemm, row.format): row for row in ask(model, inputs).rows}
+    rows = {(row.layer, row.gemm, row.format): row for row in ask(model, inputs, config=EXACT).rows}
     for fmt in fp4_config().formats[::-1]:
         assert ("layers.1.down", "grad_weight", fmt) not in rows
         assert rows["layers.1.down", "layer", fmt].flops == 2 * rows["layers.1.down", "forward", fmt].flops
@@ -592,13 +597,13 @@ def test_a_frozen_layer_has_no_grad_weight_row_and_its_errors_reach_the_others_u
 
 def test_a_layer_that_takes_no_part_does_no_damage() -> None:
     model, inputs = tiny_lm(), tokens()
-    without = measure_divergence(model, inputs, gemms=("layer",))
+    without = measure_divergence(model, inputs, gemms=("layer",), config=EXACT)
     model.layers[0].spare = nn.Linear(12, 12)
-    table = measure_divergence(model, inputs, gemms=("layer",))
+    table = measure_divergence(model, inputs, gemms=("layer",), config=EXACT)
     spare = [row for row in table.rows if row.layer == "layers.0.spare"]
     assert [(row.weight_divergence, row.loss_divergence) for row in spare] == [(0, 0)] * 2
     assert [row for row in table.rows if row not in spare] == list(without.rows)
-    assert {row.layer for row in estimate_divergence(model, inputs).rows} == set(LAYERS)
+    assert {row.layer for row in estimate_divergence(model, inputs, config=EXACT).rows} == set(LAYERS)
 
 
 def test_skipped_layers_have_no_rows() -> None:
@@ -613,7 +618,7 @@ def test_skipped_layers_have_no_rows() -> None:
 
 def test_estimate_and_measure_give_the_same_rows_with_the_flops_of_what_is_quantized() -> None:
     model, inputs = tiny_lm(), tokens()
-    estimate, truth = estimate_divergence(model, inputs), measure_divergence(model, inputs)
+    estimate, truth = estimate_divergence(model, inputs, config=EXACT), measure_divergence(model, inputs, config=EXACT)
     assert estimate.loss == pytest.approx(truth.loss, rel=1e-5)
     assert estimate.loss == pytest.approx(model(**inputs)["loss"].item(), rel=1e-5)
 
@@ -633,7 +638,7 @@ def test_estimate_and_measure_give_the_same_rows_with_the_flops_of_what_is_quant
 
 
 def test_records_are_plain_data_and_totals_add_up_the_layers() -> None:
-    table = estimate_divergence(tiny_lm(), tokens())
+    table = estimate_divergence(tiny_lm(), tokens(), config=EXACT)
     records = table.to_records()
     assert len(records) == len(table.rows)
     assert set(records[0]) == {
@@ -721,7 +726,10 @@ def test_a_weight_of_zeros_leaves_the_other_layers_divergences_finite() -> None:
     with torch.no_grad():
         dict(model.named_modules())["layers.1.down"].weight.zero_()
     batch = tokens(rows=4, length=32)
-    for table in (estimate_divergence(model, batch), measure_divergence(model, batch, draws=1)):
+    for table in (
+        estimate_divergence(model, batch, config=EXACT),
+        measure_divergence(model, batch, draws=1, config=EXACT),
+    ):
         found = weight_divergences(table)
         assert all(math.isfinite(value) for value in found.values())
         assert found["layers.0.up", "layer", "fp4"] > 0

@@ -21,7 +21,7 @@ from ..config import POLICIES, SnipConfig
 from ..costs.flops import linear_flops
 from ..layers.convert import convert_model, restore_model
 from ..layers.layer import SnipLayer
-from ..layers.state import snip_linears, without_group
+from ..layers.state import snip_linears
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
@@ -158,7 +158,7 @@ class _Estimate:
         clip_factor = self._optimizer_step.clip_factor
         if POLICIES[self._config.policy].weighs_updates:
             gradients = self._optimizer_step.gradients
-            trained = [name for name in updates.norms if name in self._layers and without_group(name) == name]
+            trained = [name for name in updates.norms if name in self._layers]
             clip_factor = without_loss_scale(clip_factor, samples, gradients, trained, processes.data, self._attempt)
         unit = loss if self._batch.is_likelihood else 1.0
         results: list[_Results] = []
@@ -398,7 +398,6 @@ def gradients_of(
     """
     weights = {**weights_of(layers), **(others or {})}
     names = {name: layers[name].weight_name(name) if name in layers else name for name in weights}
-    # Groups of experts share a parameter, and so its leaf.
     of_parameters = {names[name]: weight for name, weight in weights.items()}
     leaves = {
         name: weight.detach().to(torch.float32, copy=True).requires_grad_() for name, weight in of_parameters.items()

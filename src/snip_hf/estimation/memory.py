@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..config import POLICIES, SnipConfig
 from ..layers.layer import SnipLayer
 from ..layers.selection import head_of
-from ..layers.state import block_of, one_per_weight, snip_linears
+from ..layers.state import block_of, snip_linears
 from ..numerics.gemms import TILE
 from ..parallel.sharding import is_sharded, own_part
 from .passes import frozen_in_a_pass, recomputes_already
@@ -114,7 +114,7 @@ def find_savings(
     samples = _FP32 * sizes.kept * sum(features)
     # Samples of the passes before: of this direction's first side, of the directions before, and of noise.
     sides = sizes.probes + (sizes.probes > 1) + sizes.noisy
-    moved = sum(_elements(layer.weight, sizes.ranks) for layer in one_per_weight(layers).values()) * bool(sizes.probes)
+    moved = sum(_elements(layer.weight, sizes.ranks) for layer in layers.values()) * bool(sizes.probes)
     logits = _PER_WORD * sizes.tokens * _vocabulary(model)
     most = 0 if recomputes_already(model) else len(members)
 

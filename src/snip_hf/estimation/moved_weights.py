@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
-from ..layers.state import one_per_weight
 from ..numerics.random_streams import stream_key
 from ..parallel.ranks import Processes
 from ..parallel.sharding import pending_squares, sharded_as, whole
@@ -68,20 +67,15 @@ class MovedWeights:
         users = users_of_weights(layers)
         self._remade = [name for name in pullbacks if name in remade and can_be_remade(name, layers, users)]
 
-        holds = self._holds = self._first_of_each_weight()
-
         def directions() -> Iterator[Tensor]:
             for name in pullbacks:
                 direction = self._direction(name)
                 if name not in self._remade:
-                    # Groups of experts each move their part of one parameter.
-                    first = holds[name]
-                    self._directions[first] = direction if first == name else self._directions[first] + direction
+                    self._directions[name] = direction
                 yield direction
 
-        weights = [weight for name, weight in self._weights.items() if holds[name] == name]
-        measured = [layer.weight.detach() for layer in one_per_weight(layers).values()]
-        measured = weights if others is None else measured
+        weights = list(self._weights.values())
+        measured = weights if others is None else [layer.weight.detach() for layer in layers.values()]
         self._counts = [sum(weight.numel() for weight in group) for group in (weights, measured)]
         self._squares = pending_squares(measured), pending_squares(directions())
 
@@ -104,12 +98,8 @@ class MovedWeights:
 
     def _ratios(self, weights: Sequence[float], directions: Sequence[float]) -> list[float]:
         """Returns |W| / |d| of each weight that is not 0 and moves, from the squares of all of them."""
-        moves: defaultdict[str, float] = defaultdict(float)
-        for name, squares in zip(self._pullbacks, directions, strict=True):
-            moves[self._holds[name]] += squares
-        firsts = [name for name, first in self._holds.items() if first == name]
-        sizes = dict(zip(firsts, weights, strict=True))
-        return [(sizes[name] / squares) ** 0.5 for name, squares in moves.items() if squares > 0 and sizes[name] > 0]
+        pairs = zip(weights, directions, strict=True)
+        return [(size / squares) ** 0.5 for size, squares in pairs if squares > 0 and size > 0]
 
     @cached_property
     def _held(self) -> dict[str, Tensor]:
@@ -117,12 +107,6 @@ class MovedWeights:
         # Collective, so also computed by a rank that holds none.
         _ = self.epsilon
         return {name: self._move(name, direction) for name, direction in self._directions.items()}
-
-    def _first_of_each_weight(self) -> dict[str, str]:
-        """Returns layer or other parameter -> the first one with the same parameter."""
-        layers = {name: self._layers[name] for name in self._pullbacks if name in self._layers}
-        firsts = {layer.weight_name(name): name for name, layer in one_per_weight(layers).items()}
-        return {name: firsts[layers[name].weight_name(name)] if name in layers else name for name in self._pullbacks}
 
     def turn(self) -> None:
         """Changes W + eps * d to W - eps * d, in place."""

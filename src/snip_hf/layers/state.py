@@ -38,16 +38,6 @@ def snip_linears(model: nn.Module) -> dict[str, SnipLayer]:
     return {plain_name(name): layer for name, layer in model.named_modules() if isinstance(layer, SnipLayer)}
 
 
-def without_group(layer: str) -> str:
-    """Returns the name as it is: no layer is a group of experts any more."""
-    return layer
-
-
-def one_per_weight(layers: Mapping[str, SnipLayer]) -> dict[str, SnipLayer]:
-    """Returns the layers: each has a weight of its own."""
-    return dict(layers)
-
-
 def plain_name(name: str) -> str:
     """Returns the name of a module or parameter in the bare model, without wrappers.
 

@@ -522,8 +522,8 @@ def test_a_plan_file_of_another_model_or_a_damaged_one_is_refused(run: Run, tmp_
     del document["assignment"]["model.layers.0.mlp.up_proj"]["forward"]
     path.write_text(json.dumps(document))
     assert refused(tmp_path / "out", ValueError, config).startswith(
-        f"fixed_plan: {path} is not a usable precision plan: assignment['model.layers.0.mlp.up_proj'] has no entry "
-        "'forward'"
+        f"fixed_plan: {path} is not a usable precision plan: assignment['model.layers.0.mlp.up_proj'] has the entries "
+        "'grad_input, grad_weight'; expected exactly forward, grad_input, grad_weight."
     )
     path.unlink()
     with pytest.raises(ValueError, match=r"^fixed_plan='.*plan\.json' cannot be read: .*No such file or directory"):
@@ -598,7 +598,7 @@ def test_every_kind_of_failure_in_one_run_keeps_the_plan_and_leaves_no_process(
         reasons,
         [
             "SolverError: The solver process crashed (exit code 1): crashed here",
-            "SolverError: The solver's output is no JSON object (it begins with 'garbage",
+            "SolverError: The solver's output is no JSON (it begins with 'garbage",
             "ValueError: The loss of the probed micro-batch is nan; expected a finite number.",
             "SolverError: The solver ran past the 0.3 s that it had and was killed.",
             "training ended at step 9, before step 10 at which its plan was due",

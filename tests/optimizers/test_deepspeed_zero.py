@@ -118,7 +118,7 @@ def test_both_classes_of_deepspeed_were_seen(found: list[dict[str, Any]]) -> Non
         ({"zero_optimization": {"stage": 2, "zenflow": {}}}, "different times", "the same stage without it"),
         ({"fp16": {"enabled": True}}, "fp16 scales the loss", "bf16"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer 'OneBitAdam' is not known", "AdamW, Adam or SGD"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "replaces the linears", "data parallelism"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "replaces the linears", "only data parallelism"),
         ({"compile": {"deepcompile": True}}, "into compiled graphs", "torch.compile"),
     ],
 )

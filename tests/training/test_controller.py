@@ -623,7 +623,7 @@ def test_a_plan_file_that_is_none_is_refused_by_field_path_and_what_was_expected
     start = f"fixed_plan: {path} is not a usable precision plan: "
     cut = said(text[:500])
     assert cut.startswith(f"{start}it is not valid JSON, perhaps truncated (line ") and cut.endswith(advice)
-    assert said("[1]") == f"{start}the document is [1], expected a JSON object. {advice}"
+    assert said("[1]") == f"{start}the document is a list of 1, expected an object. {advice}"
     assert said("{}") == f"{start}kind is None, expected 'snip-hf precision plan'. {advice}"
     unknown = said(text.replace('"fp8"', '"fp9"', 1))
     assert unknown.startswith(f"fixed_plan: {path} cannot be read: Unknown format 'fp9' for assignment['model.layers.")

@@ -143,7 +143,7 @@ class MeasuredCost:
 
     def check(self, flops: Work) -> None:
         """Raises ValueError unless every GEMM that has FLOPs has a time in each format, the reference among them."""
-        for layer in self.seconds.keys() ^ flops.keys():
+        for layer in sorted(self.seconds.keys() ^ flops.keys()):
             raise ValueError(
                 f"measured.seconds and flops do not both name layer {short(layer)}; expected the same layers."
             )

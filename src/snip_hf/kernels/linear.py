@@ -28,7 +28,7 @@ def linear_function(forward: Forward, backward: Backward, differentiable: Backwa
         differentiable: computes gradients that can be differentiated again (`create_graph=True`); None: refused.
     """
 
-    class Linear(torch.autograd.Function):
+    class LinearFunction(torch.autograd.Function):
         @staticmethod
         def forward(
             ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Any, *tensors: Tensor | None
@@ -61,7 +61,7 @@ def linear_function(forward: Forward, backward: Backward, differentiable: Backwa
                 *[None] * (len(ctx.needs_input_grad) - 3),
             )
 
-    return Linear.apply
+    return LinearFunction.apply
 
 
 def is_differentiated_again() -> bool:

@@ -133,7 +133,7 @@ class PrecisionPlan:
 
     def _checked_tokens(self) -> Tokens:
         tokens = from_json(Tokens, self.tokens, "tokens")
-        for layer in tokens.keys() ^ self.flops.keys():
+        for layer in sorted(tokens.keys() ^ self.flops.keys()):
             raise ValueError(f"tokens and flops do not both name layer {short(layer)}; expected the same layers.")
         work = executed(self.flops, tokens)
         for index, stage in enumerate(self.stages):

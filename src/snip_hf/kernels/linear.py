@@ -30,9 +30,9 @@ def linear_function(forward: Forward, backward: Backward, differentiable: Backwa
 
     class LinearFunction(torch.autograd.Function):
         @staticmethod
-        def forward(
-            ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Any, *tensors: Tensor | None
-        ) -> Tensor:
+        def forward(ctx: Any, *args: Any) -> Tensor:
+            # No names for the arguments: without gradients Dynamo drops `ctx` if there are as many as parameters here.
+            x, weight, bias, how, *tensors = args
             y, saved = forward(x, weight, bias, how, tensors)
             ctx.save_for_backward(weight, *saved)
             ctx.how, ctx.x_shape = how, x.shape

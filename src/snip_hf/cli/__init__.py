@@ -41,9 +41,11 @@ _PLAN = "a plan, e.g. OUTPUT_DIR/snip/plan.json"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; argparse exits on `--help`, `--version` and wrong usage."""
+    code = 0
     try:
         try:
-            return _run(build_parser().parse_args(argv))
+            code = _run(build_parser().parse_args(argv))
+            return code
         finally:
             sys.stdout.flush()
     except SystemExit as left:  # argparse leaves so, and rich if its reader is gone
@@ -51,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
     except BrokenPipeError:
         pass
-    except OSError as error:  # e.g. a full disk
+    except OSError as error:  # e.g. a full disk, which a command that failed has already reported
         _drop_output()
-        return fail(error)
+        return code or fail(error)
     _drop_output()
     return NO_READER
 

@@ -33,6 +33,7 @@ from tiny_runs import (
     without_seconds,
 )
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, is_probing
 from snip_hf.kernels.backend import BACKENDS, register_backend
@@ -548,14 +549,15 @@ def test_an_optimizer_that_cannot_be_differentiated_is_refused_only_where_it_is_
     assert SnipController(model, optimizer, fp4_config(policy="uniform-fp4")).plan.fp4_fraction == 1.0
 
 
-def test_flash_attention_is_refused_where_it_is_probed() -> None:
+def test_attention_that_cannot_be_switched_is_refused_only_where_it_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama(hidden=32)
     model.config._attn_implementation = "flash_attention_2"
+    monkeypatch.setattr(LlamaForCausalLM, "_can_set_attn_implementation", lambda self: False)
     optimizer = torch.optim.AdamW(model.parameters())
     assert refusal(lambda: SnipController(model, optimizer, fp4_config())) == (
-        "attn_implementation='flash_attention_2' cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. Load "
-        "the model with attn_implementation='sdpa', or use a policy that needs no probe, such as "
-        "policy='layer-position'."
+        "attn_implementation='flash_attention_2' cannot run the probe's FP32 passes, and LlamaForCausalLM cannot "
+        "switch it, since its code does not use transformers' attention interface. Load the model with "
+        "attn_implementation='sdpa' or 'eager', or use a policy that needs no probe, such as policy='layer-position'."
     )
     SnipController(model, optimizer, fp4_config(policy="layer-type"))
 
@@ -712,16 +714,24 @@ def test_a_plan_file_for_layers_of_another_size_is_refused_by_its_name(tmp_path:
 
 # ------------------------------------------------------------------------- what costs a refresh, and never the training
 
+TINY = """
+import json, sys
+problem = json.load(sys.stdin)
+choices = {group["name"]: "fp8" for group in problem["groups"]}
+print(json.dumps({"status": "optimal", "choices": choices, "objective": 0.0, "bound": 0.0, "gap": 0.0,
+                  "constraints": {"stage 0": 1.0}, "solver": "liar", "solver_version": "1", "seconds": 0.1}))
+"""
 FAILURES = {
     "crash": (
         "raise RuntimeError('out of luck')",
         "SolverError: The solver process crashed (exit code 1)",
         "out of luck",
     ),
-    "signal": ("import os; os.kill(os.getpid(), 9)", "SolverError: The solver process crashed (exit code -9)", ""),
-    "garbage": ("print('OPTIMAL')", "SolverError: The solver's output is no solution (it begins with", "OPTIMAL"),
-    "silence": ("pass", "SolverError: The solver's output is no solution (it begins with", ""),
+    "signal": ("import os; os.kill(os.getpid(), 9)", "SolverError: The solver process crashed (signal SIGKILL)", ""),
+    "garbage": ("print('OPTIMAL')", "SolverError: The solver's output is no JSON (it begins with", "OPTIMAL"),
+    "silence": ("pass", "SolverError: The solver's output is no JSON (it begins with", ""),
     "half an answer": ("print('{}')", "SolverError: The solver's output is no solution", ""),
+    "a lie": (TINY, "SolverError: The solver's map failed the check", "below its minimum 0.75"),
     "timeout": (SLEEP, "SolverError: The solver ran past the 0.2 s that it had and was killed.", ""),
 }
 
@@ -779,7 +789,7 @@ def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path) -> None:
             "import os, signal; os.kill(os.getpid(), signal.SIGILL)",
             ["applied", "applied"],
             ["auto", "highs", "highs"],
-            "The solver process crashed (exit code -4): nothing on stderr",
+            "The solver process crashed (signal SIGILL): nothing on stderr",
         ),
         # Other ranks would not wait as long again.
         (

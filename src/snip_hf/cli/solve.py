@@ -25,7 +25,8 @@ def solve(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         _check_output(arguments.output, arguments.problem)
     try:
-        result = SolverProcess.start(problem).result()
+        with SolverProcess.start(problem) as process:
+            result = process.result()
     except SolverError as error:
         return fail(error, 2 if error.reason == "bad problem" else 1)
     solution = dataclasses.asdict(result)

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -199,16 +200,18 @@ class Batch:
         """Returns as many sequences as hold at most so many tokens, at least one; None: all of them.
 
         They are spread evenly over the micro-batch, so that the parts of several ranks are together the part that one
-        process with all their sequences would take. A single sequence stays whole: a piece of it would be another text
-        with other positions. The whole micro-batch is returned, and the log says why, if an input may belong to several
-        sequences at once (packed ones, say), if the chosen sequences have no labels, or if the loss is not known to be
-        a mean over sequences.
+        process with all their sequences would take. Packed sequences in a single row are chosen alike, up to the last
+        of them that fits. A single sequence stays whole: a piece of it would be another text with other positions. The
+        whole micro-batch is returned, and the log says why, if an input may belong to several sequences at once, if the
+        chosen sequences have no labels, or if the loss is not known to be a mean over sequences.
         """
-        if tokens is None or self.tokens <= tokens or self._sequences == 1:
+        if tokens is None or self.tokens <= tokens or (self._sequences == 1 and len(self._pack) < 2):
             return self
         labels = self._labels
         if labels is None or not (self.objective is None or self.objective.can_be_cut):
             return self._whole("its loss may not be a mean over sequences")
+        if self._sequences == 1:
+            return self._part_of_pack(tokens)
         kinds = {self.label_name: LABELS}
         packed = [
             name
@@ -228,6 +231,44 @@ class Batch:
             for name, value in self.kwargs.items()
         }
         return replace(self, kwargs=cut, cut_from=self.micro_batch)
+
+    def _part_of_pack(self, tokens: int) -> Batch:
+        """Returns the packed sequences, at least one, that `part` chooses."""
+        pack, count = self._pack, len(self._pack)
+        while count > 1 and sum(pack[row * len(pack) // count] for row in range(count)) > tokens:
+            count -= 1
+        chosen = [row * len(pack) // count for row in range(count)]
+        ends = torch.tensor([0, *pack]).cumsum(0).tolist()
+        places = torch.cat([torch.arange(ends[row], ends[row + 1]) for row in chosen])
+        lengths = torch.tensor([0, *(pack[row] for row in chosen)])
+        cut: dict[str, Any] = {}
+        for name, value in self.kwargs.items():
+            if isinstance(value, Tensor) and value.shape[:2] == (1, ends[-1]):
+                cut[name] = value[:, places.to(value.device)]
+            elif name in ("cu_seq_lens_q", "cu_seq_lens_k") and value is not None:
+                cut[name] = lengths.cumsum(0).to(value)
+            elif name in ("max_length_q", "max_length_k") and value is not None:
+                longest = int(lengths.max())
+                cut[name] = value.new_tensor(longest) if isinstance(value, Tensor) else longest
+            elif _is_shared(value):
+                cut[name] = value
+            else:
+                return self._whole(f"its input {name!r} cannot be cut")
+        if not (cut[self.label_name] != _NO_LABEL).any():
+            return self._whole(f"{count} of its packed sequences have no labels")
+        return replace(self, kwargs=cut, cut_from=self.micro_batch)
+
+    @property
+    def _pack(self) -> list[int]:
+        """Lengths of the sequences that a single row holds: by `cu_seq_lens_q`, else where `position_ids` jump."""
+        ends, position_ids = self.kwargs.get("cu_seq_lens_q"), self.kwargs.get("position_ids")
+        if isinstance(ends, Tensor):
+            return [int(length) for length in ends.diff().tolist()]
+        if not isinstance(position_ids, Tensor) or position_ids.dim() != 2:
+            return [self.tokens]
+        jumps = (position_ids[0].diff() != 1).nonzero().flatten().tolist()
+        borders = [0, *(jump + 1 for jump in jumps), position_ids.shape[1]]
+        return [end - start for start, end in pairwise(borders)]
 
     def _whole(self, reason: str) -> Batch:
         logger.info("snip-hf: the probe takes the whole micro-batch of %d tokens: %s.", self.tokens, reason)
@@ -327,6 +368,13 @@ def copied(value: Any) -> Any:
 
 def _is_by_sequence(name: str, value: Any, sequences: int) -> bool:
     """Returns True if an input has one row per sequence, or is the same for all of them."""
-    if not isinstance(value, Tensor):
-        return value is None or isinstance(value, bool | int | float | str)
-    return value.dim() == 0 or (value.dim() in _BY_SEQUENCE.get(name, ()) and value.shape[0] in (1, sequences))
+    if _is_shared(value):
+        return True
+    return isinstance(value, Tensor) and value.dim() in _BY_SEQUENCE.get(name, ()) and value.shape[0] in (1, sequences)
+
+
+def _is_shared(value: Any) -> bool:
+    """Returns True for an input that is no list of anything: the same for all sequences."""
+    return (
+        value.dim() == 0 if isinstance(value, Tensor) else value is None or isinstance(value, bool | int | float | str)
+    )

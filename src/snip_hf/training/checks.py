@@ -26,6 +26,7 @@ from torch import nn
 
 from ..config import SnipConfig
 from ..costs.flops import Work
+from ..estimation.attention import check_attention
 from ..layers.layer import SnipLayer
 from ..layers.state import plain_name, snip_linears
 from ..optimizers.deepspeed_zero import check_deepspeed
@@ -238,7 +239,8 @@ def check_model(model: nn.Module) -> None:
     """Refuses a model that the probe cannot run.
 
     Raises:
-        ValueError: FlashAttention, which does not support FP32, FSDP version 1, or tensor parallelism.
+        ValueError: an attention that does not support FP32 and cannot be switched, FSDP version 1, or tensor
+            parallelism.
     """
     is_sharded_by_fsdp = is_fully_sharded(model)
     parts = [name for name, layer in snip_linears(model).items() if is_sharded(layer.weight)]
@@ -252,12 +254,7 @@ def check_model(model: nn.Module) -> None:
             "The model is in FSDP version 1, which flattens the weights. Use version 2 (torch's fully_shard), or "
             f"{WITHOUT_PROBE}."
         )
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
-    if attention.startswith("flash"):
-        raise ValueError(
-            f"attn_implementation={attention!r} cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. "
-            f"Load the model with attn_implementation='sdpa', or use {WITHOUT_PROBE}."
-        )
+    check_attention(model)
 
 
 def check_parts(parts: Iterable[nn.Module]) -> None:

@@ -1,0 +1,94 @@
+"""The attention of a probe's passes: one that computes in FP32, with the masks of training's.
+
+FlashAttention, kernels from the Hub and flex attention compute in half precision, or have no gradients in FP32. A
+probe's passes use "sdpa" instead, or "eager" for models that "sdpa" cannot compute (soft caps, attention sinks:
+transformers' `_supports_sdpa`). Models build masks for the attention that their config names, so sliding windows and
+padding need nothing here. Packed sequences do: fused kernels find them by `cu_seq_lens_q` or `position_ids`, but not
+all models use these for masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import create_masks_for_generate
+
+from ..text import WITHOUT_PROBE
+
+_ATTRIBUTE = "_attn_implementation_internal"
+# Implementations that compute in FP32, with gradients.
+_PLAIN = (None, "eager", "sdpa")
+
+
+def check_attention(model: nn.Module) -> None:
+    """Refuses a model whose attention cannot be switched.
+
+    Raises:
+        ValueError: it needs to be, and the model's code does not look it up by name.
+    """
+    for module in model.modules():
+        name = getattr(getattr(module, "config", None), _ATTRIBUTE, None)
+        can_set = getattr(module, "_can_set_attn_implementation", None)
+        if name not in _PLAIN and can_set is not None and not can_set():
+            raise ValueError(
+                f"attn_implementation={name!r} cannot run the probe's FP32 passes, and {type(module).__name__} cannot "
+                "switch it, since its code does not use transformers' attention interface. Load the model with "
+                f"attn_implementation='sdpa' or 'eager', or use {WITHOUT_PROBE}."
+            )
+
+
+@contextmanager
+def plain_attention(model: nn.Module) -> Iterator[None]:
+    """Switches every config in the model to an attention that computes in FP32, and back afterwards.
+
+    Use inside `passes.traceless`, which removes the hook on the model's inputs.
+    """
+    before: dict[int, tuple[Any, str]] = {}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        name, is_new = getattr(config, _ATTRIBUTE, None), id(config) not in before
+        if name in _PLAIN and is_new:
+            continue
+        if is_new:
+            before[id(config)] = config, str(name)
+        # The language model in a composed one comes after it, and knows better if they share a config.
+        supports_sdpa = getattr(module, "_supports_sdpa", None)
+        if is_new or supports_sdpa is not None:
+            setattr(config, _ATTRIBUTE, "eager" if supports_sdpa is False else "sdpa")
+    if before:
+        model.register_forward_pre_hook(_describe_packs, with_kwargs=True)
+    try:
+        yield
+    finally:
+        for config, name in before.values():
+            setattr(config, _ATTRIBUTE, name)
+
+
+def _describe_packs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Gives the model masks in which packed sequences do not see each other."""
+    mask, ends, position_ids = (kwargs.get(name) for name in ("attention_mask", "cu_seq_lens_q", "position_ids"))
+    if mask is not None and not isinstance(mask, Tensor):
+        raise ValueError(
+            f"attention_mask is a {type(mask).__name__}, which only the attention that training uses can read; the "
+            "probe's passes need FP32. Give a tensor, or `position_ids` that begin again with each packed sequence, "
+            f"or use {WITHOUT_PROBE}."
+        )
+    if position_ids is None and ends is not None:
+        position_ids = positions(ends)
+    # Fused kernels look for packed sequences in single rows without padding only.
+    if position_ids is None or position_ids.shape[0] > 1 or not (mask is None or (mask.dim() == 2 and mask.all())):
+        return args, kwargs
+    masks_of = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    shape = torch.empty(*position_ids.shape, 0, device=position_ids.device)
+    prepared = masks_of(model.config, shape, None, None, position_ids)
+    return args, {**kwargs, "position_ids": position_ids, "attention_mask": prepared}
+
+
+def positions(ends: Tensor) -> Tensor:
+    """Returns the `position_ids`, (1, tokens), of packed sequences with these ends (0 first, as `cu_seq_lens_q`)."""
+    starts = torch.repeat_interleave(ends[:-1], ends.diff())
+    return (torch.arange(int(ends[-1]), device=ends.device) - starts)[None]

@@ -110,8 +110,8 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     *(
         (
             {"policy": "snip-paper", "granularity": granularity, "decides": "forward"},
-            "decides='forward' with policy='snip-paper' cannot work: the paper's estimate is one figure per linear, "
-            "and does not tell its forward GEMM apart. Set decides='all', or policy='snip'.",
+            "decides='forward' with policy='snip-paper' cannot work: the paper's estimate is one number per linear, "
+            "not one per GEMM. Set decides='all', or policy='snip'.",
         )
         for granularity in (None, "layer")
     ),
@@ -163,8 +163,8 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"decides": "forward", "granularity": "gemm", "policy": "backward-first"},
-        "policy='backward-first' with decides='forward' has no order of its own: all backward GEMMs are in the least "
-        "precise format anyway. Take policy='layer-position', which orders the forward GEMMs alike.",
+        "policy='backward-first' with decides='forward' has nothing to order: all backward GEMMs are in the least "
+        "precise format anyway. Use policy='layer-position', which orders the forward GEMMs alike.",
     ),
     (
         {"decides": "forward", "granularity": "gemm", "target_linear_speedup": 2.0, "rates": "ideal"},

@@ -446,8 +446,8 @@ def test_a_policy_that_does_not_fit_the_model_is_one_line_on_the_command_line(
         pretrain.main([str(QUICKSTART), "--override", *overrides])
     assert stop.value.code == 2
     assert capsys.readouterr().err.endswith(
-        "policy='first2-last8-bf16' keeps 2 blocks at the beginning and 8 at the end in BF16, which leaves none of the "
-        "model's 4. Take a rule that meets a target, e.g. policy='first2-last8'.\n"
+        "policy='first2-last8-bf16' keeps the first 2 and the last 8 blocks in BF16, which are all of the model's 4 "
+        "blocks. Use a rule that meets a target, e.g. policy='first2-last8'.\n"
     )
 
 

@@ -238,7 +238,7 @@ def test_a_trace_is_the_mean_of_products_and_stands_for_all_tokens_by_their_numb
                     total += float(z[o, i] * moved)
     assert float(hessian_trace("up", sample, directions)) == pytest.approx(4 * total / probes, rel=1e-4)
     # Which probe a missing derivative was of is not known.
-    with pytest.raises(ValueError, match="Layer 'up' has derivatives along 2 of 3 directions"):
+    with pytest.raises(ValueError, match="Layer 'up' has derivatives along only 2 of 3 directions"):
         hessian_trace("up", replace(sample, x_dot=sample.x_dot[1:]), directions)
 
 

@@ -156,5 +156,5 @@ def test_what_a_probe_finds_takes_the_place_of_usual_names(caplog: pytest.LogCap
 def test_ties_that_nobody_has_found_are_an_error() -> None:
     config = fp4_config(ties="auto")
     flops = {"layers.0.q": {"forward": 1.0, "grad_input": 1.0, "grad_weight": 1.0}}
-    with pytest.raises(ValueError, match=r"^ties='auto' has to be found in the model first, "):
+    with pytest.raises(ValueError, match=r"^ties='auto' is resolved when a run begins; "):
         siblings(Setting(config, flops, (("layers.0.q",),)))

@@ -363,7 +363,7 @@ def test_no_stages_means_one_for_the_whole_model_and_lists_are_kept() -> None:
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        (3, "stages=3 but the model has 2 blocks; expected at most one stage each."),
+        (3, "stages=3, but the model has 2 blocks; expected at most one stage per block."),
         (
             (("layers.0.fc",),),
             "stages: layer 'layers.1.fc' is named 0 times and is a swapped layer; "

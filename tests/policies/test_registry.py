@@ -18,22 +18,25 @@ THREE = ("fp4", "fp8", "bf16")
     [
         ({}, []),
         ({"formats": ("fp4", "bf16")}, []),
-        ({"formats": THREE}, ["target_fp4_fraction does not say how fast the rest must be. FP8 will hardly run"]),
+        (
+            {"formats": THREE},
+            ["target_fp4_fraction does not say how fast the rest must be, so FP8 will hardly be used"],
+        ),
         ({"formats": THREE, "target_linear_speedup": 2, "rates": "ideal"}, []),
         (
             {"formats": THREE, "policy": "random"},
-            ["policy='random' chooses between the first and the last of formats; FP8 will not run."],
+            ["policy='random' only uses the first and the last of formats; FP8 will not run."],
         ),
         ({"formats": THREE, "policy": "uniform-fp8"}, []),
         ({"formats": THREE, "policy": "first-last-bf16"}, []),
         (
             {"formats": THREE, "policy": "first-last-bf16", "target_fp4_fraction": 0.9},
-            ["target_fp4_fraction=0.9 has no effect with policy='first-last-bf16', which meets no target."],
+            ["target_fp4_fraction=0.9 has no effect with policy='first-last-bf16', which has no target."],
         ),
         ({"formats": THREE, "fixed_plan": "plan.json"}, []),
         (
             {"fixed_plan": "plan.json", "granularity": "gemm", "decides": "forward"},
-            ["decides='forward' has no effect with fixed_plan='plan.json': no policy is asked, and the plan"],
+            ["decides='forward' has no effect with fixed_plan='plan.json': the plan in the file is applied"],
         ),
     ],
 )

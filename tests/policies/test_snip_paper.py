@@ -363,7 +363,7 @@ def test_experts_and_frozen_weights_are_refused_before_training() -> None:
     name = "model.layers.0.mlp.up_proj"
     model.get_submodule(name).weight.requires_grad_(False)
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-    message = f"goes by the update of every swapped weight, but layer {name!r} is not trained"
+    message = f"needs the update of every swapped weight, but layer {name!r} is not trained"
     with pytest.raises(ValueError, match=message):
         SnipController(model, optimizer, fp4_config(policy="snip-paper", **SCHEDULE))
     with pytest.raises(ValueError, match=message):

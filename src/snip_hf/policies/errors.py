@@ -1,4 +1,4 @@
-"""The paper's baselines that use only local quantization errors: "min-abs-err" and "min-rel-err"."""
+"""The paper's baselines "min-abs-err" and "min-rel-err", which use only local quantization errors."""
 
 from __future__ import annotations
 

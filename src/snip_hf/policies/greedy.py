@@ -1,4 +1,4 @@
-"""The policy "greedy": first-order moves of the loss, and the greedy solver. Source: docs/policies.md."""
+"""The policy "greedy": first-order changes of the loss, and the greedy solver. Source: docs/policies.md."""
 
 from __future__ import annotations
 

@@ -20,31 +20,32 @@ from .registry import register_criterion
 def hessian_trace(layer: str, sample: LayerSample, directions: Sequence[Tensor]) -> Tensor:
     """Estimates tr H by Hutchinson's method: the mean over the probes of <z, H z>, (1,).
 
-    H z is how the weight's gradient G^T X answers when all weights move along z: cross terms with the other layers'
-    directions have mean zero. The sampled tokens stand for all by their number, since terms have either sign.
+    H z is the derivative of the weight gradient G^T X when all weights move along z. Cross terms with the directions of
+    other layers have mean zero. The sum over the sampled tokens is scaled by the token count, because terms have either
+    sign.
 
     Args:
-        layer: its name.
-        sample: with the derivatives along `directions`.
+        layer: name of the layer, for errors.
+        sample: holds the derivatives along `directions`.
         directions: probe -> z ~ N(0, 1), (O, I).
 
     Raises:
-        ValueError: there is not one derivative for each direction.
+        ValueError: a direction has no derivative.
     """
     if len(sample.x_dot) != len(directions):
         raise ValueError(
-            f"Layer {layer!r} has derivatives along {len(sample.x_dot)} of {len(directions)} directions (a router sent "
-            "it other tokens), so its Hessian trace is not known. Use another policy for this model."
+            f"Layer {layer!r} has derivatives along only {len(sample.x_dot)} of {len(directions)} directions, because "
+            "a router sent it other tokens, so its Hessian trace is unknown. Use another policy for this model."
         )
-    figures = []
+    products = []
     for z, x_dot, g_dot in zip(directions, sample.x_dot, sample.grad_output_dot, strict=True):
         left, right = torch.cat([g_dot, sample.grad_output]), torch.cat([sample.x, x_dot])
-        figures.append((product(left.t(), right) * z).sum())  # (O, 2 n) x (2 n, I)
-    return sample.tokens / max(1, sample.x.shape[0]) * torch.stack(figures).mean(0, keepdim=True)
+        products.append((product(left.t(), right) * z).sum())  # (O, 2 n) x (2 n, I)
+    return sample.tokens / max(1, sample.x.shape[0]) * torch.stack(products).mean(0, keepdim=True)
 
 
 class HessianTrace(LayerCriterion):
-    """The mean eigenvalue of H, tr H / numel, times |eW|^2; a trace below 0 counts as 0."""
+    """Mean eigenvalue of H, tr H / numel, times |eW|^2; a negative trace counts as 0."""
 
     along_noise = True
 

@@ -1,4 +1,4 @@
-"""The policy "kl": KL divergence between each operand's histograms before and after rounding (docs/policies.md)."""
+"""The policy "kl": KL divergence between histograms of each operand before and after rounding (docs/policies.md)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from ..estimation.layer_sums import Deferred, LayerSums
 from ..numerics.gemms import CONTRACTIONS, GEMMS
 from .registry import register_criterion
 
-# Equal bins of a histogram (ours); the same for all layers, so that they compare.
+# Bins of equal width (our choice). All layers use the same number, so that their divergences are comparable.
 BINS = 100
-# Added to the count of every bin (Jeffreys), because a bin that rounding empties would cost infinitely much.
+# Added to the count of every bin (Jeffreys prior): otherwise a bin that rounding empties gives an infinite divergence.
 _UNSEEN = 0.5
 _SAMPLES = {"activation": "x", "gradient": "g", "weight": "w"}
 
 
 class KL(LayerCriterion):
-    """KL(before || after) of histograms, in nats: a GEMM's sum over its operands, the layer's over its GEMMs.
+    """KL(before || after) of histograms, in nats, summed over the operands of a GEMM and over the GEMMs of a layer.
 
-    Waits for the device, since histograms do.
+    Computing a histogram synchronizes with the GPU.
     """
 
     def __init__(self, sums: LayerSums, trace: Tensor | None = None) -> None:
         super().__init__(sums, trace)
-        # Operand -> inner edges and counts of its histogram before rounding.
+        # Operand -> inner bin edges and counts before rounding.
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
 
     def rows(self, name: str) -> Deferred[Rows]:
@@ -46,9 +46,9 @@ class KL(LayerCriterion):
 
 
 def inner_edges(values: Tensor) -> Tensor:
-    """Returns the edges between `BINS` equal bins over the range of the values, (BINS - 1,).
+    """Returns the edges between `BINS` bins of equal width over the range of the values, (BINS - 1,).
 
-    The first and the last bin have no end: they also take what lies beyond the range.
+    The first and last bins are open, so values beyond the range count there.
     """
     if values.numel() == 0:
         return values.new_zeros(BINS - 1)
@@ -57,15 +57,15 @@ def inner_edges(values: Tensor) -> Tensor:
 
 
 def histogram(values: Tensor, edges: Tensor) -> Tensor:
-    """Returns how many values are in each bin, (BINS,); a value on an edge is in the bin above it.
+    """Returns the number of values in each bin, (BINS,); a value on an edge belongs to the bin above it.
 
-    Exact for any number of values. On a GPU it waits for the device, which costs less than sorting would.
+    The counts are exact for any number of values. Waiting for the GPU costs less than sorting would.
     """
     return torch.bucketize(values.flatten(), edges, out_int32=True, right=True).bincount(minlength=BINS)
 
 
 def kl_divergence(before: Tensor, after: Tensor) -> Tensor:
-    """Returns sum p log(p / q), in nats, of the distributions that two histograms show, (), FP32."""
+    """Returns sum p log(p / q) for two histograms, in nats, (), FP32."""
     p, q = ((counts + _UNSEEN).to(torch.float64) for counts in (before, after))
     p, q = p / p.sum(), q / q.sum()
     return (p * (p / q).log()).sum().to(torch.float32)

@@ -1,6 +1,6 @@
-"""Rules as their papers describe them: some blocks of the model stay in BF16, without a target.
+"""Rules exactly as published: the first and last blocks stay in BF16, and no target is met.
 
-All other linears run in the least precise format of the run. Variants that meet a target are in `rules`. Sources:
+All other linears run in the least precise format of the run. `rules` has the variants that meet a target. Sources:
 docs/policies.md.
 """
 
@@ -15,9 +15,9 @@ from .registry import Policy, register_policy
 from .setting import Setting
 
 Kept = Callable[[int], tuple[int, int]]
-"""Number of blocks -> how many of the first and of the last ones stay in BF16."""
+"""Number of blocks -> (first blocks, last blocks) that stay in BF16."""
 
-# Errors suggest this instead.
+# Alternative that errors suggest.
 _RULE = "e.g. policy='first2-last8'"
 
 
@@ -26,7 +26,7 @@ def _refuse_without_bf16(config: SnipConfig) -> None:
     if config.fixed_plan is None and (high not in config.formats or config.least_precise == high):
         raise ValueError(
             f"policy={config.policy!r} keeps some blocks in {high!r} and runs the others in a quantized format, but "
-            f"formats={config.formats!r}. Set e.g. formats=('fp4', {high!r}), or take a rule that meets a target, "
+            f"formats={config.formats!r}. Set e.g. formats=('fp4', {high!r}), or use a rule that meets a target, "
             f"{_RULE}."
         )
 
@@ -39,8 +39,8 @@ def published(name: str, kept: Kept) -> Policy:
         first, last = kept(len(blocks))
         if first + last >= len(blocks):
             raise DoesNotFit(
-                f"policy={name!r} keeps {first} blocks at the beginning and {last} at the end in BF16, which leaves "
-                f"none of the model's {len(blocks)}. Take a rule that meets a target, {_RULE}."
+                f"policy={name!r} keeps the first {first} and the last {last} blocks in BF16, which are all of the "
+                f"model's {len(blocks)} blocks. Use a rule that meets a target, {_RULE}."
             )
         high = {*blocks[:first], *blocks[len(blocks) - last :]}
         low = setting.config.least_precise

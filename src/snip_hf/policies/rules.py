@@ -1,7 +1,7 @@
-"""Policies with a fixed order and no measurement: published rules and the paper's baselines.
+"""Policies that follow a fixed order and measure nothing: published rules and the paper's baselines.
 
-Each orders the groups of a stage. The first groups get the run's least precise format until the target is met; the
-others get its most precise one.
+Each policy orders the groups of a stage. The first groups get the least precise format until the target is met. All
+others get the most precise format.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .target import TOLERANCE, check_attainable, contributions, least_sum
 
 
 def _fill(setting: Setting, stage: Sequence[str], order: Sequence[str]) -> dict[str, str]:
-    """Returns group -> format for one stage: the least precise in the given order until the target is met.
+    """Returns group -> format for one stage: the least precise format in the given order until the target is met.
 
-    Where the next unit would meet the target, the smallest remaining one that does takes its place; what then turns
-    out not to be needed goes back to the most precise one, the last one first. Tied groups are one unit.
+    Tied groups form one unit. If the next unit would meet the target, the smallest remaining unit that also meets it is
+    chosen instead. Units that are then no longer needed return to the most precise format, last chosen first.
     """
     config = setting.config
     low, high = config.least_precise, config.most_precise
@@ -57,51 +57,52 @@ def _random_order(setting: Setting, stage: Sequence[str]) -> list[str]:
 
 
 def _type_order(setting: Setting, stage: Sequence[str]) -> list[str]:
-    """Linears of the MLP first, attention's last (ours: the paper names "by layer type" without an order)."""
+    """MLP linears first, attention linears last (our choice: the paper does not say in which order types go)."""
     return sorted(setting.groups(stage), key=lambda group: bool(re.search("attn|attention", group, re.IGNORECASE)))
 
 
 def _block_order(setting: Setting, stage: Sequence[str], key: Callable[[float], float]) -> list[str]:
-    """Orders by the block's position in the whole model: 0..1, of its centre. Groups of one block keep their order."""
+    """Orders groups by `key` of the centre of their block, where the model spans 0..1; stable within a block."""
     blocks = list(dict.fromkeys(block_of(layer) for layer in setting.flops))
-    # Rounded: blocks that are symmetric to the middle are equally far from it.
+    # Rounded, so that blocks at equal distances from the middle tie exactly.
     keys = {block: round(key((index + 0.5) / len(blocks)), 12) for index, block in enumerate(blocks)}
     return sorted(setting.groups(stage), key=lambda group: keys[block_of(setting.members(group)[0][0])])
 
 
 def _position_order(setting: Setting, stage: Sequence[str]) -> list[str]:
-    """Middle blocks of the model first, so that its first and last blocks stay in FP8 longest."""
+    """Middle blocks first, so that the first and last blocks stay in FP8 longest."""
     return _block_order(setting, stage, lambda position: abs(position - 0.5))
 
 
 def _nvfp4_order(setting: Setting, stage: Sequence[str]) -> list[str]:
-    """What stays in FP8 is split 2:8 between the model's beginning and its end (arXiv:2509.25149, section 4.1).
+    """Splits the blocks that stay in FP8 2:8 between the model's beginning and end (arXiv:2509.25149, section 4.1).
 
-    There 2 + 8 of 62 blocks keep a higher precision; that 2:8 is kept at other depths and shares is ours.
+    The paper keeps the first 2 and last 8 of 62 blocks in higher precision. Applying the ratio 2:8 to other depths and
+    shares is our choice.
     """
     return _block_order(setting, stage, lambda position: -min(position / 2, (1 - position) / 8))
 
 
 def _front_order(setting: Setting, stage: Sequence[str]) -> list[str]:
-    """The model's first blocks first, so that its last ones stay in FP8."""
+    """First blocks first, so that the last blocks stay in FP8."""
     return _block_order(setting, stage, lambda position: position)
 
 
 def _backward_order(setting: Setting, stage: Sequence[str]) -> list[str]:
-    """The GEMMs of the backward pass first, then those of the forward pass, both by position (ours)."""
+    """Backward GEMMs first, then forward GEMMs, both by position (our choice)."""
     return sorted(_position_order(setting, stage), key=lambda group: setting.members(group)[0][1] == "forward")
 
 
 def _refuse_without_choice(config: SnipConfig) -> None:
     if config.decides != ALL and config.fixed_plan is None:
         raise ValueError(
-            f"policy={config.policy!r} with decides={config.decides!r} has no order of its own: all backward GEMMs are "
-            "in the least precise format anyway. Take policy='layer-position', which orders the forward GEMMs alike."
+            f"policy={config.policy!r} with decides={config.decides!r} has nothing to order: all backward GEMMs are in "
+            "the least precise format anyway. Use policy='layer-position', which orders the forward GEMMs alike."
         )
 
 
 def rule(name: str, order: Callable[[Setting, Sequence[str]], list[str]], **facts: Any) -> Policy:
-    """Returns the policy that fills each stage in the order that `order(setting, layers)` gives its groups."""
+    """Returns the policy that fills each stage in the order of `order(setting, layers)`."""
 
     def assign(setting: Setting) -> dict[str, dict[str, str]]:
         check_attainable(setting, (setting.config.least_precise, setting.config.most_precise))

@@ -1,7 +1,7 @@
-"""The setting of a policy: configuration, FLOPs, stages, groups and ties.
+"""The input of a policy: configuration, FLOPs, stages, groups and ties.
 
-A stage is a set of layers that meets the target by itself. A group is what one decision is about: a layer, or one of
-its GEMMs. Tied groups, those of sibling layers, share a format (`SnipConfig.ties`).
+Each stage is a set of layers that meets the target on its own. A group is the unit of one decision: a layer, or one of
+its GEMMs. Tied groups of sibling layers share a format (`SnipConfig.ties`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Assignment = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Setting:
-    """The input of every policy: the config, the FLOPs per token of each layer and GEMM, and the stages' layers."""
+    """The input of every policy: config, FLOPs per token of each layer and GEMM, and the layers of each stage."""
 
     config: SnipConfig
     flops: Mapping[str, Mapping[str, float]]
@@ -29,7 +29,7 @@ class Setting:
     measured: MeasuredCost | None = None
     """Times that replace FLOPs in the target; None: FLOPs count."""
     tokens: Tokens | None = None
-    """Tokens per layer in the last counted micro-batch; None: every layer saw the same."""
+    """Tokens per layer in the last counted micro-batch; None if all layers saw the same number."""
 
     @property
     def executed(self) -> Work:
@@ -38,17 +38,17 @@ class Setting:
 
     @property
     def times(self) -> MeasuredCost | None:
-        """The measured times, by the tokens that layers saw."""
+        """The measured times, scaled by the tokens of each layer."""
         return None if self.measured is None else self.measured.executed(self.tokens)
 
     @property
     def work(self) -> Work:
-        """Layer -> GEMM -> its weight in the target: FLOPs that run, or seconds."""
+        """Layer -> GEMM -> weight in the target: FLOPs that run, or seconds."""
         times = self.times
         return self.executed if times is None else times.work
 
     def at_step(self, step: int) -> Setting:
-        """Returns the setting of a plan made at an optimizer step, with the target of that step."""
+        """Returns the setting with the target of an optimizer step."""
         return replace(self, config=self.config.at_step(step))
 
     def decided(self, layer: str) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ class Setting:
         }
 
     def assignment(self, choices: Mapping[str, str]) -> dict[str, dict[str, str]]:
-        """Returns layer -> GEMM -> format for a format per group; undecided GEMMs get the least precise one."""
+        """Returns layer -> GEMM -> format from a format for each group; other GEMMs get the least precise format."""
         low = self.config.least_precise
         result = {
             layer: {gemm: low for gemm in row if gemm not in self.decided(layer)} for layer, row in self.flops.items()
@@ -88,10 +88,10 @@ class Setting:
 
 
 def find_stages(layers: Sequence[str], config: SnipConfig) -> tuple[tuple[str, ...], ...]:
-    """Returns the layer names of each stage; the order of `layers` is kept.
+    """Returns the layer names of each stage, in the order of `layers`.
 
     Raises:
-        DoesNotFit: more stages than blocks, or explicit stages that do not hold every layer exactly once.
+        DoesNotFit: there are more stages than blocks, or explicit stages do not hold every layer exactly once.
     """
     if config.stages is None:
         return (tuple(layers),)
@@ -99,7 +99,7 @@ def find_stages(layers: Sequence[str], config: SnipConfig) -> tuple[tuple[str, .
         blocks = list(dict.fromkeys(block_of(layer) for layer in layers))
         if config.stages > len(blocks):
             raise DoesNotFit(
-                f"stages={config.stages} but the model has {len(blocks)} blocks; expected at most one stage each."
+                f"stages={config.stages}, but the model has {len(blocks)} blocks; expected at most one stage per block."
             )
         stage_of = {block: index * config.stages // len(blocks) for index, block in enumerate(blocks)}
         return tuple(
@@ -120,13 +120,10 @@ def names_of(config: SnipConfig) -> tuple[tuple[str, ...], ...]:
     """Returns the tied last names.
 
     Raises:
-        ValueError: `ties` is to be found in the model, and was not yet.
+        ValueError: `ties` is "auto", which a run resolves when it begins.
     """
     if isinstance(config.ties, str):
-        raise ValueError(
-            f"ties={config.ties!r} has to be found in the model first, which a run does when it begins. Name the ties "
-            "here."
-        )
+        raise ValueError(f"ties={config.ties!r} is resolved when a run begins; name the ties here.")
     return config.ties
 
 
@@ -173,7 +170,7 @@ def tied_groups(setting: Setting) -> list[list[str]]:
     """Returns the lists of groups that must share a format."""
     if setting.config.granularity == "layer":
         return siblings(setting)
-    # A sibling whose weight is frozen has one GEMM less than the others.
+    # A sibling with a frozen weight has no grad_weight GEMM.
     tied = [
         [f"{layer}:{gemm}" for layer in layers if gemm in setting.decided(layer)]
         for layers in siblings(setting)

@@ -12,13 +12,13 @@ _WEIGHT_PARTS: dict[str, Callable[[Divergence], float]] = {
     "additive": lambda row: row.weight_divergence**2,
     "paper": lambda row: row.weight_divergence,
 }
-# Measured (docs/fidelity.md): over 100 and 1,000 steps the loss divergence "token-fisher" by itself ranks plans best.
-# A tenth of the weight divergence hardly changes that, and decides between GEMMs that have no loss divergence.
+# Measured (docs/fidelity.md): over 100 and 1,000 steps, the loss divergence "token-fisher" ranks plans best. Adding a
+# tenth of the weight divergence hardly changes the ranking, and it decides between GEMMs without a loss divergence.
 _WEIGHT_SHARES = {"additive": 0.1, "paper": 1.0}
 
 
 def snip_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:
-    """Both divergences, each divided by its total with everything in the run's least precise format."""
+    """Prices by both divergences, each divided by its total with everything in the least precise format."""
     parts: list[tuple[float, Callable[[Divergence], float]]] = [
         (1.0, lambda row: row.loss_divergence),
         (_WEIGHT_SHARES[config.objective], _WEIGHT_PARTS[config.objective]),

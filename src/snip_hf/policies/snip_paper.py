@@ -1,45 +1,44 @@
-"""The policy "snip-paper": the SNIP paper's own estimator, from noise and Frobenius norms alone.
+"""The policy "snip-paper": the SNIP paper's own estimator, which needs only added noise and Frobenius norms.
 
-What is known of it (arXiv:2602.01410; its abstract and summaries, not its formulas or its code): per refresh three
-passes over one micro-batch, one as it is, one with Gaussian noise in the forward pass, one with noise in the backward
-pass; Frobenius norms of activations, weights, gradients, their quantization errors and AdamW's state; a loss divergence
-relative to the loss, a weight divergence relative to the weight, Q = dL + dW for each linear; and the integer program.
+We know the method from the paper's abstract and summaries (arXiv:2602.01410), not its formulas or code. Each refresh
+runs three passes over one micro-batch: one unchanged, one with Gaussian noise in the forward pass, and one with noise
+in the backward pass. The estimator uses Frobenius norms of activations, weights, gradients, their quantization errors
+and AdamW's state. For each linear it computes a loss divergence relative to the loss, a weight divergence relative to
+the weight, and their sum Q = dL + dW, which the integer program minimizes.
 
-Legend: X (T, I), W (O, I), G (T, O) of one linear, g = G^T X its weight's gradient, r = |e| / |.| the relative error
-of an operand, J the derivative of the optimizer's update, |.| the Frobenius norm, T tokens.
+Legend: X (T, I), W (O, I), G (T, O) of one linear, g = G^T X its weight gradient, r = |e| / |.| the relative error of
+an operand, J the derivative of the optimizer's update, |.| the Frobenius norm, T tokens.
 
     dL = sqrt( |G W|^2 |eX|^2 / (T I) + |g|^2 |eW|^2 / (O I) ) / Loss
     dW = |J| / sqrt(O I) * |dg| / |W|,   |dg|^2 = a^2 (rX^2 + rW^2) + b^2 (rG^2 + rW^2)
 
-a is |change of g| in the pass with noise on inputs, b the same with noise on output gradients, each per unit of the
-noise's relative size.
+a is |change of g| in the pass with noise on inputs, b is the same with noise on output gradients. Both are divided by
+the relative size of the noise.
 
-Our readings, where the sources leave holes:
+Our readings, where the sources leave gaps:
 
-1.  Noise is added in all linears of one pass, to each one's own input (or output gradient), with a root mean square of
-    1% of its tensor's. The weight's own gradient is taken with the noisy input (or output gradient), as with a
-    quantized one.
-2.  A linear's dW is the change of its own update. What its errors do to the updates of others is not told apart from
-    what theirs do to its own: the noise is everywhere at once.
-3.  Responses are linear in the size: a relative error r of Gaussian kind changes g by r times what unit noise does.
-    A pass without noise is one side of the difference, since the paper has three passes.
-4.  No pass has noise on weights. An error of the weight counts as one of the input of equal relative size in the
-    forward pass, and as one of the output gradient in the backward pass: for errors without a pattern both change the
-    product by as much.
-5.  Errors of different operands add as squares. So do the two terms of dL, which is the first-order change of the loss
-    for errors in a random direction.
-6.  J meets the change of g in norm only: the root mean square of J's elements times |dg|. For Adam, AdamW and SGD J is
-    elementwise and known; for others |J| is taken from one random direction.
-7.  eG is rounded as training does it, at random in FP4, along O; eX and eW along I, as in the forward GEMM.
-8.  Q adds dL and dW as they are. There is no
-    division by totals, as the objectives of "snip" have it.
-9.  Beyond one micro-batch of one process: the tokens of all ranks are one micro-batch; changes of g in different
-    micro-batches of a step, in different parts of one, and in tokens that are not sampled are independent. With
-    `probes` above 1, squares of several draws of noise are averaged.
+1.  One pass adds noise in all linears at once, to the input (or output gradient) of each. Its root mean square is 1% of
+    the tensor's. A linear's own weight gradient uses the noisy input (or output gradient), as it uses a quantized one.
+2.  A linear's dW is the change of its own update. The noise is everywhere at once, so effects of other linears on this
+    update stand in for this linear's effects on theirs.
+3.  Responses are linear in the noise: a relative error r changes g by r times the change from unit noise. The paper has
+    three passes, so differences are one-sided: noisy pass minus unchanged pass.
+4.  No pass adds noise to weights. In the forward pass, an error of the weight counts like an input error of equal
+    relative size; in the backward pass, like an error of the output gradient. Unstructured errors of either operand
+    change the product by equal amounts.
+5.  Squared errors of different operands add up, and so do the squares of the two terms of dL. dL is the first-order
+    change of the loss for errors in a random direction.
+6.  J and the change of g are combined by their norms only: the root mean square of J's elements times |dg|. For Adam,
+    AdamW and SGD, J is elementwise and known. For others, |J| is estimated from one random direction.
+7.  eG is rounded as in training along O, stochastically in FP4. eX and eW are rounded along I, as in the forward GEMM.
+8.  Q adds dL and dW without dividing them by totals first, unlike the objectives of "snip".
+9.  Beyond one micro-batch of one process: the tokens of all ranks form one micro-batch. Changes of g are independent
+    between micro-batches of a step, between parts of one, and for tokens that are not sampled. If `probes` is above 1,
+    the squares of several noise draws are averaged.
 
-Rows of single GEMMs hold the two terms of |dg|: that with a under "forward", that with b under "grad_input", 0 under
-"grad_weight", whose own errors both passes include. They are no divergences of single GEMMs, and so granularity "gemm"
-is refused. So are layers of several matrices and frozen ones.
+Rows of single GEMMs hold the two terms of |dg|^2: "forward" has the term with a, "grad_input" the term with b, and
+"grad_weight" 0, because both terms already include its errors. These rows are not divergences of single GEMMs, so the
+policy refuses granularity "gemm". It also refuses layers with several matrices, and frozen layers.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ RELATIVE_NOISE = 1e-2
 
 
 class PaperEstimate(LayerCriterion):
-    """Both divergences of one linear by its norms and its gradient's responses to noise."""
+    """Both divergences of one linear, from norms and from the response of its gradient to noise."""
 
     noise = RELATIVE_NOISE
 
@@ -80,8 +79,8 @@ class PaperEstimate(LayerCriterion):
                 )
             if not is_trained(layer.weight):
                 raise ValueError(
-                    f"policy='snip-paper' goes by the update of every swapped weight, but layer {name!r} is not "
-                    "trained; expected all of them to be. Leave it out with skip_modules, or use policy='snip'."
+                    f"policy='snip-paper' needs the update of every swapped weight, but layer {name!r} is not "
+                    "trained. Leave it out with skip_modules, or use policy='snip'."
                 )
 
     @classmethod
@@ -102,14 +101,14 @@ class PaperEstimate(LayerCriterion):
             )
         ]
         responses = sums.w.new_zeros(len(PLACES)) if self.trace is None else self.trace
-        # From the sample to all tokens, and from one micro-batch to the mean over those of the step.
+        # Scales from the sampled tokens to all tokens, and from one micro-batch to the mean over the step's.
         scale = sums.sizes.scale / sums.sizes.micro_batches
         factor = scale * sums.mean_square_of_update()
         return Deferred(torch.cat([torch.stack(squares), responses * factor]), _rows_of)
 
     def loss_divergence(self, name: str, form: str) -> Deferred[float]:
         sums = self.sums
-        # T of the formula is the tokens of the batch; sums of |G|^2 fall with the number of labels in the mean loss.
+        # T is the number of tokens of the batch; sums of |G|^2 fall with the number of labels in the mean loss.
         elements = max(1, sums.batch.tokens) * sums.x.shape[1] * sums.batch.parts
         on_x = sums.g_w.square().sum() * (sums.rounded("x", name, 1) - sums.x).square().sum() / elements
         on_w = product(sums.g.t(), sums.x).square().sum() * sums.weight_error(name) / sums.w.numel()
@@ -117,13 +116,13 @@ class PaperEstimate(LayerCriterion):
 
 
 def squared_responses(sample: LayerSample, relative: float) -> Tensor:
-    """Returns |change of the sampled gradient|^2 per square of the noise's relative size, by `PLACES`, (2,).
+    """Returns |change of the sampled gradient|^2 / (relative noise size)^2 for each of `PLACES`, (2,).
 
-    The mean over the draws of noise; zeros of none.
+    Averages over the noise draws; zeros if there are none.
 
     Args:
-        sample: with the differences that passes with noise showed.
-        relative: the noise's size.
+        sample: holds the changes in the passes with noise.
+        relative: size of the noise, relative to the tensor.
     """
     found = []
     for x_dot, g_dot in zip(sample.x_dot, sample.grad_output_dot, strict=True):
@@ -136,13 +135,9 @@ def squared_responses(sample: LayerSample, relative: float) -> Tensor:
 
 
 def _rows_of(figures: list[float]) -> dict[str, Squares]:
-    """Returns row -> squared weight divergence, from squares of norms and errors, and of the update's responses."""
+    """Returns row -> squared weight divergence, from squared norms, errors and responses of the update."""
     x, ex, w, ew, g, eg, on_input, on_gradient = figures
-    errors = {
-        "x": _ratio(ex, x),
-        "w": _ratio(ew, w),
-        "g": _ratio(eg, g),
-    }
+    errors = {"x": _ratio(ex, x), "w": _ratio(ew, w), "g": _ratio(eg, g)}
     forward = on_input * (errors["x"] + errors["w"])
     backward = on_gradient * (errors["g"] + errors["w"])
     squares = {"forward": forward, "grad_input": backward, "grad_weight": 0.0, LAYER: forward + backward}
@@ -154,7 +149,10 @@ def _ratio(error: float, norm: float) -> float:
 
 
 def quality(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:
-    """Returns Q = dL + dW of a row, by its total with everything in the least precise format: solvers like size."""
+    """Returns Q = dL + dW of a row, divided by the total with everything in the least precise format.
+
+    The common divisor changes no plan, but keeps costs near 1 for the solver.
+    """
     total = first_total(config, table, _sum_of) or 1.0
     return lambda row: _sum_of(row) / total
 
@@ -168,8 +166,8 @@ def _check(config: SnipConfig) -> None:
         return
     if config.decides != ALL:
         raise ValueError(
-            f"decides={config.decides!r} with policy='snip-paper' cannot work: the paper's estimate is one figure per "
-            "linear, and does not tell its forward GEMM apart. Set decides='all', or policy='snip'."
+            f"decides={config.decides!r} with policy='snip-paper' cannot work: the paper's estimate is one number per "
+            "linear, not one per GEMM. Set decides='all', or policy='snip'."
         )
 
 

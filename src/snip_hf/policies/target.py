@@ -1,4 +1,4 @@
-"""The target of a stage: the contribution of each option, the required sum, and a check that it is attainable."""
+"""The target of a stage: the contribution of each option, the required sum, and a check that it can be reached."""
 
 from __future__ import annotations
 
@@ -9,32 +9,25 @@ from ..costs.rates import linear_times
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from .setting import Setting, tied_groups
 
-# A sum of contributions may miss the target by this much, because of rounding.
+# Floating-point error allowed when a sum of contributions is compared with the target.
 TOLERANCE = 1e-9
 
 
 def least_sum(setting: Setting) -> float:
-    """Returns the least sum of `contributions` of the chosen options of a stage.
+    """Returns the smallest sum of `contributions` with which a stage meets its target.
 
-    A speed-up of s corresponds to a saving of 1 - 1/s.
-
-    Raises:
-        ValueError: the setting is not that of a step (`Setting.at_step`), and its target changes with the step.
+    A speed-up of s corresponds to a saving of 1 - 1/s. A target that changes by step needs `Setting.at_step` first.
     """
     config = setting.config
     if config.target_linear_speedup is not None:
         return 1 - 1 / config.target_linear_speedup
     share = config.target_fp4_fraction
-    if share is None or isinstance(share, tuple):
-        raise ValueError(
-            f"target_fp4_fraction={share!r} is not the target of one plan; expected `setting.at_step(step)`, the "
-            "setting at the step that the plan is made at."
-        )
+    assert isinstance(share, float | int), share
     return share
 
 
 def contributions(setting: Setting, stage: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Returns group -> format -> the contribution of the option to the target of its stage.
+    """Returns group -> format -> contribution to the target of the stage.
 
     Under `target_fp4_fraction`, formats of at most 4 bits contribute the group's share and all others 0. Under
     `target_linear_speedup`, a format contributes the time that it saves against BF16, divided by the BF16 time of the
@@ -60,7 +53,7 @@ def check_attainable(setting: Setting, formats: Sequence[str]) -> None:
     """Refuses a speed-up that cannot be reached even with every GEMM in the fastest of the formats.
 
     Raises:
-        ValueError: says which stage, and the largest attainable.
+        ValueError: names the stage and the largest speed-up that it can reach.
     """
     target = setting.config.target_linear_speedup
     if target is None:
@@ -74,10 +67,10 @@ def check_attainable(setting: Setting, formats: Sequence[str]) -> None:
             advice = "Lower it, or add a faster format."
             if largest <= 0:
                 advice = (
-                    "None of them is faster than BF16 here. Set target_fp4_fraction in place of target_linear_speedup, "
-                    "or count by the rates of other hardware, e.g. rates='b200' with budget='flops'."
+                    "None of them is faster than BF16 here. Set target_fp4_fraction instead, or use the rates of other "
+                    "hardware, e.g. rates='b200' with budget='flops'."
                 )
             raise ValueError(
                 f"target_linear_speedup={target!r} is out of reach in stage {index}: with every GEMM in the fastest of "
-                f"the formats {', '.join(formats)} it is {1 / (1 - largest):.4g}, the largest attainable. {advice}"
+                f"the formats {', '.join(formats)}, the speed-up is {1 / (1 - largest):.4g}. {advice}"
             )

@@ -1,4 +1,4 @@
-"""The policies that put every GEMM into one format."""
+"""The policies that run every GEMM in one format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .setting import Setting
 
 
 def uniform(name: str, format: str) -> Policy:
-    """Returns the policy that puts every GEMM into one format."""
+    """Returns the policy that runs every GEMM in `format`."""
 
     def assign(setting: Setting) -> dict[str, dict[str, str]]:
         groups = [group for stage in setting.stages for group in setting.groups(stage)]

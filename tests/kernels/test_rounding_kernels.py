@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from kernel_runs import HOMES, Run, assert_same_bits, on_cuda
+from rounded import fake_quantize_tiles, of_tiles
 from torch import Tensor
 
 from snip_hf.estimation.layer_sums import LayerSums
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.kernels import emulated, rounding, sums
 from snip_hf.numerics import rounding as reference
-from snip_hf.numerics.formats import E2M1, E4M3, E5M2, FORMATS, UNQUANTIZED, ElementGrid, NumberFormat, Operand, floats
+from snip_hf.numerics.formats import E2M1, E4M3, E5M2, FORMATS, UNQUANTIZED, ElementGrid, Operand, floats
 from snip_hf.numerics.formats import REFERENCE as FP8
 from snip_hf.numerics.gemms import COLUMN_TILE, ROW_TILE, SQUARE_TILE, TILE
 from snip_hf.numerics.random_streams import stream_key
@@ -70,14 +71,6 @@ DATA = [(data, torch.float32) for data in (random, not_finite, tiny, large, ties
 DATA += [(data, dtype) for data in (random, tiny) for dtype in (torch.bfloat16, torch.float16)]
 
 
-def of_tiles(grid: ElementGrid, tile: tuple[int, int]) -> tuple[NumberFormat, str, int]:
-    """A format, an operand and a contraction in which a tensor is rounded in these tiles, at random by a key."""
-    contracts = 0 if tile == COLUMN_TILE else 1
-    rule = Operand(tile if contracts == 1 else tile[::-1], stochastic=True)
-    fmt = NumberFormat(name="tiles", grid=grid, bits=grid.bits, gradient=rule, speed=1.0, label="", colour="#000000")
-    return fmt, "gradient", contracts
-
-
 # ------------------------------------------------------------------------------------- the numbers
 
 
@@ -97,7 +90,7 @@ def test_the_kernel_rounds_as_the_reference_does(
 ) -> None:
     x = data((130, 200)).to(dtype)
     for key in (None, KEYS[0]):
-        expected = reference.fake_quantize_tiles(x, fmt, tile, key)
+        expected = fake_quantize_tiles(x, fmt, tile, key)
         assert expected.isnan().any() == (not x.isfinite().all())
         assert_same_bits(run("fake_quantize", x, *of_tiles(fmt, tile), key), expected)
 
@@ -107,7 +100,7 @@ def test_the_kernel_rounds_as_the_reference_does(
 @pytest.mark.parametrize("tile", TILES)
 def test_it_does_for_every_shape_and_key(tile: tuple[int, int], shape: tuple[int, int], key: int, run: Run) -> None:
     x = random(shape)
-    nearest, by_key = (reference.fake_quantize_tiles(x, E2M1, tile, k) for k in (None, key))
+    nearest, by_key = (fake_quantize_tiles(x, E2M1, tile, k) for k in (None, key))
     assert torch.equal(nearest, by_key) == (shape == (1, 1))
     assert_same_bits(run("fake_quantize", x, *of_tiles(E2M1, tile)), nearest)
     assert_same_bits(run("fake_quantize", x, *of_tiles(E2M1, tile), key), by_key)
@@ -119,9 +112,7 @@ def test_it_does_for_every_shape_and_key(tile: tuple[int, int], shape: tuple[int
 def test_it_does_on_every_rank(tile: tuple[int, int], shape: tuple[int, int], rank: int, ranks: int, run: Run) -> None:
     x = random(shape) + 0.01
     for key in KEYS:
-        alone, expected = (
-            reference.fake_quantize_tiles(x, E2M1, tile, key, *place) for place in ((0, 1), (rank, ranks))
-        )
+        alone, expected = (fake_quantize_tiles(x, E2M1, tile, key, *place) for place in ((0, 1), (rank, ranks)))
         assert not torch.equal(alone, expected)
         assert_same_bits(run("fake_quantize", x, *of_tiles(E2M1, tile), key, rank, ranks), expected)
 
@@ -144,9 +135,7 @@ def test_two_ranks_round_together_as_one_process_does(tile: tuple[int, int], run
 def test_it_does_for_every_stride(view: Callable[[Tensor], Tensor], tile: tuple[int, int], run: Run) -> None:
     x = view(random((260, 390)))
     for key in (None, KEYS[0]):
-        assert_same_bits(
-            run("fake_quantize", x, *of_tiles(E4M3, tile), key), reference.fake_quantize_tiles(x, E4M3, tile, key)
-        )
+        assert_same_bits(run("fake_quantize", x, *of_tiles(E4M3, tile), key), fake_quantize_tiles(x, E4M3, tile, key))
 
 
 @pytest.mark.gpu
@@ -158,11 +147,11 @@ def test_it_does_for_large_tensors(shape: tuple[int, int], tile: tuple[int, int]
     for fmt in GRIDS:
         for key in (None, KEYS[1]):
             assert_same_bits(
-                on_cuda("fake_quantize", x, *of_tiles(fmt, tile), key), reference.fake_quantize_tiles(x, fmt, tile, key)
+                on_cuda("fake_quantize", x, *of_tiles(fmt, tile), key), fake_quantize_tiles(x, fmt, tile, key)
             )
     place = KEYS[1], 5, 8
     found = on_cuda("fake_quantize", x, *of_tiles(E2M1, tile), *place)
-    assert_same_bits(found, reference.fake_quantize_tiles(x, E2M1, tile, *place))
+    assert_same_bits(found, fake_quantize_tiles(x, E2M1, tile, *place))
 
 
 @pytest.mark.gpu
@@ -172,7 +161,7 @@ def test_it_runs_where_the_tensor_is() -> None:
     x = random((130, 200))
     found = rounding.fake_quantize(x.to("cuda:1"), *of_tiles(E4M3, ROW_TILE))
     assert found.device == torch.device("cuda", 1)
-    assert_same_bits(found.cpu(), reference.fake_quantize_tiles(x, E4M3, ROW_TILE))
+    assert_same_bits(found.cpu(), fake_quantize_tiles(x, E4M3, ROW_TILE))
 
 
 # ------------------------------------------------------------------------------------- the sums

@@ -14,6 +14,7 @@ import torch
 from gfloat import RoundMode, round_ndarray
 from gfloat import formats as gfloat_formats
 from oracles import rounding
+from rounded import fake_quantize_tiles, quantize_tiles
 from torch import Tensor
 from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, f32_to_f4_unpacked
 
@@ -21,7 +22,7 @@ from snip_hf.numerics.formats import E2M1, E4M3, E5M2, ElementGrid
 from snip_hf.numerics.formats import FORMATS as ALL_FORMATS
 from snip_hf.numerics.gemms import COLUMN_TILE, OPERANDS, ROW_TILE, SQUARE_TILE
 from snip_hf.numerics.random_streams import stream_key, uniform
-from snip_hf.numerics.rounding import fake_quantize_tiles, quantize, quantize_tiles, round_to_grid, tile_scales
+from snip_hf.numerics.rounding import quantize, round_to_grid, tile_scales
 
 FORMATS = {"e2m1": E2M1, "e4m3": E4M3, "e5m2": E5M2}
 GFLOAT = {
@@ -495,9 +496,9 @@ class TestQuantize:
     @pytest.mark.parametrize("x", [torch.zeros(4), torch.zeros(2, 3, 4), torch.zeros(2, 2, dtype=torch.int8)])
     def test_refuses_what_is_not_a_floating_point_matrix(self, x: Tensor) -> None:
         with pytest.raises(ValueError) as error:
-            quantize_tiles(x, E2M1, ROW_TILE)
+            quantize(x, "fp4")
         assert str(error.value) == (
-            f"quantize_tiles expects a 2-D floating-point tensor, got shape {tuple(x.shape)}, {x.dtype}."
+            f"quantize expects a 2-D floating-point tensor, got shape {tuple(x.shape)}, {x.dtype}."
         )
 
     def test_tiles_do_not_cross_rows_or_columns_of_their_neighbours(self) -> None:

@@ -5,10 +5,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from snip_hf.numerics.formats import FORMATS, ElementGrid, NumberFormat
-from snip_hf.numerics.rounding import Quantized, fake_quantize_tiles, quantize_tiles
+from snip_hf.numerics.formats import FORMATS, ElementGrid, NumberFormat, Operand
+from snip_hf.numerics.gemms import COLUMN_TILE
+from snip_hf.numerics.random_streams import uniform
+from snip_hf.numerics.rounding import Quantized, quantize_operand, round_operand
 
 Format = NumberFormat | ElementGrid | str | None
+
+
+def of_tiles(grid: ElementGrid, tile: tuple[int, int]) -> tuple[NumberFormat, str, int]:
+    """Returns a format, an operand and a contraction that round a tensor in these tiles, at random by a key."""
+    contracts = 0 if tile == COLUMN_TILE else 1
+    rule = Operand(tile if contracts == 1 else tile[::-1], stochastic=True)
+    fmt = NumberFormat(name="tiles", grid=grid, bits=grid.bits, gradient=rule, speed=1.0, label="", colour="#000000")
+    return fmt, "gradient", contracts
+
+
+def quantize_tiles(
+    x: Tensor, grid: ElementGrid, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
+) -> Quantized:
+    """Returns x quantized in tiles with FP32 scales, to nearest or by a key."""
+    fmt, _, _ = of_tiles(grid, tile)
+    random = None if key is None else uniform(key, x.shape, x.device, rank, ranks)
+    return quantize_operand(x.to(torch.float32), fmt, fmt.gradient, tile, None, random)
+
+
+def fake_quantize_tiles(
+    x: Tensor, grid: ElementGrid, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
+) -> Tensor:
+    """Returns x quantized in tiles and multiplied by its scales, FP32."""
+    return round_operand(x, *of_tiles(grid, tile), key, rank, ranks)
 
 
 def grid_of(fmt: Format) -> ElementGrid | None:

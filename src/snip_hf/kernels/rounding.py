@@ -60,8 +60,7 @@ def fake_quantize(
         contracts: the dimension of x that the GEMM contracts, 0 or 1.
         key: of the random numbers of operands that are rounded stochastically or get noise; others, or without one,
             are rounded to nearest.
-        rank, ranks: as in `rounding.quantize_tiles`.
-        amax: as in `rounding.round_operand`.
+        rank, ranks, amax: as in `rounding.round_operand`.
 
     Raises:
         ValueError: x is not a 2-D floating-point tensor.

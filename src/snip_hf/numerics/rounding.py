@@ -2,8 +2,7 @@
 
 Legend: R rows, C columns of a 2-D tensor; a tile is a (tile_rows, tile_columns) block of it. Every tile has one scale
 (`scales`; with FP32 scales amax / max(grid)). Elements are multiplied by the reciprocal of the scale, rounded to the
-format's grid, and multiplied by the scale again where a value is wanted. A last, shorter tile uses its own elements.
-`quantize_tiles` and `fake_quantize_tiles` are for FP32 scales, `round_operand` is for all formats.
+format's grid, and multiplied by the scale again to get a value. A last, shorter tile uses its own elements.
 
 Edge cases: an all-zero tile stays zero. A tile that holds a NaN or an infinity comes out as NaN in full, never as a
 clipped number; where a scale belongs to the whole tensor, so does the whole tensor. FP32 scales below the smallest
@@ -38,41 +37,6 @@ class Quantized:
     def dequantize(self) -> Tensor:
         """Returns values * scales, (R, C), FP32."""
         return _scale_tiles(self.values, self.scales, self.tile)
-
-
-def quantize_tiles(
-    x: Tensor, grid: ElementGrid, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
-) -> Quantized:
-    """Quantizes a 2-D tensor tile by tile.
-
-    Args:
-        x: (R, C), float32, bfloat16 or float16.
-        grid: the values that an element can take.
-        tile: rows and columns of a tile.
-        key: None rounds to nearest, ties to even; a 64-bit key (see `stream_key`) rounds stochastically, with that
-            key's random number for element (r, c) (see `uniform`).
-        rank: which of `ranks` parts of a tensor x is, counted from 0, for its random numbers.
-        ranks: how many parts there are.
-
-    Raises:
-        ValueError: x is not a 2-D floating-point tensor.
-    """
-    if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"quantize_tiles expects a 2-D floating-point tensor, got shape {tuple(x.shape)}, {x.dtype}.")
-    x_fp32 = x.to(torch.float32)
-    scales = tile_scales(x_fp32, grid, tile)
-    scaled = _scale_tiles(x_fp32, scales.reciprocal(), tile)
-    random = None if key is None else uniform(key, x.shape, x.device, rank, ranks)
-    return Quantized(round_to_grid(scaled, grid, random), scales, tile)
-
-
-def fake_quantize_tiles(
-    x: Tensor, grid: ElementGrid, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
-) -> Tensor:
-    """Returns x quantized and multiplied by its scales, FP32; arguments as in `quantize_tiles`."""
-    if x.numel() == 0:
-        return x.to(torch.float32)
-    return quantize_tiles(x, grid, tile, key, rank, ranks).dequantize()
 
 
 def quantize(x: Tensor, format: str, operand: str = "activation", seed: int | None = None) -> Tensor:
@@ -121,7 +85,7 @@ def round_operand(
         contracts: the dimension of x that the GEMM contracts, 0 or 1.
         key: of the random numbers of operands that are rounded stochastically or get noise; without one they are
             rounded to nearest.
-        rank, ranks: as in `quantize_tiles`, for gradients.
+        rank, ranks: x is part number `rank`, from 0, of `ranks` parts of a tensor, for its random numbers.
         amax: the largest magnitude of the tensor that x is a part of, one element; None: x is the whole. Where the
             GEMM's operands are rotated, x counts as the whole.
     """

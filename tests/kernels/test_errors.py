@@ -25,11 +25,11 @@ def of_weight(launch: Run, weight: Tensor, *rounded: Tensor) -> tuple[Tensor, ..
 
 def by_kernel(name: str, *given: Any) -> Any:
     if name == "weight_errors":
-        return of_weight(errors._weight_errors, *given)
+        return of_weight(weight_errors, *given)
     if name == "met_errors":
         found = errors.met_errors_by_kernel(*given)
         return found.error, *found.figures, found.in_channel()
-    return getattr(errors, f"_{name}")(*given)
+    return getattr(errors, name)(*given)
 
 
 def interpret(name: str, given: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -96,6 +97,27 @@ def test_triton_is_asked_again_where_it_may_have_to_compile(
         launch(kernel, (1,), (X, Y), (64,), (True,), num_warps=4)
     launch(kernel, (1,), tensors, numbers, constants, **options)
     assert len(kernel.options) == 2
+
+
+def test_tensors_on_another_gpu_are_launched_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    there: list[bool] = []
+
+    @contextmanager
+    def device_of(x: Tensor) -> Iterator[None]:
+        there.append(True)
+        yield
+        there.clear()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(launching, "_is_elsewhere", lambda x: not there)
+    kernel = Kernel(Launches())
+    for _ in range(2):
+        assert not relaunch("key", (X, Y))
+        launch(kernel, (5,), (X, Y), (64,), (True,), key="key", num_warps=4)
+        assert not there
+    assert kernel.options == [{"num_warps": 4}]
+    assert kernel.compiled is not None
+    assert kernel.compiled.seen == [((5, 1, 1), (X.data_ptr(), Y.data_ptr(), 64, True))]
 
 
 def test_kernels_in_the_interpreter_and_unaligned_tensors_are_never_kept() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from .launching import launch
 from .rounding import has_kernels
 
 _BLOCK = 1024
@@ -59,14 +60,16 @@ def adam_slopes(gradient: Tensor, first: Tensor, second: Tensor, tangent: Tensor
         first, second: moments before the step.
         tangent: may be one number, expanded.
     """
-    return _adam_slopes(gradient, first, second, tangent, numbers)
+    slopes, size = torch.empty_like(gradient), gradient.numel()
+    programs, tensors = (triton.cdiv(size, _BLOCK),), (gradient, first, second, tangent, slopes)
+    constants, free = (first.dtype == torch.float32, int(any(tangent.stride())), _BLOCK), tuple(map(float, numbers))
+    launch(_adam_slopes_kernel, programs, tensors, (size,), constants, free, enable_fp_fusion=False)
+    return slopes
 
 
 if TYPE_CHECKING or find_spec("triton") is not None:
     import triton
     import triton.language as tl
-
-    from .launching import launch
 
     @triton.jit
     def _adam_slopes_kernel(  # type: ignore[no-untyped-def]
@@ -105,23 +108,3 @@ if TYPE_CHECKING or find_spec("triton") is not None:
         by_root *= tl.div_rn(second_slope * g * inverse_twice_unbiased_second, root)
         slope = tl.where(v > 0, lr * tl.div_rn(mean_slope - by_root, divisor), 0.0)
         tl.store(slopes + at, slope * tl.load(tangent + at * STEP, inside, other=0.0), inside)
-
-
-def _adam_slopes(
-    gradient: Tensor, first: Tensor, second: Tensor, tangent: Tensor, numbers: tuple[float, ...]
-) -> Tensor:
-    slopes, size = torch.empty_like(gradient), gradient.numel()
-    constants = (first.dtype == torch.float32, int(any(tangent.stride())), _BLOCK)
-    tensors = (gradient, first, second, tangent, slopes)
-    with torch.cuda.device_of(gradient):
-        programs = (triton.cdiv(size, _BLOCK),)
-        launch(
-            _adam_slopes_kernel,
-            programs,
-            tensors,
-            (size,),
-            constants,
-            tuple(map(float, numbers)),
-            enable_fp_fusion=False,
-        )
-    return slopes

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .launching import launch
 from .rounding import has_kernels
 
 # Columns of one program at most.
@@ -27,23 +28,27 @@ def bf16_parts(x: Tensor, dim: int, low: int) -> Tensor:
     """
     if x.stride(-2) == 1 and x.stride(-1) != 1:
         return bf16_parts(x.mT, -3 - dim, low).mT
-    if x.numel() > 0 and has_kernels(x.device):
-        return _bf16_parts(x, dim, low)
     shape = list(x.shape)
     shape[dim] *= 3
     joined = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
-    parts = joined.chunk(3, dim)
-    parts[0].copy_(x)
-    torch.sub(x, parts[0], out=parts[low])  # in FP32, where it is exact, and rounded
-    parts[3 - low].copy_(parts[0])
+    if x.numel() == 0 or not has_kernels(x.device):
+        parts = joined.chunk(3, dim)
+        parts[0].copy_(x)
+        torch.sub(x, parts[0], out=parts[low])  # in FP32, where it is exact, and rounded
+        parts[3 - low].copy_(parts[0])
+        return joined
+    rows, columns = x.shape[-2:]
+    joined_row, part = (3 * columns, columns) if dim == -1 else (columns, rows * columns)
+    block = min(_BLOCK, triton.next_power_of_2(columns))
+    programs = x.shape[:-1].numel() * triton.cdiv(columns, block)
+    strides = (x.stride(0) if x.dim() == 3 else 0, *x.stride()[-2:])
+    launch(_parts_kernel, (programs,), (x, joined), (rows, columns, *strides, joined_row, part), (low, block))
     return joined
 
 
 if TYPE_CHECKING or find_spec("triton") is not None:
     import triton
     import triton.language as tl
-
-    from .launching import launch
 
     @triton.jit
     def _parts_kernel(  # type: ignore[no-untyped-def]
@@ -75,18 +80,3 @@ if TYPE_CHECKING or find_spec("triton") is not None:
         tl.store(joined, least if LOW == 1 else high, inside)
         joined += part
         tl.store(joined, high if LOW == 1 else least, inside)
-
-
-def _bf16_parts(x: Tensor, dim: int, low: int) -> Tensor:
-    shape = list(x.shape)
-    shape[dim] *= 3
-    joined = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
-    rows, columns = x.shape[-2:]
-    joined_row, part = (3 * columns, columns) if dim == -1 else (columns, rows * columns)
-    block = min(_BLOCK, triton.next_power_of_2(columns))
-    programs = x.shape[:-1].numel() * triton.cdiv(columns, block)
-    strides = (x.stride(0) if x.dim() == 3 else 0, *x.stride()[-2:])
-    numbers = (rows, columns, *strides, joined_row, part)
-    with torch.cuda.device_of(x):
-        launch(_parts_kernel, (programs,), (x, joined), numbers, (low, block))
-    return joined

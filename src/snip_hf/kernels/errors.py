@@ -18,8 +18,6 @@ from .sums import norms
 
 # Elements of one program.
 _BLOCK = 1024
-
-
 # Rows and columns of a program of `_met_errors_kernel`.
 _ROWS, _COLUMNS = 32, 64
 
@@ -57,22 +55,31 @@ def weight_errors(weight: Tensor, rounded: Sequence[Tensor], found: Tensor) -> W
         rounded: one or two of its kind.
         found: (1, O, I) or (3, O, I), contiguous; is written.
     """
-    if weight.numel() > 0 and has_kernels(weight.device):
-        return _weight_errors(weight, rounded, found)
-    for error, one in zip(found, rounded, strict=False):
-        torch.sub(one, weight, out=error)
-    if len(rounded) > 1:
-        torch.mul(found[0], found[1], out=found[2])
-    for error, _ in zip(found, rounded, strict=False):
-        error.square_()
-    return WeightErrors(torch.stack([error.sum() for error, _ in zip(found, rounded, strict=False)]), None)
+    size, count = weight.numel(), len(rounded)
+    if size == 0 or not has_kernels(weight.device):
+        for error, one in zip(found, rounded, strict=False):
+            torch.sub(one, weight, out=error)
+        if count > 1:
+            torch.mul(found[0], found[1], out=found[2])
+        return WeightErrors(torch.stack([error.square_().sum() for error in found[:count]]), None)
+    narrow = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+    programs = triton.cdiv(size, _BLOCK)
+    sums = weight.new_empty(programs, count)
+    tensors = (weight.contiguous(), rounded[0].contiguous(), rounded[-1].contiguous(), found, narrow, sums)
+    launch(_weight_errors_kernel, (programs,), tensors, (size,), (count > 1, _BLOCK), enable_fp_fusion=False)
+    return WeightErrors(sums.sum(0), narrow)
 
 
 def error_norms(x: Tensor, rounded: Sequence[Tensor]) -> Tensor:
     """Returns the norms of the errors of x, FP32, in two roundings, (2,)."""
-    if x.numel() > 0 and has_kernels(x.device):
-        return _error_norms(x, rounded)
-    return norms(torch._foreach_sub(list(rounded), [x, x]))
+    size = x.numel()
+    if size == 0 or not has_kernels(x.device):
+        return norms(torch._foreach_sub(list(rounded), [x, x]))
+    programs = triton.cdiv(size, _BLOCK)
+    sums = x.new_empty(programs, 2)
+    tensors = (x.contiguous(), *(one.contiguous() for one in rounded), sums)
+    launch(_error_norms_kernel, (programs,), tensors, (size,), (_BLOCK,), enable_fp_fusion=True)
+    return sums.sum(0).sqrt_()
 
 
 def joined_errors(x: Tensor, rounded: Tensor, pieces: int, is_first: bool) -> Tensor:
@@ -84,10 +91,15 @@ def joined_errors(x: Tensor, rounded: Tensor, pieces: int, is_first: bool) -> Te
         pieces: R.
         is_first: whether the errors come before x, or after the rounded x.
     """
-    if x.numel() > 0 and has_kernels(x.device):
-        return _joined_errors(x, rounded, pieces, is_first)
-    parts = (rounded - x, x) if is_first else (rounded, rounded - x)
-    return torch.cat([part.bfloat16().unflatten(0, (pieces, -1)) for part in parts], 1)
+    size = x.numel()
+    if size == 0 or not has_kernels(x.device):
+        parts = (rounded - x, x) if is_first else (rounded, rounded - x)
+        return torch.cat([part.bfloat16().unflatten(0, (pieces, -1)) for part in parts], 1)
+    joined = torch.empty(pieces, 2 * (len(x) // pieces), x.shape[1], dtype=torch.bfloat16, device=x.device)
+    tensors, numbers = (x.contiguous(), rounded.contiguous(), joined), (size, size // pieces)
+    programs = (triton.cdiv(size, _BLOCK),)
+    launch(_joined_errors_kernel, programs, tensors, numbers, (is_first, _BLOCK), enable_fp_fusion=False)
+    return joined
 
 
 def rises_of_tokens(along: Tensor, slopes: Tensor, x: Tensor, rounded: Tensor) -> Tensor:
@@ -99,14 +111,35 @@ def rises_of_tokens(along: Tensor, slopes: Tensor, x: Tensor, rounded: Tensor) -
         x: as along.
         rounded: as along.
     """
-    if x.numel() > 0 and has_kernels(x.device):
-        return _rises_of_tokens(along, slopes, x, rounded)
-    return along.mul_(rounded).addcmul_(slopes, rounded - x).sum(1)
+    if x.numel() == 0 or not has_kernels(x.device):
+        return along.mul_(rounded).addcmul_(slopes, rounded - x).sum(1)
+    rises = x.new_empty(len(x))
+    tensors = (*(one.contiguous() for one in (along, slopes, x, rounded)), rises)
+    launch(_rises_kernel, (len(x),), tensors, (x.shape[1],), (_BLOCK,), enable_fp_fusion=True)
+    return rises
 
 
 def meets_by_kernel(x: Tensor, pieces: int) -> bool:
     """Returns True if `met_errors_by_kernel` takes x: on a GPU, with equal pieces."""
     return x.numel() > 0 and len(x) % pieces == 0 and has_kernels(x.device)
+
+
+def met_errors_by_kernel(x: Tensor, rounded: Tensor, meets: Tensor, pieces: int) -> MetErrors:
+    """Returns the errors of x and sums of their products with `meets`.
+
+    Args:
+        x: (n, C), FP32, as `meets_by_kernel` has it.
+        rounded: as x.
+        meets: as x.
+        pieces: R.
+    """
+    (tokens, columns), parts = x.shape, triton.cdiv(x.shape[1], _COLUMNS)
+    error = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    roots, rows, channels = x.new_empty(pieces, parts), x.new_empty(tokens, parts), x.new_empty(pieces, columns)
+    tensors = (x.contiguous(), rounded.contiguous(), meets.contiguous(), error, roots, rows, channels)
+    numbers, constants = (tokens // pieces, columns), (_ROWS, _COLUMNS)
+    launch(_met_errors_kernel, (pieces, parts), tensors, numbers, constants, enable_fp_fusion=True)
+    return MetErrors(error, [roots, rows.sum(1), channels, channels.sum(0)])
 
 
 if TYPE_CHECKING or find_spec("triton") is not None:
@@ -211,68 +244,3 @@ if TYPE_CHECKING or find_spec("triton") is not None:
             tl.store(rows + (piece * length + row) * tl.num_programs(1) + part, tl.sum(product, 1), row < length)
         tl.store(channels + piece * columns + column, of_channels, column < columns)
         tl.store(roots + piece * tl.num_programs(1) + part, tl.sqrt_rn(tl.sum(tl.sum(squares, 1), 0)))
-
-
-def met_errors_by_kernel(x: Tensor, rounded: Tensor, meets: Tensor, pieces: int) -> MetErrors:
-    """Returns the errors of x and sums of their products with `meets`.
-
-    Args:
-        x: (n, C), FP32, as `meets_by_kernel` has it.
-        rounded: as x.
-        meets: as x.
-        pieces: R.
-    """
-    (tokens, columns), parts = x.shape, triton.cdiv(x.shape[1], _COLUMNS)
-    error = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    roots, rows, channels = x.new_empty(pieces, parts), x.new_empty(tokens, parts), x.new_empty(pieces, columns)
-    tensors = (x.contiguous(), rounded.contiguous(), meets.contiguous(), error, roots, rows, channels)
-    with torch.cuda.device_of(x):
-        numbers, constants = (tokens // pieces, columns), (_ROWS, _COLUMNS)
-        launch(_met_errors_kernel, (pieces, parts), tensors, numbers, constants, enable_fp_fusion=True)
-    return MetErrors(error, [roots, rows.sum(1), channels, channels.sum(0)])
-
-
-def _weight_errors(weight: Tensor, rounded: Sequence[Tensor], found: Tensor) -> WeightErrors:
-    narrow = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
-    size, count = weight.numel(), len(rounded)
-    programs = triton.cdiv(size, _BLOCK)
-    sums = weight.new_empty(programs, count)
-    tensors = (weight.contiguous(), rounded[0].contiguous(), rounded[-1].contiguous(), found, narrow, sums)
-    with torch.cuda.device_of(weight):
-        launch(_weight_errors_kernel, (programs,), tensors, (size,), (count > 1, _BLOCK), enable_fp_fusion=False)
-    return WeightErrors(sums.sum(0), narrow)
-
-
-def _error_norms(x: Tensor, rounded: Sequence[Tensor]) -> Tensor:
-    size = x.numel()
-    programs = triton.cdiv(size, _BLOCK)
-    sums = x.new_empty(programs, 2)
-    tensors = (x.contiguous(), *(one.contiguous() for one in rounded), sums)
-    with torch.cuda.device_of(x):
-        launch(_error_norms_kernel, (programs,), tensors, (size,), (_BLOCK,), enable_fp_fusion=True)
-    return sums.sum(0).sqrt_()
-
-
-def _rises_of_tokens(along: Tensor, slopes: Tensor, x: Tensor, rounded: Tensor) -> Tensor:
-    rises = x.new_empty(len(x))
-    tensors = (*(one.contiguous() for one in (along, slopes, x, rounded)), rises)
-    with torch.cuda.device_of(x):
-        launch(_rises_kernel, (len(x),), tensors, (x.shape[1],), (_BLOCK,), enable_fp_fusion=True)
-    return rises
-
-
-def _joined_errors(x: Tensor, rounded: Tensor, pieces: int, is_first: bool) -> Tensor:
-    rows, channels = x.shape
-    joined = torch.empty(pieces, 2 * (rows // pieces), channels, dtype=torch.bfloat16, device=x.device)
-    numbers = (x.numel(), x.numel() // pieces)
-    with torch.cuda.device_of(x):
-        tensors = (x.contiguous(), rounded.contiguous(), joined)
-        launch(
-            _joined_errors_kernel,
-            (triton.cdiv(x.numel(), _BLOCK),),
-            tensors,
-            numbers,
-            (is_first, _BLOCK),
-            enable_fp_fusion=False,
-        )
-    return joined

@@ -22,11 +22,6 @@ _ALIGNED = 15  # Triton compiles for addresses that are multiples of 16, and for
 _MOST_PROGRAMS = 65_535  # of CUDA, along all axes but the first
 
 
-def is_elsewhere(x: Tensor) -> bool:
-    """Returns True if a tensor is on a GPU other than the current device, where Triton launches."""
-    return x.is_cuda and x.get_device() != torch.cuda.current_device()
-
-
 def relaunch(key: Hashable, tensors: Sequence[Tensor], free: tuple[float, ...] = ()) -> bool:
     """Launches a kernel as `launch` did before with this key; returns False if it has not, or must not.
 
@@ -36,7 +31,7 @@ def relaunch(key: Hashable, tensors: Sequence[Tensor], free: tuple[float, ...] =
         tensors, free: as in `launch`.
     """
     known = _COMPILED.get(key)
-    if known is None:
+    if known is None or _is_elsewhere(tensors[0]):
         return False
     together = 0
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -60,7 +55,7 @@ def launch(
     key: Hashable = None,
     **options: Any,
 ) -> None:
-    """Launches a kernel on the current device.
+    """Launches a kernel on the device of its tensors.
 
     Args:
         kernel: has as parameters, in this order, the tensors, the free numbers, the numbers and the constants.
@@ -70,18 +65,21 @@ def launch(
         constants: its `tl.constexpr` parameters.
         free: numbers that Triton does not specialize by: floats, and integers whose parameters have a type and are not
             specialized. All values use the same kernel.
-        key: the key that the caller has just tried with `relaunch`, which spares the next launch these arguments; None:
-            the arguments are the key.
+        key: the key that the caller has just tried with `relaunch`, so that its next launch skips these arguments;
+            None: the arguments are the key.
         options: of the compiler, such as num_warps.
 
     Raises:
         ValueError: there are more programs along an axis than a GPU supports.
     """
     first = tensors[0]
+    if _is_elsewhere(first):  # Triton launches on the current device
+        with torch.cuda.device_of(first):
+            return launch(kernel, grid, tensors, numbers, constants, free, key, **options)
     if key is None:
         key = (kernel.fn, first.get_device(), first.dtype, grid, numbers, constants, *options.values())
-        if relaunch(key, tensors, free):
-            return
+    if relaunch(key, tensors, free):
+        return
     if max(grid[1:], default=0) > _MOST_PROGRAMS:
         raise ValueError(
             f"Got an operand of shape {tuple(first.shape)} for {kernel.fn.__name__}, which takes {max(grid[1:]):,} "
@@ -93,6 +91,10 @@ def launch(
     if len(_COMPILED) >= _MOST:
         _COMPILED.clear()
     _COMPILED[key] = compiled[(*grid, 1, 1)[:3]], (*numbers, *constants)
+
+
+def _is_elsewhere(x: Tensor) -> bool:
+    return x.is_cuda and x.get_device() != torch.cuda.current_device()
 
 
 def on_device(numbers: Tensor, device: torch.device) -> Tensor:

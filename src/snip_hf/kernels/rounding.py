@@ -132,16 +132,15 @@ def round_by_kernel(
     if key is not None and how.is_stochastic:
         stream, first = rank_stream(key, x.shape, rank, ranks)
     y = torch.empty(*x.shape, dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        launch(
-            rounding_kernel,
-            _programs(x, how.block),
-            (x, y, y if amax is None else amax),
-            (*x.shape, *x.stride(), *how.numbers),
-            (*how.tiles, is_random, *how.flags),
-            (_as_int64(stream), first),
-            **how.options,
-        )
+    launch(
+        rounding_kernel,
+        _programs(x, how.block),
+        (x, y, y if amax is None else amax),
+        (*x.shape, *x.stride(), *how.numbers),
+        (*how.tiles, is_random, *how.flags),
+        (_as_int64(stream), first),
+        **how.options,
+    )
     return y
 
 
@@ -196,15 +195,8 @@ def _call(format: NumberFormat, operand: str, contracts: int) -> _Call:
 def tensor_amax(x: Tensor, block: tuple[int, int], stages: int, contracts: int) -> Tensor:
     """Returns the largest magnitude of x (R, C), rotated in runs of 2**stages, (1,); not finite if x is not."""
     found = torch.zeros(1, dtype=torch.int32, device=x.device)
-    with torch.cuda.device_of(x):
-        launch(
-            tensor_amax_kernel,
-            _programs(x, block),
-            (x, found),
-            (*x.shape, *x.stride()),
-            (*block, stages, contracts),
-            **_options(block, stages > 0),
-        )
+    numbers, constants = (*x.shape, *x.stride()), (*block, stages, contracts)
+    launch(tensor_amax_kernel, _programs(x, block), (x, found), numbers, constants, **_options(block, stages > 0))
     return found.view(torch.float32)
 
 

@@ -30,14 +30,22 @@ def error_squares(first: Tensor, second: Tensor, errors: Tensor) -> Tensor:
     Returns: (E, 3, 2); for `first`, `second` and their sum p: sum of errors * (sum of p_r^2) and of errors *
     (sum of p_r)^2.
     """
-    if has_kernels(first.device):
-        return _error_squares(first, second, errors)
-    found = []
-    for parts in (first, second, None):
-        parts = first.add_(second) if parts is None else parts
-        squares = _squares(parts), parts.sum(0).square_()
-        found.append(torch.stack([(errors * square).sum((1, 2)) for square in squares], 1))
-    return torch.stack(found, 1)
+    if not has_kernels(first.device):
+        found = []
+        for parts in (first, second, None):
+            parts = first.add_(second) if parts is None else parts
+            squares = _squares(parts), parts.sum(0).square_()
+            found.append(torch.stack([(errors * square).sum((1, 2)) for square in squares], 1))
+        return torch.stack(found, 1)
+    first, second = first.contiguous(), second.contiguous()
+    # Some outputs of a larger tensor are not copied.
+    errors = errors if errors[0].is_contiguous() else errors.contiguous()
+    size, kinds = first[0].numel(), errors.shape[0]
+    programs = triton.cdiv(size, _BLOCK)
+    sums = errors.new_empty(programs, kinds, 3, 2)
+    tensors, numbers, constants = (first, second, errors, sums), (size, errors.stride(0)), (len(first), kinds, _BLOCK)
+    launch(_error_squares_kernel, (programs,), tensors, numbers, constants, enable_fp_fusion=True)
+    return sums.sum(0)
 
 
 def scaled_squares(parts: Tensor, factors: Tensor) -> Tensor:
@@ -47,9 +55,14 @@ def scaled_squares(parts: Tensor, factors: Tensor) -> Tensor:
         parts: (R, O, I), FP32, or BF16 if `has_kernels`; used up.
         factors: (O, I).
     """
-    if has_kernels(parts.device):
-        return _scaled_squares(parts, factors)
-    return norms([parts.mul_(factors), parts.sum(0)]).square_()
+    if not has_kernels(parts.device):
+        return norms([parts.mul_(factors), parts.sum(0)]).square_()
+    size = factors.numel()
+    programs = triton.cdiv(size, _BLOCK)
+    sums = factors.new_empty(programs, 2)
+    tensors, constants = (parts.contiguous(), factors.contiguous(), sums), (parts.shape[0], _BLOCK)
+    launch(_scaled_squares_kernel, (programs,), tensors, (size,), constants, enable_fp_fusion=True)
+    return sums.sum(0)
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -76,11 +89,16 @@ def token_figures(x: Tensor, grad_output: Tensor, is_kept: Tensor) -> Tensor:
         grad_output: (T, O), FP32.
         is_kept: (T,), bool.
     """
-    if x.numel() * grad_output.numel() > 0 and has_kernels(x.device):
-        return _token_figures(x, grad_output, is_kept)
-    energies = row_squares(x) * row_squares(grad_output)
-    amaxes = (torch.linalg.vector_norm(one, torch.inf, 1) for one in (x, grad_output))
-    return torch.stack([energies, torch.where(is_kept, energies, 0.0), *amaxes], 1)
+    if x.numel() * grad_output.numel() == 0 or not has_kernels(x.device):
+        energies = row_squares(x) * row_squares(grad_output)
+        amaxes = (torch.linalg.vector_norm(one, torch.inf, 1) for one in (x, grad_output))
+        return torch.stack([energies, torch.where(is_kept, energies, 0.0), *amaxes], 1)
+    x, grad_output = (one if one.stride(1) == 1 else one.contiguous() for one in (x, grad_output))
+    figures = x.new_empty(x.shape[0], 4)
+    tensors = (x, grad_output, is_kept, figures)
+    numbers = (x.shape[1], grad_output.shape[1], x.stride(0), grad_output.stride(0))
+    launch(_token_figures_kernel, (x.shape[0],), tensors, numbers, (_BLOCK,), enable_fp_fusion=True)
+    return figures
 
 
 def _squares(parts: Tensor) -> Tensor:
@@ -186,38 +204,3 @@ if TYPE_CHECKING or find_spec("triton") is not None:
         tl.store(figures + 1, tl.where(tl.load(is_kept + token) != 0, energy, 0.0))
         tl.store(figures + 2, largest_x)
         tl.store(figures + 3, largest_g)
-
-
-def _token_figures(x: Tensor, grad_output: Tensor, is_kept: Tensor) -> Tensor:
-    x, grad_output = (one if one.stride(1) == 1 else one.contiguous() for one in (x, grad_output))
-    figures = x.new_empty(x.shape[0], 4)
-    numbers = (x.shape[1], grad_output.shape[1], x.stride(0), grad_output.stride(0))
-    with torch.cuda.device_of(x):
-        tensors = (x, grad_output, is_kept, figures)
-        launch(_token_figures_kernel, (x.shape[0],), tensors, numbers, (_BLOCK,), enable_fp_fusion=True)
-    return figures
-
-
-def _error_squares(first: Tensor, second: Tensor, errors: Tensor) -> Tensor:
-    first, second = first.contiguous(), second.contiguous()
-    pieces, *shape = first.shape
-    # Some outputs of a larger tensor are not copied.
-    errors = errors if errors[0].is_contiguous() else errors.contiguous()
-    size, kinds = shape[0] * shape[1], errors.shape[0]
-    programs = triton.cdiv(size, _BLOCK)
-    sums = errors.new_empty(programs, kinds, 3, 2)
-    with torch.cuda.device_of(first):
-        tensors, numbers = (first, second, errors, sums), (size, errors.stride(0))
-        launch(_error_squares_kernel, (programs,), tensors, numbers, (pieces, kinds, _BLOCK), enable_fp_fusion=True)
-    return sums.sum(0)
-
-
-def _scaled_squares(parts: Tensor, factors: Tensor) -> Tensor:
-    parts, factors = parts.contiguous(), factors.contiguous()
-    size = factors.numel()
-    programs = triton.cdiv(size, _BLOCK)
-    sums = factors.new_empty(programs, 2)
-    with torch.cuda.device_of(parts):
-        constants = (parts.shape[0], _BLOCK)
-        launch(_scaled_squares_kernel, (programs,), (parts, factors, sums), (size,), constants, enable_fp_fusion=True)
-    return sums.sum(0)

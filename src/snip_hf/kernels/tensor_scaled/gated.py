@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..launching import is_elsewhere, launch, relaunch
+from ..launching import launch, relaunch
 from ..linear import is_differentiated_again, refusal
 from ..tensor_core import Layout, Quantized
 from . import operators
@@ -106,9 +106,6 @@ def encoded_gated(
     """Returns `encode_gated` by the kernels or by torch; None leaves the choice to the device."""
     one = Operand(layer, ACTIVATION, (_FORWARD, -1), counts, one_layout(gate, _FORWARD, -1))
     if _by_kernel(gate, by_kernel):
-        if is_elsewhere(gate):  # Triton launches on the current device
-            with torch.cuda.device_of(gate):
-                return encoded_gated(gate, up, layer, counts, by_kernel)
         values = launch_forward(gate, up, one)
         if values is not None:
             one.encode(values, by_kernel=True)
@@ -133,9 +130,6 @@ def encoded_gated_gradients(
     last = Operand(layers[-1], ACTIVATION, (-1, _GRAD_WEIGHT), False, one_layout(gate, -1, _GRAD_WEIGHT))
     operands.append(last)
     if _by_kernel(gate, by_kernel):
-        if is_elsewhere(gate):
-            with torch.cuda.device_of(gate):
-                return encoded_gated_gradients(grad, gate, up, layers, how, by_kernel)
         values = launch_backward((grad, gate, up), operands, has_rows, counts)
         for one, plain in zip(operands, values, strict=True):
             if plain is not None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...numerics.formats import format_of_code
 from ...numerics.gemms import GEMMS
 from ..emulated import EMULATED
-from ..launching import is_elsewhere, launch, relaunch
+from ..launching import launch, relaunch
 from ..tensor_core import Quantized
 from . import reference
 from .encoding import BLOCK, PARAMETERS
@@ -219,9 +219,6 @@ def encode_into(
         for output in outputs:
             output.view(torch.uint8).zero_()
     elif runs_kernels(x) if by_kernel is None else by_kernel:
-        if is_elsewhere(x):  # Triton launches on the current device
-            with torch.cuda.device_of(x):
-                return encode_into(x, layer, operand, gemms, counts, outputs, is_grouped, blocks, by_kernel)
         x = x if x.stride(1) == 1 else x.contiguous()
         state, record, table = layer
         view = view_of(record)

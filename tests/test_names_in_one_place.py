@@ -20,8 +20,7 @@ SOURCE = Path(snip_hf.__file__).parent
 # Names of something else there.
 OTHER_MEANINGS = {
     "training/checks.py": {"fp8", "bf16"},  # Accelerate's mixed_precision
-    "kernels/blackwell/backend.py": {"bf16"},  # the same
-    "kernels/tensor_scaled/backend.py": {"bf16"},
+    "kernels/backend.py": {"bf16"},  # the same
     "optimizers/deepspeed_zero.py": {"bf16"},  # DeepSpeed's section
     "planning/solver/ilp.py": {"greedy"},  # a solver
     "planning/solver/process.py": {"greedy"},

@@ -14,8 +14,8 @@ from oracles.three_gemms import GRAD_OUTPUT, Layer, Product
 from rounded import fake_quantize
 from torch import Tensor
 
+from snip_hf.kernels import backend as backend_module
 from snip_hf.kernels.emulated import STATE_SIZE, forward_gemm, grad_input_gemm, grad_weight_gemm
-from snip_hf.kernels.hopper import backend as hopper_backend
 from snip_hf.numerics.formats import E2M1, FORMATS
 from snip_hf.numerics.gemms import GEMMS, ROW_TILE
 
@@ -26,6 +26,9 @@ each_format = pytest.mark.parametrize("fmt", ["bf16", "fp8", "fp4"])
 each_dtype = pytest.mark.parametrize("dtype", UNIT, ids=["float32", "bfloat16", "float16"])
 # T, I, O: whole tiles; ragged in all three; smaller than a tile.
 each_size = pytest.mark.parametrize("size", [(128, 256, 128), (150, 200, 136), (3, 5, 7)], ids=str)
+
+
+EXPECTED = "expected a CUDA device of compute capability 9.0 (H100, H200)"
 
 
 def state(*formats: str, rank: tuple[int, int] = (0, 1)) -> Tensor:
@@ -256,7 +259,7 @@ class TestSelectBackend:
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
             monkeypatch.setattr(torch.version, "cuda", cuda)
             monkeypatch.setattr(
-                hopper_backend, "find_spec", lambda name: object() if triton and name == "triton" else None
+                backend_module, "find_spec", lambda name: object() if triton and name == "triton" else None
             )
 
         return pretend
@@ -288,17 +291,23 @@ class TestSelectBackend:
     @pytest.mark.parametrize(
         ("made_up", "lacks"),
         [
-            ({"capability": (8, 0)}, "the GPU has compute capability 8.0, expected 9.0 (H100, H200)"),
-            ({"capability": (10, 0)}, "the GPU has compute capability 10.0, expected 9.0 (H100, H200)"),
-            ({"capability": (12, 1)}, "the GPU has compute capability 12.1, expected 9.0 (H100, H200)"),
+            (
+                {"capability": (8, 0)},
+                "the GPU has compute capability 8.0, expected a CUDA device of compute capability 9.0 (H100, H200)",
+            ),
+            (
+                {"capability": (10, 0)},
+                "the GPU has compute capability 10.0, expected a CUDA device of compute capability 9.0 (H100, H200)",
+            ),
+            (
+                {"capability": (12, 1)},
+                "the GPU has compute capability 12.1, expected a CUDA device of compute capability 9.0 (H100, H200)",
+            ),
             ({"cuda": "12.8"}, "torch is built for CUDA 12.8, expected at least 12.9"),
             ({"cuda": "11.13"}, "torch is built for CUDA 11.13, expected at least 12.9"),
             ({"cuda": None}, "torch is not built for CUDA"),
             ({"triton": False}, "the package triton is not installed"),
-            (
-                {"available": False},
-                "the model is on 'cuda', expected a CUDA device of compute capability 9.0 (H100, H200)",
-            ),
+            ({"available": False}, f"the model is on 'cuda', {EXPECTED}"),
         ],
         ids=str,
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from snip_hf import SnipConfig, SnipController
+from snip_hf.kernels import backend as backend_module
 from snip_hf.kernels import blackwell, trials
 from snip_hf.kernels.backend import BACKENDS, select_backend, why_emulated
 from snip_hf.kernels.blackwell import backend as blackwell_backend
@@ -35,7 +36,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(blackwell_backend, "find_spec", lambda name: object() if triton else None)
+        monkeypatch.setattr(backend_module, "find_spec", lambda name: object() if triton else None)
         monkeypatch.setattr(blackwell_backend, "fault", lambda name, device: (faults or {}).get(name))
 
     return pretend

@@ -26,11 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from snip_hf import SnipController, SnipLinear, convert_model
-from snip_hf.kernels import hopper
 from snip_hf.kernels.backend import BACKENDS
 from snip_hf.kernels.emulated import EMULATED, STATE_SIZE
+from snip_hf.kernels.hopper import backend as hopper
 from snip_hf.kernels.hopper.backend import HOPPER, Hopper
-from snip_hf.kernels.hopper.linear import quantize_input
 from snip_hf.kernels.tensor_core import TiedInput, drop_quantized, forget_inputs, keep_quantized, share_inputs
 from snip_hf.layers.state import pack_states, set_rank, set_step, snip_linears
 from snip_hf.numerics.formats import E2M1, format_of_code
@@ -649,8 +648,8 @@ class TestTied:
     def test_the_quantized_input_is_the_one_of_quantize_input(self, stand_in: StandIn) -> None:
         layers, tied = siblings(("fp4", "fp8", "fp8"))
         x = randn(2, 75, I)
-        expected = quantize_input(x, layers[0].snip_state, 0, 2)
-        got = tied.quantized(x, (0, 2), lambda: quantize_input(x, layers[1].snip_state, 0, 2))
+        expected = HOPPER.quantize_input(layers[0], x, 0, 2)
+        got = tied.quantized(x, (0, 2), lambda: HOPPER.quantize_input(layers[1], x, 0, 2))
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, expected, strict=True))
         assert got[0].shape == (256, 256)
 

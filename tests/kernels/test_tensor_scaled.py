@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from snip_hf.kernels import backend as backend_module
 from snip_hf.kernels import trials
 from snip_hf.kernels.backend import BACKENDS, select_backend
-from snip_hf.kernels.tensor_scaled import backend as tensor_scaled_backend
 from snip_hf.kernels.tensor_scaled import exponents, operators, trial
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
 from snip_hf.kernels.tensor_scaled.encoding import SCALE, Encoding, encoding_of, exponents_of, has_one_scale, table_on
@@ -189,11 +189,11 @@ def test_the_operators_are_what_torch_demands_of_operators() -> None:
     torch.library.opcheck(operators.encode_operand, arguments, test_utils=tests)
     rows, scale, *_ = operators.encode_operand(*arguments)
     product = torch.ops.snip_hf.tensor_scaled_product
-    arguments = ([rows, scale, rows, scale], 40, 40, False, torch.float32, found.record, 0)
+    arguments = ([rows, scale, rows, scale], 40, 40, torch.float32, found.record, 0)
     torch.library.opcheck(product, arguments, test_utils=tests)
     own, weight_product = [state, found.record, found.table], torch.ops.snip_hf.tensor_scaled_weight_product
     for gemm, weight, keeps in ((0, rising(30, 70), True), (0, rising(30, 70), False), (1, rising(70, 30), False)):
-        how = [keeps, False, False]
+        how = [keeps, False]
         torch.library.opcheck(
             weight_product, ([rows, scale], weight, own, gemm, how, 40, torch.float32), test_utils=tests
         )
@@ -306,7 +306,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(tensor_scaled_backend, "find_spec", lambda name: object())
+        monkeypatch.setattr(backend_module, "find_spec", lambda name: object())
         monkeypatch.setattr(trial, "fault", lambda name, device: fault)
 
     return pretend
@@ -360,6 +360,16 @@ def test_a_trial_notices_wrong_products_and_other_bytes(monkeypatch: pytest.Monk
         "the trial of 'mxfp4' failed: the kernel rounds otherwise than the reference (activation of forward, weight of "
         "forward, gradient of grad_input)"
     )
+
+
+def test_layers_of_several_matrices_have_a_trial_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = trial.grouped_fault.__wrapped__
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert fault(CPU) == "torch's grouped FP8 products need compute capability 9.0, the GPU has 8.9"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert fault(CPU) is None
+    monkeypatch.setattr(trials, "TOLERANCE", 0.0)
+    assert "forward is 0 off the reference" in fault(CPU)
 
 
 def test_the_table_holds_all_formats() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
+from kernels.test_gated_layers import WITH_FP8, check, linears, mlp_of, one_by_one, trained
 from kernels.test_hopper_layers import assert_close, assert_same, gradients, layer_of, linear, randn
 from models import batch
 from slow_cases import pairwise, slow
@@ -26,6 +27,7 @@ from snip_hf.kernels.tensor_scaled import exponents, operators, trial
 from snip_hf.kernels.tensor_scaled import linear as scaled_linear
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED, TensorScaled
 from snip_hf.kernels.tensor_scaled.exponents import BLOCKS, CLIPPED, EXPONENT, LARGEST, SATURATED, UNSET, follow
+from snip_hf.layers.gated import gate_up_down
 from snip_hf.layers.state import snip_linears
 
 T, I, O = 150, 200, 136  # as in test_hopper_layers  # noqa: E741
@@ -205,6 +207,37 @@ def test_kept_weights_are_folded_once_and_give_the_same_bits(device: str, folds:
     doubled = gradients(layer, x)
     drop_quantized({"": layer})
     assert_same(gradients(layer, x), doubled)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["quantized in passes", "kept weights"])
+@pytest.mark.parametrize("ties", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("formats", [{}, {"up_proj": WITH_FP8, "down_proj": WITH_FP8}], ids=["mxfp4", "mixed"])
+def test_a_gated_mlp_trains_as_its_three_layers_do(formats: Any, ties: bool, keeps: bool) -> None:
+    mlp, twin = mlp_of(formats, ties), mlp_of(formats, ties)
+    if keeps:
+        keep_quantized(linears(mlp))
+    found = trained(mlp, lambda x: TENSOR_SCALED.gated_forward(gate_up_down(mlp), x), steps=1 if keeps else 3)
+    check(found, trained(twin, lambda x: one_by_one(twin, x), steps=1 if keeps else 3))
+
+
+def test_a_gated_mlp_in_bf16_has_one_gradient_of_its_input_and_no_second_derivative() -> None:
+    mlp, twin = mlp_of().to(BF16), mlp_of().to(BF16)
+    found = []
+    for one in (lambda x: TENSOR_SCALED.gated_forward(gate_up_down(mlp), x), lambda x: one_by_one(twin, x)):
+        x = randn(40, 64).requires_grad_()
+        one(x).float().square().sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+    x = randn(40, 64).requires_grad_()
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        torch.autograd.grad(TENSOR_SCALED.gated_forward(gate_up_down(mlp), x).sum(), x, create_graph=True)
+
+
+def test_a_gated_mlp_is_left_to_its_layers_in_fp32_and_if_one_is_not_trained() -> None:
+    mlp, x = mlp_of(), randn(40, 64, dtype=torch.float32)
+    assert TENSOR_SCALED.gated_forward(gate_up_down(mlp), x) is None
+    mlp.eval()
+    assert TENSOR_SCALED.gated_forward(gate_up_down(mlp), x.to(BF16)) is None
 
 
 def test_a_copy_has_records_of_its_own(device: str) -> None:

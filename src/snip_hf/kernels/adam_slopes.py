@@ -19,7 +19,7 @@ _MOMENTS = (torch.float32, torch.bfloat16)
 
 
 class AdamNumbers(NamedTuple):
-    """The numbers that all elements share; `first` and `second` are the moments."""
+    """The constants of a step; `first` and `second` are the moments."""
 
     first_kept: float
     first_taken: float
@@ -54,11 +54,11 @@ def takes(gradient: Tensor, first: object, second: object, tangent: Tensor) -> b
 
 
 def adam_slopes(gradient: Tensor, first: Tensor, second: Tensor, tangent: Tensor, numbers: AdamNumbers) -> Tensor:
-    """Returns h'(gradient) * tangent, FP32, 0 where the second moment is 0; arguments as `takes` has them.
+    """Returns h'(gradient) * tangent, FP32; 0 if the second moment is 0. Call it only if `takes` returns True.
 
     Args:
         first, second: moments before the step.
-        tangent: may be one number, expanded.
+        tangent: FP32; may be a single number, expanded.
     """
     slopes, size = torch.empty_like(gradient), gradient.numel()
     programs, tensors = (triton.cdiv(size, _BLOCK),), (gradient, first, second, tangent, slopes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -47,9 +48,9 @@ class GroupedLayer(Protocol):
     num_matrices: int
     out_features: int
     in_features: int
-    """Of each matrix; valid even if the weight is sharded or not loaded."""
+    """Size of each matrix; valid even if the weight is sharded or not loaded."""
     is_transposed: bool
-    """Whether the weight is stored as (E, I, O)."""
+    """True if the weight is stored as (E, I, O)."""
 
     @property
     def weight(self) -> Any:
@@ -61,19 +62,19 @@ class GroupedLayer(Protocol):
 
 
 class Backend(ABC):
-    """Runs GEMMs. One object per backend, without state: `layer.snip_cache` holds what belongs to a layer."""
+    """Runs GEMMs. One stateless object per backend: `layer.snip_cache` holds the state of a layer."""
 
     name: ClassVar[str]
     arithmetic: ClassVar[str] = "kernels of the user's own"
     """Describes the products in model cards."""
     is_emulation: ClassVar[bool] = False
-    """Whether it is slower than GEMMs in the compute dtype."""
+    """True if it is slower than GEMMs in the compute dtype."""
     recompiles_for_bf16: ClassVar[bool] = False
-    """Whether a layer recompiles when one of its GEMMs changes between quantized and not."""
+    """True if a layer recompiles when one of its GEMMs changes between quantized and not."""
     runs_groups: ClassVar[bool] = False
-    """Whether it has `grouped_forward`. Otherwise the emulated backend runs layers of several matrices."""
+    """True if it has `grouped_forward`. Otherwise the emulated backend runs layers of several matrices."""
     runs_gates: ClassVar[bool] = False
-    """Whether it has `gated_forward`. Otherwise the layers of a gated MLP run one by one."""
+    """True if it has `gated_forward`. Otherwise the layers of a gated MLP run one by one."""
     measured_speeds: ClassVar[Mapping[int, float]] = {}
     """Hidden size -> speed of training relative to compiled BF16, for the log. Below the smallest size the backend
     gains nothing. Empty: not measured."""
@@ -99,11 +100,11 @@ class Backend(ABC):
             input: (..., I), as the layer received it.
             x: `input` in the compute dtype.
             bias: in the compute dtype, or None.
-            casts: whether autocast is on; the weight is then cast to the compute dtype.
+            casts: True if autocast is on; the weight is then cast to the compute dtype.
         """
 
     def grouped_forward(self, layer: GroupedLayer, x: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-        """As `forward`, with the matrix of each token: x @ matrix^T + bias, (S, O).
+        """Returns x @ matrix^T + bias with the matrix of each token, (S, O), differentiable.
 
         Called only if `runs_groups` is True.
 
@@ -137,14 +138,14 @@ class Backend(ABC):
     def gemm_call(
         self, gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor
     ) -> Callable[[], Tensor]:
-        """Returns a function that runs one GEMM as training does, with the quantization of activations and gradients.
+        """Returns a function that runs one GEMM as in training, with the quantization of activations and gradients.
 
         Args:
             gemm: one of `gemms.GEMMS`.
             x: (T, I).
             weight: (O, I).
             grad_output: (T, O).
-            state: of a layer; its format of this GEMM must stay the same between calls.
+            state: of a layer; the format of this GEMM must not change between calls.
         """
 
     def attach(self, layer: Layer) -> None:
@@ -159,55 +160,55 @@ class Backend(ABC):
         """Called whenever the formats of a layer's three GEMMs are set."""
 
     def share_inputs(self, layers: Mapping[str, Layer], groups: Sequence[Sequence[str]]) -> None:
-        """Receives the groups of layers that take the same input."""
+        """Receives the groups of layers that have the same input."""
 
     def before_pass(self, layers: Mapping[str, Layer], everything: bool) -> None:
         """Called before each training pass, in steps of several micro-batches.
 
         Args:
             layers: those on this backend.
-            everything: False: no change of weights is known since the last call.
+            everything: False if no weight is known to have changed since the last call.
         """
 
     def after_step(self, layers: Mapping[str, Layer]) -> None:
         """Called after each optimizer step."""
 
     def release(self, layers: Mapping[str, Layer]) -> None:
-        """Drops everything that a run has kept for these layers."""
+        """Drops everything that a run kept for these layers."""
 
     def state_dict(self, layers: Mapping[str, Layer]) -> dict[str, Any]:
-        """Returns the state that passes depend on besides weights and formats, as JSON data; {} if there is none."""
+        """Returns the state besides weights and formats that results depend on, as JSON data; {} if there is none."""
         return {}
 
     def load_state_dict(self, layers: Mapping[str, Layer], state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`; {} for a new run.
+        """Restores a `state_dict`; {} starts a new run.
 
         Raises:
-            ValueError: it cannot be read; the message names the layer.
+            ValueError: an entry is invalid; the message names the layer.
         """
 
     def figures(self, layers: Mapping[str, Layer]) -> Mapping[str, float]:
-        """Returns name -> number for the history and trackers, of the passes since the last call of `findings`; {} if
+        """Returns name -> number for the history and trackers, over the passes since the last call of `findings`; {} if
         nothing is counted.
 
-        May wait for the device. `findings` is called next.
+        May wait for the device. The caller calls `findings` next.
         """
         return {}
 
     def findings(self, layers: Mapping[str, Layer]) -> tuple[bool, str] | None:
-        """Returns whether to warn, and a message about the passes since the last call; None: no message.
+        """Returns a message about the passes since the last call, preceded by True for a warning; None: no message.
 
         May wait for the device.
         """
         return None
 
     def notice(self, weight: Tensor, mixed_precision: str | None, asked: bool) -> tuple[bool, str]:
-        """Returns whether to warn, and the message at the start of a run.
+        """Returns the message at the start of a run, preceded by True for a warning.
 
         Args:
             weight: of a layer.
             mixed_precision: of the launcher, None if unknown.
-            asked: whether the user named this backend.
+            asked: True if the user named this backend.
         """
         return False, "its own kernels."
 
@@ -240,7 +241,7 @@ def select_backend(requested: str, device: torch.device | str, formats: Sequence
         formats: names of the run's formats.
 
     Raises:
-        ValueError: the named backend cannot run there, or does not know one of the formats.
+        ValueError: the named backend cannot run there, or does not support one of the formats.
     """
     device = torch.device(device)
     if requested == "auto":
@@ -271,6 +272,43 @@ def why_emulated(device: torch.device, formats: Sequence[str]) -> str | None:
     both = [backend for backend in suited if backend in able]
     reasons = [_cannot(backend, device, formats) for backend in both or suited or able]
     return None if None in reasons else reasons[0]
+
+
+def missing_for_kernels(
+    device: torch.device,
+    expected: str,
+    is_able: Callable[[tuple[int, int]], bool],
+    oldest_cuda: tuple[int, int] = (0, 0),
+) -> str | None:
+    """Returns why Triton kernels and FP8 products cannot run on a device, None if they can.
+
+    Args:
+        device: of the model.
+        expected: the compute capabilities that can, for the message.
+        is_able: returns True for such a capability.
+        oldest_cuda: that torch must be built for.
+    """
+    expected = f"expected a CUDA device of compute capability {expected}"
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return f"the model is on {device.type!r}, {expected}"
+    if torch.version.cuda is None:
+        return "torch is not built for CUDA"
+    major, minor = torch.cuda.get_device_capability(device)
+    if not is_able((major, minor)):
+        return f"the GPU has compute capability {major}.{minor}, {expected}"
+    if tuple(int(part) for part in torch.version.cuda.split(".")[:2]) < oldest_cuda:
+        return f"torch is built for CUDA {torch.version.cuda}, expected at least {'.'.join(map(str, oldest_cuda))}"
+    return "the package triton is not installed" if find_spec("triton") is None else None
+
+
+def not_in_bf16(cores: str, formats: str, weight: Tensor, mixed_precision: str | None) -> tuple[bool, str] | None:
+    """Returns the warning of a backend that needs BF16 if the model computes in another dtype; else None."""
+    if weight.dtype == torch.bfloat16 or mixed_precision in (None, "bf16"):
+        return None
+    return True, (
+        f"the GPU has {cores} tensor cores, but the model does not compute in BF16 (mixed_precision="
+        f"{mixed_precision!r}, {weight.dtype} weights): {formats} are emulated, slower than BF16. Train with bf16=True."
+    )
 
 
 def _cannot(backend: Backend, device: torch.device, formats: Sequence[str]) -> str | None:

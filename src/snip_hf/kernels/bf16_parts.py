@@ -1,4 +1,4 @@
-"""FP32 matrices as BF16 parts, high + low, joined for a product: in one launch on a GPU (`estimation.products`).
+"""FP32 matrices split into BF16 parts, high + low, joined for a product: one launch on a GPU (`estimation.products`).
 
 Legend: B matrices of R rows and C columns.
 """
@@ -19,12 +19,12 @@ _BLOCK = 1024
 
 
 def bf16_parts(x: Tensor, dim: int, low: int) -> Tensor:
-    """Returns high, high and low joined along one of the last two dimensions, low as the part of this number, 1 or 2.
+    """Returns the parts high, high and low, joined along one of the last two dimensions.
 
     Args:
         x: (R, C) or (B, R, C), FP32.
         dim: -1 or -2.
-        low: where the low part goes; a transposed x keeps its memory layout.
+        low: index of the low part, 1 or 2; a transposed x keeps its memory layout.
     """
     if x.stride(-2) == 1 and x.stride(-1) != 1:
         return bf16_parts(x.mT, -3 - dim, low).mT
@@ -34,7 +34,7 @@ def bf16_parts(x: Tensor, dim: int, low: int) -> Tensor:
     if x.numel() == 0 or not has_kernels(x.device):
         parts = joined.chunk(3, dim)
         parts[0].copy_(x)
-        torch.sub(x, parts[0], out=parts[low])  # in FP32, where it is exact, and rounded
+        torch.sub(x, parts[0], out=parts[low])  # exact in FP32, then rounded
         parts[3 - low].copy_(parts[0])
         return joined
     rows, columns = x.shape[-2:]

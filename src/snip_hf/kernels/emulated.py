@@ -9,8 +9,8 @@ it at run time, so that a new plan or step is new data for the same code.
 
 A layer of several matrices has a weight (E, O, I) and `ends` (E,): tokens are sorted by matrix, and those of matrix e
 are rows ends[e - 1] to ends[e] - 1. Rows after the last end belong to no matrix and give zeros. Each matrix gives bit
-for bit what a layer of that matrix and its tokens would give, with a key of its own (`random_streams.matrix_keys`).
-Without `ends`, all tokens meet the one matrix (O, I).
+for bit the result of a layer with that matrix and its tokens, and has its own key (`random_streams.matrix_keys`).
+Without `ends`, there is one matrix (O, I) for all tokens.
 
 Both operands are quantized along the contraction, multiplied and summed in FP32, and the result is cast to the
 operands' dtype. On CUDA, BF16 calls in formats whose rounded values are BF16 numbers (`fits_bf16`) multiply on BF16
@@ -67,7 +67,7 @@ def forward_gemm(
     format, parts = _read(state, ends, "forward")
     products: Iterable[Tensor]
     if not format.is_quantized:
-        # x as it came: aten adds the bias inside the GEMM or after it, depending on x's dimensions and strides.
+        # x is not reshaped: its dimensions and strides decide if aten adds the bias inside the GEMM or after it.
         products = (
             functional.linear(x[part.rows], part.of(weight), None if bias is None else part.of(bias)) for part in parts
         )
@@ -144,29 +144,17 @@ def bias_gradient(grad_output: Tensor, ends: Tensor) -> Tensor:
 
 
 @forward_gemm.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    ends: Tensor | None = None,
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[-2])
 
 
 @grad_input_gemm.register_fake
-def _(grad_output: Tensor, weight: Tensor, state: Tensor, ends: Tensor | None = None) -> Tensor:
+def _(grad_output: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     return grad_output.new_empty(grad_output.shape[0], weight.shape[-1])
 
 
 @grad_weight_gemm.register_fake
-def _(
-    grad_output: Tensor,
-    x: Tensor,
-    state: Tensor,
-    ends: Tensor | None = None,
-    transposed: bool = False,
-) -> Tensor:
+def _(grad_output: Tensor, x: Tensor, state: Tensor, ends: Tensor | None = None, transposed: bool = False) -> Tensor:
     return _empty_grad_weight(grad_output, x, ends, transposed)
 
 
@@ -195,7 +183,7 @@ def multiply(left_fp32: Tensor, right_fp32: Tensor, dtype: torch.dtype, fits_bf1
 def fits_bf16(format: NumberFormat, gemm: str) -> bool:
     """Returns True if both rounded operands of a GEMM are BF16 numbers: at most 8 bits, times a power of two.
 
-    Values below 2**-126, where BF16 has fewer bits, are the exception: they are rounded once more.
+    Values below 2**-126 are the exception: BF16 has fewer bits there, so they are rounded once more.
     """
     if format.scale != "e8m0" or gemm in format.rotated:
         return False
@@ -241,9 +229,7 @@ def _rounded_tokens(
     x: Tensor, parts: Sequence[_Part], format: NumberFormat, operand: str, contracts: int
 ) -> Sequence[Tensor]:
     """Returns each matrix's tokens, rows of x (T, C), rounded, FP32."""
-    is_one = len(parts) == 1 and parts[0].matrix is None
-    behind = [] if is_one else [part.rows.stop for part in parts[-1:] if part.rows.stop < len(x)]
-    if not is_one and _can_round_together(format, operand, contracts, [*(part.rows.start for part in parts), *behind]):
+    if len(parts) > 1 and _can_round_together(format, operand, contracts, 1):
         rounded = fake_quantize(x, format, operand, contracts)
         return [rounded[part.rows] for part in parts]
     return [fake_quantize(x[part.rows], format, operand, contracts, *part.stream) for part in parts]
@@ -251,23 +237,21 @@ def _rounded_tokens(
 
 def _rounded_weights(weight: Tensor, parts: Sequence[_Part], format: NumberFormat, contracts: int) -> Sequence[Tensor]:
     """Returns the matrices (O, I) that have tokens, rounded, FP32."""
-    if weight.dim() == 3 and parts and _can_round_together(format, "weight", contracts, [weight.shape[1]]):
+    if weight.dim() == 3 and parts and _can_round_together(format, "weight", contracts, weight.shape[1]):
         needed = weight if len(parts) == len(weight) else weight[[part.matrix for part in parts]]
         rounded = fake_quantize(needed.reshape(-1, weight.shape[2]), format, "weight", contracts)
         return rounded.view(needed.shape).unbind()
     return [fake_quantize(part.of(weight), format, "weight", contracts, *part.stream) for part in parts]
 
 
-def _can_round_together(format: NumberFormat, operand: str, contracts: int, starts: Sequence[int]) -> bool:
-    """Returns True if one call can round tensors that begin at these rows of one tensor: no block has rows of two."""
+def _can_round_together(format: NumberFormat, operand: str, contracts: int, rows: int) -> bool:
+    """Returns True if one call can round a stack of tensors, each with a multiple of `rows`: no block spans two."""
     rule = format.operand(operand)
     if rule.block is None or format.tensor_scale is not None or rule.stochastic or rule.noise:
         return False
-    across, along = rule.block
-    units = [along if contracts == 0 else across]
-    if contracts == 0 and gemm_of(operand, contracts) in format.rotated:
-        units.append(format.rotation)
-    return all(start % unit == 0 for start in starts for unit in units)
+    height, _ = rule.tile(contracts)
+    is_rotated = contracts == 0 and gemm_of(operand, contracts) in format.rotated
+    return rows % height == 0 and not (is_rotated and rows % format.rotation)
 
 
 def _empty_grad_weight(grad_output: Tensor, x: Tensor, ends: Tensor | None, transposed: bool) -> Tensor:
@@ -286,8 +270,8 @@ def _forward(
     if torch.compiler.is_compiling():
         kept, kept_ends = state.clone(), ends
     else:
-        # Copies: the next forward pass may write the state before this one's backward pass reads it. They are on the
-        # host, where the operators read them: one wait for the device instead of one per GEMM.
+        # Copies, since the next forward pass may write the state before this one's backward pass reads it. On the host,
+        # where the operators read them: one wait for the device instead of one per GEMM.
         state, ends = kept, kept_ends = _on_host(state, ends)
     return forward_gemm(x, weight, bias, state, ends), (x, kept, kept_ends)
 
@@ -317,7 +301,7 @@ def _backward(
 def _differentiable_backward(
     grad_output: Tensor, weight: Tensor, transposed: bool, saved: Sequence[Any], needs: tuple[bool, bool, bool]
 ) -> Gradients:
-    """As `_backward` in high precision, by functions that torch differentiates: rounding has no derivative."""
+    """Computes the gradients in high precision by functions that torch differentiates: rounding has no derivative."""
     x, _, ends = saved
     x = x.reshape(-1, x.shape[-1])
     needs_x, needs_weight, needs_bias = needs

@@ -1,4 +1,4 @@
-"""Rounding errors of an operand and their sums, in one launch on a GPU; elsewhere by torch's operations.
+"""Rounding errors of an operand and their sums: one launch each on a GPU, torch's operations elsewhere.
 
 Legend: O out_features, I in_features of a weight; n tokens in R pieces of L, C channels.
 """

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Key -> launcher of the compiled kernel on a grid, and its last arguments. Cleared at `_MOST` entries: sequences of
-# ever new lengths would fill it.
+# Key -> launcher of the compiled kernel on a grid, and its last arguments. Cleared at `_MOST` entries, since sequences
+# of varying lengths would fill it.
 _COMPILED: dict[Hashable, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
 _MOST = 4096
 _ALIGNED = 15  # Triton compiles for addresses that are multiples of 16, and for others
@@ -61,7 +61,7 @@ def launch(
         kernel: has as parameters, in this order, the tensors, the free numbers, the numbers and the constants.
         grid: numbers of programs.
         tensors: on one device; all but the first have the same dtypes in every call.
-        numbers: not compiled in, except for what Triton specializes integers by: 1, multiples of 16, 64 bits.
+        numbers: not compiled in, but Triton specializes integers that are 1, multiples of 16, or need 64 bits.
         constants: its `tl.constexpr` parameters.
         free: numbers that Triton does not specialize by: floats, and integers whose parameters have a type and are not
             specialized. All values use the same kernel.
@@ -98,7 +98,7 @@ def _is_elsewhere(x: Tensor) -> bool:
 
 
 def on_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Returns a host's tensor on a device without waiting. On the CPU it is the tensor itself.
+    """Copies a tensor from the host to a device without waiting; returns the tensor itself for the CPU.
 
     Copies to CUDA go through pinned memory, which torch keeps until the copy is done: the host may overwrite `numbers`
     unless they are pinned. For pageable memory CUDA says only that a copy "might be synchronous with respect to host".

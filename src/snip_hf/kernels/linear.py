@@ -14,7 +14,7 @@ from torch import Tensor
 Forward = Callable[[Tensor, Tensor, Tensor | None, Any, Sequence[Any]], tuple[Tensor, Sequence[Tensor | None]]]
 """(x, weight, bias, how, tensors) -> Y, and tensors for the backward pass besides the weight."""
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of x, weight and bias."""
+"""Gradients of x, weight and bias."""
 Backward = Callable[[Tensor, Tensor, Any, Sequence[Any], tuple[bool, bool, bool]], Gradients]
 """(grad_output (T, O), weight, how, saved tensors, which gradients are needed) -> these gradients."""
 

@@ -1,9 +1,9 @@
 """Rounding in one launch on a GPU: `fake_quantize`, for the estimate and the emulated GEMMs.
 
-A Triton kernel runs on NVIDIA GPUs from compute capability 8.0 on, for all formats but those with noise or 8 exponent
-bits (`takes`); torch's operations run for these and anywhere else. Both give the numbers of
-`numerics.rounding` bit for bit. The kernel takes one launch, or three where a scale belongs to the whole tensor,
-instead of twenty to a hundred.
+A Triton kernel runs on NVIDIA GPUs from compute capability 8.0 on, for all formats except those with noise or 8
+exponent bits (`takes`). torch's operations run for these formats and on other devices. Both give the numbers of
+`numerics.rounding` bit for bit. The kernel needs one launch, or three if a scale belongs to the whole tensor, instead
+of twenty to a hundred.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def fake_quantize(
     ranks: int = 1,
     amax: Tensor | None = None,
 ) -> Tensor:
-    """Returns x, (R, C), as a GEMM in a format sees it, in FP32: quantized, times its scales; unquantized x as it is.
+    """Returns x, (R, C), as a GEMM in a format sees it, in FP32: quantized, times its scales; or only cast to FP32.
 
-    Autograd does not see into it.
+    It has no derivative.
 
     Args:
         x: (R, C).
         format: of the GEMM.
         operand: which of its operands x is (`gemms.OPERANDS`).
         contracts: the dimension of x that the GEMM contracts, 0 or 1.
-        key: of the random numbers of operands that are rounded stochastically or get noise; others, or without one,
-            are rounded to nearest.
+        key: of the random numbers, for operands that are rounded stochastically or get noise; None, and other
+            operands: rounding to nearest.
         rank, ranks, amax: as in `rounding.round_operand`.
 
     Raises:
@@ -84,13 +84,13 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Returns True if Triton can compile and run a kernel on a device (it needs a C compiler), by a trial."""
+    """Returns True if Triton compiles and runs a kernel on a device (it needs a C compiler); tries once."""
     if find_spec("triton") is None or capability(device) < _AMPERE:
         return False
     try:
         round_by_kernel(torch.ones(1, 1, device=device), REFERENCE, "activation", 1)
     except Exception as error:
-        # The results are the same, only slower.
+        # torch gives the same results, more slowly.
         logger.warning("snip-hf: rounding takes 20 to 100 kernels instead of one, since Triton fails: %s", error)
         return False
     return True
@@ -121,7 +121,7 @@ def round_by_kernel(
     ranks: int = 1,
     amax: Tensor | None = None,
 ) -> Tensor:
-    """As `rounding.round_operand`, by the kernel: x (R, C) has at least one element, of an operand that it `takes`."""
+    """Returns `rounding.round_operand` by the kernel; x (R, C) is not empty, and the kernel `takes` its operand."""
     how = _call(format, operand, contracts)
     if how.needs_amax:
         if amax is None or how.stages > 0:
@@ -213,7 +213,7 @@ def _programs(x: Tensor, block: tuple[int, int]) -> tuple[int]:
 
 
 def _options(block: tuple[int, int], is_wide: bool) -> dict[str, Any]:
-    """Returns the compiler's options. is_wide: elements take twice as many registers as in simple formats."""
+    """Returns the compiler's options. is_wide: an element needs twice the registers that simple formats need."""
     warps = 8 if math.prod(block) > _LARGE_BLOCK else 4
     # Without fusion, since scaling and rounding are two roundings.
     return {"num_warps": warps * (1 + is_wide), "enable_fp_fusion": False}

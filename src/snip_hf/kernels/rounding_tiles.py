@@ -1,7 +1,7 @@
-"""The Triton kernels that round one operand, in any kind of format but noise.
+"""The Triton kernels that round one operand, in every kind of format except noise.
 
-A program has one block of the operand at hand, with whole tiles in it, as a 4-D array: tiles along R, rows of a tile,
-tiles along C, columns of a tile. It rotates the block if the format has a rotation, finds the scale of every tile,
+A program holds one block of the operand, made of whole tiles, as a 4-D array: tiles along R, rows of a tile, tiles
+along C, columns of a tile. It rotates the block if the format has a rotation, finds the scale of every tile,
 rounds, multiplies by the scales and rotates back. Formats are numbers and a few flags, so that few kernels are
 compiled. Every number is that of `numerics.rounding`, bit for bit; of two targets, see `_squared_error`.
 
@@ -204,8 +204,8 @@ def _quantized(
 def _squared_error(rounded, value):
     """The sum over each tile of squared errors, in FP64, as `rounding._squared_errors`.
 
-    Squares are exact, sums are in another order than torch's: where the sums of two targets differ by less than their
-    last bits, a tile may take the other one.
+    Squares are exact, but the order of summation differs from torch's: a tile may choose another target if the sums of
+    two targets differ only in their last bits.
     """
     error = rounded.to(tl.float64) - value.to(tl.float64)
     return tl.sum(tl.sum(error * error, 3, keep_dims=True), 1, keep_dims=True)

@@ -1,4 +1,4 @@
-"""The sums of squares of a refresh, each in one launch on a GPU; elsewhere by torch's operations.
+"""The sums of squares of a refresh: one launch each on a GPU, torch's operations elsewhere.
 
 Legend: T tokens, R pieces of a sample, O out_features, I in_features, E kinds of errors.
 """
@@ -66,10 +66,10 @@ def scaled_squares(parts: Tensor, factors: Tensor) -> Tensor:
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the Frobenius norms of FP32 tensors, one or more, (how many,)."""
+    """Returns the Frobenius norm of each FP32 tensor, (tensors,)."""
     if tensors[0].is_cuda:
         return torch.stack(torch._foreach_norm(list(tensors)))
-    # On a CPU torch's norms add up in FP32 one by one: those of 20 million numbers are 2 parts in 1,000 too small.
+    # On a CPU torch's norms add FP32 numbers one by one: those of 20 million numbers are 2 parts in 1,000 too small.
     return torch.stack([tensor.square().sum() for tensor in tensors]).sqrt_()
 
 
@@ -82,7 +82,7 @@ def row_squares(x: Tensor) -> Tensor:
 
 
 def token_figures(x: Tensor, grad_output: Tensor, is_kept: Tensor) -> Tensor:
-    """Returns of each token its energy |X_t|^2 |G_t|^2, that energy if it is kept, and its amaxes of X and G, (T, 4).
+    """Returns for each token its energy |X_t|^2 |G_t|^2, that energy if it is kept, and its amaxes of X and G, (T, 4).
 
     Args:
         x: (T, I), FP32.

@@ -1,5 +1,5 @@
 """The common part of backends on FP8 tensor cores: caches of layers between passes, inputs that tied layers share, and
-one pass of a layer, whose encoding and products each backend supplies (`Kernels`).
+one pass of a layer. Each backend supplies the encoding and the products (`Kernels`).
 
 Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I). GEMMs are numbered as in `gemms.GEMMS`;
 number -1 leaves a layout out, and empty tensors come back for it.
@@ -31,7 +31,7 @@ Layout = Sequence[Tensor]
 
 @dataclass
 class Cache:
-    """What a backend keeps of one layer."""
+    """State of one layer."""
 
     device: str
     """Type of the device that the backend was chosen for; on another one the layer runs emulated."""
@@ -40,15 +40,15 @@ class Cache:
     tied: TiedInput | None = None
     """Shared with the tied layers that take the same input; None: the input is quantized for this layer only."""
     weights: tuple[Tensor, ...] = ()
-    """The weight as `keep_quantized` quantized it last; empty: every pass quantizes what it needs."""
+    """The weight as last quantized by `keep_quantized`; empty: every pass quantizes it."""
     weight_version: int = -1
     """torch's count of the weight's changes at that time."""
     records: Any = None
-    """What else the backend keeps."""
+    """Further state of the backend."""
 
 
 class TiedInput:
-    """The quantized input of tied layers that take the same tensor (q, k and v; gate and up), quantized once for all.
+    """The quantized input of tied layers that have the same input (q, k and v; gate and up), quantized once for all.
 
     If their formats differ, `parted` is True and each layer quantizes for itself. The tensor is held until all layers
     have asked for it.
@@ -74,9 +74,9 @@ class TiedInput:
         self._source = self._quantized = None
 
     def quantized(self, source: Tensor, gemms: tuple[int, int], quantize: Callable[[], Quantized]) -> Quantized:
-        """Returns what `quantize` makes of `source` for these GEMMs, or made of it when another layer asked."""
+        """Returns `source` quantized for these GEMMs; calls `quantize` for the first layer that asks."""
         quantized, version = self._quantized, _version(source)
-        # In this order: torch.compile guards what is compared, and `_gemms` changes after the first pass.
+        # The order matters: torch.compile guards every compared value, and `_gemms` changes after the first pass.
         if quantized is None or self._source is not source or (self._gemms, self._version) != (gemms, version):
             quantized = quantize()
             self._source, self._version, self._gemms = source, version, gemms
@@ -98,12 +98,12 @@ class How(NamedTuple):
     high: tuple[bool, bool, bool]
     """Which GEMMs run in BF16."""
     keeps_x: bool
-    """Whether the backward pass will compute the weight's gradient."""
+    """True if the backward pass will compute the weight's gradient."""
     counts: bool = False
-    """Whether the pass is trained on."""
+    """True in a pass that is trained on."""
     has_grad_input: bool = True
     is_transposed: bool = False
-    """Whether the weight is stored as (E, I, O)."""
+    """True if the weight is stored as (E, I, O)."""
 
 
 class Kernels(ABC):
@@ -167,12 +167,12 @@ class Kernels(ABC):
 def tensor_core_linear(kernels: Kernels) -> Any:
     """Returns the autograd function (x, weight, bias, how, *tensors) -> Y on a backend's kernels.
 
-    Saved for backward is the quantized x, one byte per element; or x itself if grad_weight runs in BF16. If x has no
-    columns, a compiled graph computes x again from what other operations save anyway: norms, activation functions and
-    attention save their own inputs or outputs.
+    It saves the quantized x for the backward pass, one byte per element; or x itself if grad_weight runs in BF16. If x
+    has no columns, a compiled graph recomputes x from tensors that other operations save anyway: norms, activation
+    functions and attention save their own inputs or outputs.
 
-    `tensors` are the layer's; then x as `quantize_input` gives it, for the GEMMs that are not high; then the weight,
-    both layouts with their scales, or nothing if each pass quantizes what it needs.
+    `tensors` are those of the layer; then x as `quantize_input` returns it, for the GEMMs that are not high; then both
+    layouts of the weight with their scales, or nothing if each pass quantizes the weight.
     """
     count = kernels.layer_tensors
 
@@ -216,7 +216,7 @@ def tensor_core_linear(kernels: Kernels) -> Any:
 
 
 def with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns a product plus a bias in BF16. With a bias the product is FP32: it is added to the sums, as emulated."""
+    """Returns a product plus a bias in BF16. A product that gets a bias is FP32, as in emulation."""
     return product if bias is None else (product + bias).to(torch.bfloat16)
 
 
@@ -225,8 +225,8 @@ class TensorCoreBackend(Backend):
 
     recompiles_for_bf16 = True
     quantizes_late = False
-    """Whether the input of a compiled linear is quantized for grad_weight in the backward pass, if no other linear
-    shares it and it has at least as many inputs as outputs. torch.compile then computes the input again from what
+    """True if the backward pass quantizes the input of a compiled linear for grad_weight, provided that no other linear
+    shares the input and in_features >= out_features. torch.compile then recomputes the input from tensors that
     activations and attention save anyway."""
 
     @abstractmethod
@@ -239,7 +239,7 @@ class TensorCoreBackend(Backend):
 
     @abstractmethod
     def quantize_weight_into(self, layer: Layer, outputs: Sequence[Tensor]) -> None:
-        """As `quantize_weight`, into the tensors that it returned; an empty one is left out."""
+        """Does as `quantize_weight`, into the tensors that it returned; leaves out empty ones."""
 
     @abstractmethod
     def three_gemms(
@@ -273,7 +273,7 @@ class TensorCoreBackend(Backend):
         return self.three_gemms(layer, x, bias, keeps_x, quantized, weights_of(layer))
 
     def shared_input(self, layer: Layer, input: Tensor, x: Tensor, gemms: tuple[int, int]) -> Quantized:
-        """Returns x quantized for the forward and the grad_weight GEMM, for all layers that `input` is tied by."""
+        """Returns x quantized for the forward and the grad_weight GEMM, once for all layers that share `input`."""
         cache: Cache = layer.snip_cache
         quantize = partial(self.quantize_input, layer, x, *gemms)
         if cache.tied is None or cache.tied.parted:
@@ -309,10 +309,10 @@ class TensorCoreBackend(Backend):
 
 
 def weights_of(layer: Layer | GroupedLayer) -> tuple[Tensor, ...]:
-    """Returns the kept layouts of the layer's weight, if the pass that begins may read them.
+    """Returns the kept layouts of the layer's weight if the current pass may read them, else ().
 
-    Before evaluation, and generation in training mode, weights may have changed without notice; not before a pass that
-    is trained on.
+    Only passes that are trained on may: before evaluation, and generation in training mode, weights may have changed
+    unnoticed.
     """
     cache: Cache = layer.snip_cache
     is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
@@ -322,12 +322,12 @@ def weights_of(layer: Layer | GroupedLayer) -> tuple[Tensor, ...]:
 def keep_quantized(layers: Mapping[str, Layer], everything: bool = True) -> None:
     """Quantizes the weights of the layers by their backend, for all passes until the next call.
 
-    To be called whenever weights or formats have changed. Sharded weights are left to the passes.
+    Call it whenever weights or formats have changed. Passes quantize sharded weights themselves.
 
     Args:
         layers: the layers.
         everything: False leaves out layers whose weight has not changed since the last call as far as torch knows
-            (it does not see what fused optimizers do, nor what is written through `weight.data`).
+            (it misses changes by fused optimizers and through `weight.data`).
     """
     for layer in layers.values():
         cache: Cache = layer.snip_cache
@@ -356,13 +356,13 @@ def share_inputs(layers: Mapping[str, Layer], groups: Sequence[Sequence[str]]) -
 
 
 def forget_inputs(layers: Mapping[str, Layer]) -> None:
-    """Drops the shared inputs that some layer has not asked for."""
+    """Drops shared inputs that some layer did not ask for."""
     for layer in layers.values():
         if layer.snip_cache.tied is not None:
             layer.snip_cache.tied.forget()
 
 
 def drop_quantized(layers: Mapping[str, Layer]) -> None:
-    """Ends `keep_quantized` and `share_inputs`: every pass of every layer quantizes what it needs again."""
+    """Undoes `keep_quantized` and `share_inputs`: every pass of every layer quantizes its operands again."""
     for layer in layers.values():
         layer.snip_cache.weights, layer.snip_cache.tied = (), None

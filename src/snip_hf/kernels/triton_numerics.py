@@ -230,3 +230,37 @@ def round_to_grid(
     # 1.5 * 2**23, added and taken away, rounds to whole steps, ties to even.
     rounded = ((steps + 12582912.0) - 12582912.0) * float_of(spacing)
     return float_of((bits_of(rounded) & 0x7FFFFFFF) | (bits_of(x) & -0x80000000))
+
+
+@triton.jit
+def as_bf16(value):
+    """Rounded to BF16, as autocast would, in FP32."""
+    return value.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def load_runs(x, run, channel, tokens, channels, stride, RAGGED: tl.constexpr):
+    """The first, second, third and fourth tokens of the runs, rounded to BF16, FP32."""
+    token = run * RUN
+    at = x + token[:, None] * stride + channel[None, :]
+    if RAGGED:
+        inside = channel[None, :] < channels
+        a = tl.load(at, inside & (token[:, None] < tokens), other=0.0)
+        b = tl.load(at + stride, inside & (token[:, None] + 1 < tokens), other=0.0)
+        c = tl.load(at + 2 * stride, inside & (token[:, None] + 2 < tokens), other=0.0)
+        d = tl.load(at + 3 * stride, inside & (token[:, None] + 3 < tokens), other=0.0)
+    else:
+        a = tl.load(at)
+        b = tl.load(at + stride)
+        c = tl.load(at + 2 * stride)
+        d = tl.load(at + 3 * stride)
+    return as_bf16(a), as_bf16(b), as_bf16(c), as_bf16(d)
+
+
+@triton.jit
+def store_rows(at, a, b, c, d, padded_channels):
+    """Stores the four tokens of each run as E4M3."""
+    tl.store(at, to_fp8(a))
+    tl.store(at + padded_channels, to_fp8(b))
+    tl.store(at + 2 * padded_channels, to_fp8(c))
+    tl.store(at + 3 * padded_channels, to_fp8(d))

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from ...numerics.formats import FORMATS, NumberFormat, format_of_code
 from ...numerics.gemms import CONTRACTIONS, GEMMS
-from ..backend import Backend, Layer, register_backend
+from ..backend import Backend, Layer, missing_for_kernels, not_in_bf16, register_backend
 from ..emulated import EMULATED
 from ..trials import fault_of, operands, products_of
 from . import operators
 from .linear import Cache, block_scaled_linear, keep_quantized, new_cache
 from .packing import Packed, kind_of
 from .quantization import quantize
-
-_EXPECTED = "expected a CUDA device of compute capability 10.x or 12.x (Blackwell)"
-_OLDEST_CUDA = (12, 8)
 
 
 class Blackwell(Backend):
@@ -30,19 +26,7 @@ class Blackwell(Backend):
     arithmetic = "FP8 and FP4 tensor cores, by torch's scaled_mm"
 
     def lacks(self, device: torch.device) -> str | None:
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return f"the model is on {device.type!r}, {_EXPECTED}"
-        if torch.version.cuda is None:
-            return "torch is not built for CUDA"
-        major, minor = torch.cuda.get_device_capability(device)
-        if major not in (10, 12):
-            return f"the GPU has compute capability {major}.{minor}, {_EXPECTED}"
-        version = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
-        if version < _OLDEST_CUDA:
-            return f"torch is built for CUDA {torch.version.cuda}, expected at least 12.8"
-        if find_spec("triton") is None:
-            return "the package triton is not installed"
-        return None
+        return missing_for_kernels(device, "10.x or 12.x (Blackwell)", lambda found: found[0] in (10, 12), (12, 8))
 
     def runs(self, format: NumberFormat) -> bool:
         return kind_of(format) is not None
@@ -65,7 +49,7 @@ class Blackwell(Backend):
     def gemm_call(
         self, gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor
     ) -> Callable[[], Tensor]:
-        """As `Backend.gemm_call`; the weight is quantized before, as it is once per optimizer step."""
+        """Does as `Backend.gemm_call`, with the weight quantized before: training does so once per optimizer step."""
         format = format_of_code(int(state[GEMMS.index(gemm)]))
         if not format.is_quantized:
             return EMULATED.gemm_call(gemm, x, weight, grad_output, state)
@@ -101,15 +85,10 @@ class Blackwell(Backend):
             layer.snip_cache.forget()
 
     def notice(self, weight: Tensor, mixed_precision: str | None, asked: bool) -> tuple[bool, str]:
-        if weight.dtype != torch.bfloat16 and mixed_precision not in (None, "bf16"):
-            return True, (
-                f"the GPU has block-scaled tensor cores, but the model does not compute in BF16 (mixed_precision="
-                f"{mixed_precision!r}, {weight.dtype} weights): its formats are emulated, slower than BF16. Train with "
-                "bf16=True."
-            )
-        return False, (
+        return not_in_bf16("block-scaled", "its formats", weight, mixed_precision) or (
+            False,
             "block-scaled tensor cores wherever the compute dtype is BF16, others are emulated. These kernels passed "
-            "their trial on this GPU, but were written without one: please run benchmarks/first_run.py and report."
+            "their trial on this GPU, but were written without one: please run benchmarks/first_run.py and report.",
         )
 
 
@@ -136,7 +115,7 @@ def fault(name: str, device: torch.device) -> str | None:
 def encoded(
     format: NumberFormat, device: torch.device, by_kernel: bool | None = None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns each operand of each GEMM of a trial: its elements and scales, by the device's kernel or by torch."""
+    """Returns each operand of each GEMM of a trial as elements and scales, by the kernel or by torch."""
     given, found = operands(format, device), {}
     for gemm, pair in CONTRACTIONS.items():
         for operand, contracts in pair:

@@ -1,4 +1,4 @@
-"""A linear layer of the three operators, and its quantized weight between passes.
+"""A linear layer from the three operators, and its quantized weight between passes.
 
 Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I).
 """
@@ -19,14 +19,14 @@ from . import operators
 
 @dataclass
 class Cache:
-    """What the backend keeps of one layer."""
+    """State of one layer."""
 
     device: str
     """Type of the device that the backend was chosen for; on another one the layer runs emulated."""
     codes: Tensor
-    """Of the formats of the three GEMMs, on the CPU. Written in place, so that graphs read the new ones."""
+    """Codes of the three GEMMs' formats, on the CPU. Written in place, so that graphs read the new ones."""
     kept: Tensor
-    """The weight as `keep_quantized` quantized it last; empty: every pass quantizes what it needs."""
+    """The weight as last quantized by `keep_quantized`; empty: every pass quantizes it."""
     weight_version: int = -1
     """torch's count of the weight's changes at that time."""
 
@@ -43,14 +43,14 @@ def new_cache(layer: Layer) -> Cache:
 
 
 def keep_quantized(layers: Mapping[str, Layer], everything: bool) -> None:
-    """Quantizes weights for all passes until the next call, once for both GEMMs where the format's blocks allow it.
+    """Quantizes weights for all passes until the next call, for both GEMMs that read them.
 
-    Sharded weights, and those that are neither FP32 nor BF16, are left to the passes.
+    Passes quantize sharded weights themselves, and weights that are neither FP32 nor BF16.
 
     Args:
         layers: the layers.
         everything: False leaves out layers whose weight has not changed since the last call as far as torch knows
-            (it does not see what fused optimizers do, nor what is written through `weight.data`).
+            (it misses changes by fused optimizers and through `weight.data`).
     """
     for layer in layers.values():
         cache: Cache = layer.snip_cache
@@ -92,5 +92,5 @@ def _backward(
 block_scaled_linear = linear_function(_forward, _backward)
 """x (..., I) BF16, weight (O, I) FP32 or BF16, bias (O) BF16 or None, None; state, codes, kept as in `operators`.
 
-x is saved for the backward pass as it is: the plan would determine how many bytes its encoding takes.
+x is saved for the backward pass unquantized: the size of its encoding would depend on the plan.
 """

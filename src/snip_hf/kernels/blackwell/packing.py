@@ -36,7 +36,7 @@ class Kind:
 
     grid: ElementGrid
     scale: str
-    """As `NumberFormat.scale`."""
+    """See `NumberFormat.scale`."""
     block: int
     """Elements along K that share a scale."""
     element: torch.dtype

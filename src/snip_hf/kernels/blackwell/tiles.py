@@ -104,7 +104,7 @@ def quantize_kernel(
         code = tl.where(own == own, code, 127)
     spread = tl.broadcast_to(factor[:, None, :, None], [BLOCKS, SIZE, OTHER_BLOCKS, OTHER_SIZE])
     scaled = value * tl.reshape(spread, [FIRST, SECOND])
-    scaled = tl.where(scaled == scaled, scaled, 0.0)  # in blocks that are not finite, whose scale is NaN
+    scaled = tl.where(scaled == scaled, scaled, 0.0)  # blocks that are not finite have the scale NaN
     dither = 0.0
     if STOCHASTIC:
         # Rows and columns of x are those of the operand, or the other way round.
@@ -115,7 +115,7 @@ def quantize_kernel(
         dither = dither_of(x_row, position, low, high)
     rounded = round_to_grid(scaled, dither, largest, least, shift, True, True, STOCHASTIC)
     element = _codes(tl.abs(rounded), SMALLEST, MIN_EXPONENT, MANTISSA_BITS)
-    # What becomes 0 keeps its sign.
+    # A number that is rounded to 0 keeps its sign.
     element |= ((bits_of(scaled) >> 31) & 1) << SIGN
     if PACKED:
         if ROWS_FIRST:

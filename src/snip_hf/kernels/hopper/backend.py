@@ -1,20 +1,56 @@
-"""The backend "hopper": the numerics of `emulated` on the FP8 tensor cores of an H100 or H200."""
+"""The backend "hopper": the numerics of `emulated` on the FP8 tensor cores of an H100 or H200.
+
+Gradients of FP32 weights are the exception: they are not rounded to BF16. Operands and layouts are those of
+`operators`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...numerics.formats import E2M1, E4M3, NumberFormat, Operand, format_of_code
 from ...numerics.gemms import GEMMS, ROW_TILE, SQUARE_TILE
-from .. import hopper
-from ..backend import Layer, register_backend
+from ..backend import Layer, missing_for_kernels, not_in_bf16, register_backend
 from ..emulated import EMULATED
-from ..tensor_core import How, Quantized, TensorCoreBackend
-from .linear import hopper_linear, quantize_input
+from ..tensor_core import How, Kernels, Layout, Quantized, TensorCoreBackend, tensor_core_linear, with_bias
+
+if TYPE_CHECKING or find_spec("triton") is not None:
+    from . import operators
+
+
+class _Hopper(Kernels):
+    def forward(
+        self, x: Layout, weight: Tensor, bias: Tensor | None, layer: Layout, kept: Layout, how: How, tokens: int
+    ) -> tuple[Tensor, Layout]:
+        right = kept[:2] or operators.quantize_weight(weight, layer[0], True, False)[:2]
+        dtype = torch.bfloat16 if bias is None else torch.float32
+        y = operators.multiply(x[0], x[1], right[0], right[1], True, tokens, weight.shape[0], dtype)
+        return with_bias(y, bias), kept[2:]
+
+    def gradient(self, grad_output: Tensor, layer: Layout, gemms: tuple[int, int], how: How) -> Quantized:
+        quantized: Quantized = operators.quantize_tokens(grad_output, layer[0], *gemms, True)
+        return quantized
+
+    def grad_input(
+        self, grad: Layout, weight: Tensor, layer: Layout, by_input: Layout, how: How, tokens: int
+    ) -> Tensor:
+        right = by_input or operators.quantize_weight(weight, layer[0], False, True)[2:]
+        return operators.multiply(grad[0], grad[1], right[0], right[1], True, tokens, weight.shape[1])
+
+    def grad_weight(
+        self, grad: Layout, x: Layout, weight: Tensor, layer: Layout, how: How, dtype: torch.dtype
+    ) -> Tensor:
+        out_features, in_features = weight.shape
+        return operators.multiply(grad[0], grad[1], x[0], x[1], False, out_features, in_features, dtype)
+
+
+hopper_linear = tensor_core_linear(_Hopper())
+"""x (..., I) BF16, weight (O, I) FP32 or BF16, bias (O) BF16 or None, and the tensors of `tensor_core_linear`."""
 
 
 class Hopper(TensorCoreBackend):
@@ -25,19 +61,7 @@ class Hopper(TensorCoreBackend):
     measured_speeds = {2048: 1.17, 4096: 1.32}  # noqa: RUF012
 
     def lacks(self, device: torch.device) -> str | None:
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return f"the model is on {device.type!r}, expected a CUDA device of compute capability 9.0 (H100, H200)"
-        if torch.version.cuda is None:
-            return "torch is not built for CUDA"
-        capability = torch.cuda.get_device_capability(device)
-        if capability != (9, 0):
-            return f"the GPU has compute capability {capability[0]}.{capability[1]}, expected 9.0 (H100, H200)"
-        version = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
-        if version < (12, 9):
-            return f"torch is built for CUDA {torch.version.cuda}, expected at least 12.9"
-        if find_spec("triton") is None:
-            return "the package triton is not installed"
-        return None
+        return missing_for_kernels(device, "9.0 (H100, H200)", lambda found: found == (9, 0), (12, 9))
 
     def runs(self, format: NumberFormat) -> bool:
         tiles = format.activation == Operand(ROW_TILE) and format.weight == Operand(SQUARE_TILE)
@@ -45,16 +69,18 @@ class Hopper(TensorCoreBackend):
         return tiles and format.gradient == gradient and format.grid in (E2M1, E4M3) and format.name in ("fp4", "fp8")
 
     def quantize_input(self, layer: Layer, x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
-        return quantize_input(x, layer.snip_state, row_gemm, column_gemm)
+        rows = x.reshape(-1, x.shape[-1])
+        with torch.no_grad():
+            quantized: Quantized = operators.quantize_tokens(rows, layer.snip_state, row_gemm, column_gemm, False)
+        return quantized
 
     def quantize_weight(self, layer: Layer, forward: bool, grad_input: bool) -> Quantized:
-        found: Quantized = hopper.operators.quantize_weight(
-            layer.matrix.detach(), layer.snip_state, forward, grad_input
-        )
-        return found
+        weight = layer.matrix.detach()
+        quantized: Quantized = operators.quantize_weight(weight, layer.snip_state, forward, grad_input)
+        return quantized
 
     def quantize_weight_into(self, layer: Layer, outputs: Sequence[Tensor]) -> None:
-        hopper.operators.quantize_weight_into(layer.matrix.detach(), layer.snip_state, outputs)
+        operators.quantize_weight_into(layer.matrix.detach(), layer.snip_state, outputs)
 
     def three_gemms(
         self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, inputs: Quantized, weights: Sequence[Tensor]
@@ -66,37 +92,31 @@ class Hopper(TensorCoreBackend):
     def gemm_call(
         self, gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor
     ) -> Callable[[], Tensor]:
-        """As `Backend.gemm_call`; the weight is quantized before, as it is once per optimizer step."""
+        """Does as `Backend.gemm_call`, with the weight quantized before: training does so once per optimizer step."""
         if not format_of_code(int(state[GEMMS.index(gemm)])).is_quantized:
             return EMULATED.gemm_call(gemm, x, weight, grad_output, state)
-        run = hopper.operators
         tokens, (out_features, in_features) = x.shape[0], weight.shape
-        by_output, output_scales, by_input, input_scales = run.quantize_weight(weight, state, True, True)
+        by_output, output_scales, by_input, input_scales = operators.quantize_weight(weight, state, True, True)
 
         def forward() -> Tensor:
-            rows, scales, _, _ = run.quantize_tokens(x, state, 0, -1, False)
-            return run.multiply(rows, scales, by_output, output_scales, True, tokens, out_features)
+            rows, scales, _, _ = operators.quantize_tokens(x, state, 0, -1, False)
+            return operators.multiply(rows, scales, by_output, output_scales, True, tokens, out_features)
 
         def grad_input() -> Tensor:
-            rows, scales, _, _ = run.quantize_tokens(grad_output, state, 1, -1, True)
-            return run.multiply(rows, scales, by_input, input_scales, True, tokens, in_features)
+            rows, scales, _, _ = operators.quantize_tokens(grad_output, state, 1, -1, True)
+            return operators.multiply(rows, scales, by_input, input_scales, True, tokens, in_features)
 
         def grad_weight() -> Tensor:
-            _, _, left, left_scales = run.quantize_tokens(grad_output, state, -1, 2, True)
-            _, _, right, right_scales = run.quantize_tokens(x, state, -1, 2, False)
-            return run.multiply(left, left_scales, right, right_scales, False, out_features, in_features)
+            _, _, left, left_scales = operators.quantize_tokens(grad_output, state, -1, 2, True)
+            _, _, right, right_scales = operators.quantize_tokens(x, state, -1, 2, False)
+            return operators.multiply(left, left_scales, right, right_scales, False, out_features, in_features)
 
         return {"forward": forward, "grad_input": grad_input, "grad_weight": grad_weight}[gemm]
 
     def notice(self, weight: Tensor, mixed_precision: str | None, asked: bool) -> tuple[bool, str]:
-        if weight.dtype != torch.bfloat16 and mixed_precision not in (None, "bf16"):
-            return True, (
-                f"the GPU has FP8 tensor cores, but the model does not compute in BF16 (mixed_precision="
-                f"{mixed_precision!r}, {weight.dtype} weights): FP8 and FP4 are emulated, slower than BF16. Train with "
-                "bf16=True."
-            )
-        return False, (
-            "FP8 and FP4 GEMMs run on FP8 tensor cores wherever the compute dtype is BF16, others are emulated."
+        return not_in_bf16("FP8", "FP8 and FP4", weight, mixed_precision) or (
+            False,
+            "FP8 and FP4 GEMMs run on FP8 tensor cores wherever the compute dtype is BF16, others are emulated.",
         )
 
 

@@ -134,7 +134,7 @@ def quantize_weight(
 
 
 def quantize_weight_into(weight: Tensor, state: Tensor, outputs: Sequence[Tensor]) -> None:
-    """As `quantize_weight`, into the tensors that it returned; an empty one is left out."""
+    """Does as `quantize_weight`, into the tensors that it returned; leaves out empty ones."""
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     (rows, columns), padded_rows, padded_columns = weight.shape, _padded(weight.shape[0]), _padded(weight.shape[1])
@@ -222,14 +222,6 @@ def _multiply(
 
 
 @torch.library.register_fake("snip_hf::multiply", lib=_library)
-def _(
-    left: Tensor,
-    left_scales: Tensor,
-    right: Tensor,
-    right_scales: Tensor,
-    square: bool,
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-) -> Tensor:
+def _(left: Tensor, *rest: Any) -> Tensor:
+    *_, rows, columns, dtype = rest
     return left.new_empty(rows, columns, dtype=dtype)

@@ -17,9 +17,11 @@ from ..triton_numerics import (
     amax_of,
     bits_of_runs,
     larger,
+    load_runs,
     pack_fp8,
     power_of_two,
     random_of_runs,
+    store_rows,
     to_grid,
 )
 
@@ -71,25 +73,6 @@ def _dithers(state, run, channel, tokens, channels):
 
 
 @triton.jit
-def _load(x, run, channel, tokens, channels, stride, RAGGED: tl.constexpr):
-    """The first, second, third and fourth tokens of the runs, FP32."""
-    token = run * RUN
-    at = x + token[:, None] * stride + channel[None, :]
-    if RAGGED:
-        inside = channel[None, :] < channels
-        a = tl.load(at, inside & (token[:, None] < tokens), other=0.0)
-        b = tl.load(at + stride, inside & (token[:, None] + 1 < tokens), other=0.0)
-        c = tl.load(at + 2 * stride, inside & (token[:, None] + 2 < tokens), other=0.0)
-        d = tl.load(at + 3 * stride, inside & (token[:, None] + 3 < tokens), other=0.0)
-    else:
-        a = tl.load(at)
-        b = tl.load(at + stride)
-        c = tl.load(at + 2 * stride)
-        d = tl.load(at + 3 * stride)
-    return a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
-
-
-@triton.jit
 def _rounded(a, b, c, d, is_fp4, state, run, channel, tokens, channels, IS_GRADIENT: tl.constexpr):
     """Rounds scaled numbers to the grid of FP4; leaves them for FP8, since storing them rounds."""
     if is_fp4:
@@ -127,7 +110,7 @@ def _write_rows(
     """Writes some runs of tokens by 128 channels, in tiles of 1x128."""
     is_fp4 = tl.load(state + GEMM) == _FP4
     channel = column_tile * _TILE + tl.arange(0, _TILE)
-    a, b, c, d = _load(x, run, channel, tokens, channels, stride, RAGGED)
+    a, b, c, d = load_runs(x, run, channel, tokens, channels, stride, RAGGED)
     sa, ia = _scales(amax_of(a, 1), is_fp4)
     sb, ib = _scales(amax_of(b, 1), is_fp4)
     sc, ic = _scales(amax_of(c, 1), is_fp4)
@@ -135,10 +118,7 @@ def _write_rows(
     a, b, c, d = a * ia[:, None], b * ib[:, None], c * ic[:, None], d * id[:, None]
     a, b, c, d = _rounded(a, b, c, d, is_fp4, state, run, channel, tokens, channels, IS_GRADIENT)
     at = rows + (run * RUN)[:, None] * padded_channels + channel[None, :]
-    tl.store(at, a.to(tl.float8e4nv))
-    tl.store(at + padded_channels, b.to(tl.float8e4nv))
-    tl.store(at + 2 * padded_channels, c.to(tl.float8e4nv))
-    tl.store(at + 3 * padded_channels, d.to(tl.float8e4nv))
+    store_rows(at, a, b, c, d, padded_channels)
     at_scale = row_scales + column_tile.to(tl.int64) * padded_tokens + run * RUN
     tl.store(at_scale, sa)
     tl.store(at_scale + 1, sb)
@@ -166,7 +146,7 @@ def _write_columns(
     """Writes 128 tokens by some channels, in tiles of 128x1, transposed."""
     is_fp4 = tl.load(state + GEMM) == _FP4
     run = (row_tile * (_TILE // RUN) + tl.arange(0, _TILE // RUN)).to(tl.int64)
-    a, b, c, d = _load(x, run, channel, tokens, channels, stride, RAGGED)
+    a, b, c, d = load_runs(x, run, channel, tokens, channels, stride, RAGGED)
     largest = larger(larger(tl.abs(a), tl.abs(b)), larger(tl.abs(c), tl.abs(d)))
     scale, inverse = _scales(amax_of(largest, 0), is_fp4)
     i = inverse[None, :]
@@ -208,40 +188,16 @@ def tokens_kernel(
         if ROW_RUNS > 0:
             run = (row_tile * (_TILE // RUN) + part * ROW_RUNS + tl.arange(0, ROW_RUNS)).to(tl.int64)
             _write_rows(
-                x,
-                state,
-                rows,
-                row_scales,
-                run,
-                column_tile,
-                tokens,
-                channels,
-                padded_tokens,
-                padded_channels,
-                stride,
-                ROW_GEMM,
-                IS_GRADIENT,
-                RAGGED,
-            )
+                x, state, rows, row_scales, run, column_tile, tokens, channels, padded_tokens, padded_channels, stride,
+                ROW_GEMM, IS_GRADIENT, RAGGED,
+            )  # fmt: skip
     else:
         if WIDTH > 0:
             channel = column_tile * _TILE + (part - row_parts) * WIDTH + tl.arange(0, WIDTH)
             _write_columns(
-                x,
-                state,
-                columns,
-                column_scales,
-                row_tile,
-                channel,
-                tokens,
-                channels,
-                padded_tokens,
-                padded_channels,
-                stride,
-                COLUMN_GEMM,
-                IS_GRADIENT,
-                RAGGED,
-            )
+                x, state, columns, column_scales, row_tile, channel, tokens, channels, padded_tokens, padded_channels,
+                stride, COLUMN_GEMM, IS_GRADIENT, RAGGED,
+            )  # fmt: skip
 
 
 @triton.jit

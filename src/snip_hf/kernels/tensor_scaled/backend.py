@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any, TypeGuard
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from ...numerics.formats import NumberFormat, format_of_code
 from ...numerics.gemms import GEMMS
-from ..backend import GroupedLayer, Layer, register_backend
+from ..backend import GroupedLayer, Layer, missing_for_kernels, not_in_bf16, register_backend
 from ..emulated import EMULATED
 from ..tensor_core import Cache, How, Quantized, TensorCoreBackend, weights_of
 from . import exponents, gated, trial
@@ -30,8 +29,6 @@ from .operators import ACTIVATION, WEIGHT, encode_into, gemm_call
 from .reference import Layer as LayerTensors
 from .slots import slots_of
 
-_OLDEST = (8, 9)
-_EXPECTED = "expected a CUDA device of compute capability 8.9 or later (Ada, Hopper, Blackwell)"
 # Shares of blocks that are worth a line of the log.
 _MUCH_SATURATED, _MUCH_SMALL = 1e-4, 1e-2
 _MOST_NAMED = 3
@@ -51,16 +48,7 @@ class TensorScaled(TensorCoreBackend):
     measured_speeds = {2048: 1.30, 4096: 1.48}  # noqa: RUF012
 
     def lacks(self, device: torch.device) -> str | None:
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return f"the model is on {device.type!r}, {_EXPECTED}"
-        if torch.version.cuda is None:
-            return "torch is not built for CUDA"
-        capability = torch.cuda.get_device_capability(device)
-        if capability < _OLDEST:
-            return f"the GPU has compute capability {capability[0]}.{capability[1]}, {_EXPECTED}"
-        if find_spec("triton") is None:
-            return "the package triton is not installed"
-        return None
+        return missing_for_kernels(device, "8.9 or later (Ada, Hopper, Blackwell)", lambda found: found >= (8, 9))
 
     def runs(self, format: NumberFormat) -> bool:
         return encoding_of(format) is not None or has_one_scale(format)
@@ -196,15 +184,10 @@ class TensorScaled(TensorCoreBackend):
         )
 
     def notice(self, weight: Tensor, mixed_precision: str | None, asked: bool) -> tuple[bool, str]:
-        if weight.dtype != torch.bfloat16 and mixed_precision not in (None, "bf16"):
-            return True, (
-                f"the GPU has FP8 tensor cores, but the model does not compute in BF16 (mixed_precision="
-                f"{mixed_precision!r}, {weight.dtype} weights): its formats are emulated, slower than BF16. Train with "
-                "bf16=True."
-            )
-        return False, (
+        return not_in_bf16("FP8", "its formats", weight, mixed_precision) or (
+            False,
             "its formats run on FP8 tensor cores with one scale per operand wherever the compute dtype is BF16, others "
-            "are emulated. Compile the decoder layers: without it little or nothing is gained."
+            "are emulated. Compile the decoder layers: without it little or nothing is gained.",
         )
 
 

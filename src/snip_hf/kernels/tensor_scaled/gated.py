@@ -144,40 +144,14 @@ def _by_kernel(x: Tensor, by_kernel: bool | None) -> bool:
     return x.numel() > 0 and (operators.runs_kernels(x) if by_kernel is None else by_kernel)
 
 
-def _sizes(x: Tensor, tile: Tile) -> tuple[tuple[int, int], tuple[int, ...], bool]:
-    """Returns the grid of programs, the kernels' numbers, and whether tiles reach beyond the operand."""
-    tokens, channels = x.shape
-    padded_tokens, padded_channels = padded(tokens), padded(channels)
-    grid = parts_of(padded_channels, tile[1]), parts_of(padded_tokens, 4 * tile[0])
-    numbers = tokens, channels, padded_tokens, padded_channels
-    return grid, numbers, (padded_tokens, padded_channels) != (tokens, channels)
-
-
 def launch_forward(gate: Tensor, up: Tensor, one: Operand, tile: Tile | None = None) -> Tensor | None:
     """Launches `encode_gated_kernel`; returns silu(gate) * up in BF16 if that is still to be encoded, else None."""
-    runs, width, warps, registers = tile = tile or TILES[0]
     values = torch.empty_like(gate) if one.is_plain else None
     rows, parameters, *_ = one.outputs
     state, _, table = one.layer
     # Without values to write, any tensor takes their place.
     tensors = gate, up, state, one.row, table, parameters, rows, gate if values is None else values
-    free = (int(values is not None),)
-    key = encode_gated_kernel.fn, gate.get_device(), gate.dtype, gate.shape, one.counts, tile
-    if relaunch(key, tensors, free):
-        return values
-    grid, numbers, is_ragged = _sizes(gate, tile)
-    launch(
-        encode_gated_kernel,
-        grid,
-        tensors,
-        numbers,
-        (one.counts, is_ragged, runs, width),
-        free,
-        key,
-        num_warps=warps,
-        maxnreg=registers,
-        enable_fp_fusion=True,  # if it could change a bit, the kernels fuse explicitly
-    )
+    _launch(encode_gated_kernel, tensors, int(values is not None), gate.shape, (one.counts,), tile or TILES[0])
     return values
 
 
@@ -197,8 +171,7 @@ def launch_backward(
         counts: whether the pass is trained on.
         tile: None: the fastest known.
     """
-    runs, width, warps, registers = tile = tile or TILES[1]
-    grad, gate, _ = inputs
+    _, gate, _ = inputs
     values = [torch.empty_like(gate) if one.is_plain else None for one in operands]
     tensors = list(inputs)
     for one, plain in zip(operands, values, strict=True):
@@ -206,24 +179,34 @@ def launch_backward(
         ordered = [*layouts[1::2], *layouts[::2]]  # parameters first
         tensors += [one.layer[0], one.row, *ordered, gate if plain is None else plain]
     tensors.append(operands[0].layer[2])
-    free = (sum(1 << index for index, plain in enumerate(values) if plain is not None),)
-    key = encode_gated_gradients_kernel.fn, gate.get_device(), grad.dtype, gate.shape, has_rows, counts, tile
-    if relaunch(key, tensors, free):
-        return values
-    grid, numbers, is_ragged = _sizes(gate, tile)
+    bits = sum(1 << index for index, plain in enumerate(values) if plain is not None)
+    _launch(encode_gated_gradients_kernel, tensors, bits, gate.shape, (has_rows, counts), tile or TILES[1])
+    return values
+
+
+def _launch(
+    kernel: Any, tensors: Sequence[Tensor], plain: int, shape: torch.Size, flags: tuple[bool, ...], tile: Tile
+) -> None:
+    """Launches a kernel for operands (T, C); `plain`: bits of those whose values it writes; `flags`: constants."""
+    first, (runs, width, warps, registers) = tensors[0], tile
+    key = kernel.fn, first.get_device(), first.dtype, shape, flags, tile
+    if relaunch(key, tensors, (plain,)):
+        return
+    tokens, channels = shape
+    padded_tokens, padded_channels = padded(tokens), padded(channels)
+    is_ragged = (padded_tokens, padded_channels) != (tokens, channels)
     launch(
-        encode_gated_gradients_kernel,
-        grid,
+        kernel,
+        (parts_of(padded_channels, width), parts_of(padded_tokens, 4 * runs)),
         tensors,
-        numbers,
-        (has_rows, counts, is_ragged, runs, width),
-        free,
+        (tokens, channels, padded_tokens, padded_channels),
+        (*flags, is_ragged, runs, width),
+        (plain,),
         key,
         num_warps=warps,
         maxnreg=registers,
         enable_fp_fusion=True,  # if it could change a bit, the kernels fuse explicitly
     )
-    return values
 
 
 @torch.library.impl(_library, "encode_gated", "CompositeExplicitAutograd")
@@ -233,7 +216,7 @@ def _encode_gated(gate: Tensor, up: Tensor, layer: Sequence[Tensor], counts: boo
 
 
 @torch.library.register_fake("snip_hf::encode_gated", lib=_library)
-def _(gate: Tensor, up: Tensor, layer: Sequence[Tensor], counts: bool) -> tuple[Tensor, Tensor]:
+def _(gate: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return empty_layouts(gate, _FORWARD, -1)[:2]
 
 
@@ -248,7 +231,7 @@ def _encode_gated_gradients(
 
 
 @torch.library.register_fake("snip_hf::encode_gated_gradients", lib=_library)
-def _(grad: Tensor, gate: Tensor, up: Tensor, layers: Sequence[Tensor], has_rows: bool, counts: bool) -> list[Tensor]:
+def _(grad: Tensor, gate: Tensor, up: Tensor, layers: Any, has_rows: bool, counts: bool) -> list[Tensor]:
     layouts = [empty_layouts(gate, _GRAD_INPUT if has_rows else -1, _GRAD_WEIGHT) for _ in range(LAYERS - 1)]
     return [*layouts[0], *layouts[1], *empty_layouts(gate, -1, _GRAD_WEIGHT)[2:]]
 

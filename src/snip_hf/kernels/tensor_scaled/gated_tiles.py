@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_numerics import INTERPRETED, RUN
-from .tiles import encode_tile, load_runs
+from ..triton_numerics import INTERPRETED, RUN, load_runs
+from .tiles import encode_tile
 
 # Bits of `plain`, in the order of the operands.
 _GATE, _UP, _ACTIVATION = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,12 +32,6 @@ if TYPE_CHECKING or find_spec("triton") is not None:
     from .tiles import encode_kernel, encode_matrices_kernel, matrix_scales_kernel, scales_kernel
 
 ACTIVATION, GRADIENT, WEIGHT = range(3)  # in `gemms.OPERANDS`
-# Whether partial sums stay in the tensor cores' 14 bits over the whole contraction instead of 128 elements of it: in
-# every format, and in block formats (docs/log.md has the errors).
-FAST_SUMS = {"forward": False, "grad_input": False, "grad_weight": False}
-FAST_SUMS_OF_BLOCKS = {"forward": True, "grad_input": True, "grad_weight": True}
-# Whether operands whose scales are known skip the launch that finds them.
-SPARES_LAUNCHES = True
 MULTIPLE = 64
 
 Tile = tuple[int, int, int, int | None]
@@ -61,16 +55,14 @@ _library.define(
     "Tensor? after=None, int matrices=0, Tensor? blocks=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "tensor_scaled_product(Tensor[] operands, SymInt rows, SymInt columns, bool fast, ScalarType dtype, "
-    "Tensor? record=None, int gemm=-1) -> Tensor"
+    "tensor_scaled_product(Tensor[] operands, SymInt rows, SymInt columns, ScalarType dtype, Tensor? record=None, "
+    "int gemm=-1) -> Tensor"
 )
 _library.define(
     "tensor_scaled_weight_product(Tensor[] left, Tensor weight, Tensor[] layer, int gemm, bool[] how, SymInt rows, "
     "ScalarType dtype) -> Tensor[]"
 )
-_library.define(
-    "grouped_product(Tensor[] operands, Tensor ends, int kind, bool fast, Tensor? record=None, int gemm=-1) -> Tensor"
-)
+_library.define("grouped_product(Tensor[] operands, Tensor ends, int kind, Tensor? record=None, int gemm=-1) -> Tensor")
 
 
 # ------------------------------------------------------------------------------------- memory
@@ -91,8 +83,10 @@ def empty_layouts(x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
     return _layouts(x, (tokens, channels), PARAMETERS, row_gemm, column_gemm)
 
 
-def _matrix_layouts(x: Tensor, blocks: Tensor | None, matrices: int, gemms: Sequence[int]) -> Quantized:
-    """As `empty_layouts` for several matrices, with one scale each."""
+def _layouts_of(x: Tensor, gemms: Sequence[int], matrices: int = 0, blocks: Tensor | None = None) -> Quantized:
+    """As `empty_layouts`; for several matrices with one scale each, and rows for all slots."""
+    if not matrices:
+        return empty_layouts(x, *gemms)
     slots = x.shape[0] if blocks is None else blocks.shape[0] * BLOCK
     return _layouts(x, (slots, x.shape[1]), matrices, *gemms)
 
@@ -154,25 +148,14 @@ def _encode(
     blocks: Tensor | None = None,
 ) -> Quantized:
     row_gemm, column_gemm = gemms
-    outputs = _matrix_layouts(x, blocks, matrices, gemms) if matrices else empty_layouts(x, row_gemm, column_gemm)
+    outputs = _layouts_of(x, gemms, matrices, blocks)
     encode_into(x, (state, record, table), operand, (row_gemm, column_gemm), counts, outputs, matrices > 0, blocks)
     return outputs
 
 
 @torch.library.register_fake("snip_hf::encode_operand", lib=_library)
-def _(
-    x: Tensor,
-    state: Tensor,
-    record: Tensor,
-    table: Tensor,
-    operand: int,
-    gemms: Sequence[int],
-    counts: bool,
-    after: Tensor | None = None,
-    matrices: int = 0,
-    blocks: Tensor | None = None,
-) -> Quantized:
-    return _matrix_layouts(x, blocks, matrices, gemms) if matrices else empty_layouts(x, *gemms)
+def _(x: Tensor, state: Tensor, record: Tensor, table: Tensor, operand: int, gemms: Any, *rest: Any) -> Quantized:
+    return _layouts_of(x, gemms, *rest[2:])
 
 
 encode_operand = torch.ops.snip_hf.encode_operand
@@ -251,7 +234,7 @@ def encoded(
     blocks: Tensor | None = None,
 ) -> Quantized:
     """Returns `encode_operand` by the kernels or by the reference; the records are updated."""
-    outputs = _matrix_layouts(x, blocks, matrices, gemms) if matrices else empty_layouts(x, *gemms)
+    outputs = _layouts_of(x, gemms, matrices, blocks)
     layer = state, records.record, records.table
     encode_into(x, layer, operand, gemms, True, outputs, matrices > 0, blocks, by_kernel)
     return outputs
@@ -266,7 +249,7 @@ def needs_scales(record: Tensor, operand: int, gemms: tuple[int, int], counts: b
 
 
 def _needs_scales(view: HostView | None, record: Tensor, operand: int, gemms: tuple[int, int], counts: bool) -> bool:
-    if not SPARES_LAUNCHES or view is None or not view.is_settled(operand, gemms):
+    if view is None or not view.is_settled(operand, gemms):
         return True
     return (counts and view.counts_now) or is_captured(record)
 
@@ -382,14 +365,13 @@ def _launch_matrices(
 
 
 def sums_fast(record: Tensor | None, gemm: int) -> bool:
-    """Returns True if a layer's GEMM is known to have a block format, whose sums are fast.
+    """Returns True if partial sums of a layer's GEMM stay in the tensor cores' 14 bits over the whole contraction,
+    instead of 128 elements of it: if its format is known to be a block format (docs/log.md has the errors).
 
     Not while a graph is captured: it is replayed under other plans too.
     """
     view = None if record is None else view_of(record)
-    if record is None or view is None or not (view.encoded[gemm] and FAST_SUMS_OF_BLOCKS[GEMMS[gemm]]):
-        return False
-    return not is_captured(record)
+    return record is not None and view is not None and view.encoded[gemm] and not is_captured(record)
 
 
 @torch.library.impl(_library, "tensor_scaled_product", "CompositeExplicitAutograd")
@@ -397,7 +379,6 @@ def _product(
     operands: Sequence[Tensor],
     rows: int,
     columns: int,
-    fast: bool,
     dtype: torch.dtype,
     record: Tensor | None = None,
     gemm: int = -1,
@@ -409,21 +390,13 @@ def _product(
         found = reference.product(left, left_parameters[0], right, right_parameters[0])
         return found[:rows, :columns].to(dtype).contiguous()
     product: Tensor = torch._scaled_mm(
-        left, right.t(), left_parameters[:1], right_parameters[:1], None, None, dtype, fast or sums_fast(record, gemm)
+        left, right.t(), left_parameters[:1], right_parameters[:1], None, None, dtype, sums_fast(record, gemm)
     )
     return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
 
 
 @torch.library.register_fake("snip_hf::tensor_scaled_product", lib=_library)
-def _(
-    operands: Sequence[Tensor],
-    rows: int,
-    columns: int,
-    fast: bool,
-    dtype: torch.dtype,
-    record: Tensor | None = None,
-    gemm: int = -1,
-) -> Tensor:
+def _(operands: Sequence[Tensor], rows: int, columns: int, dtype: torch.dtype, *rest: Any) -> Tensor:
     return operands[0].new_empty(rows, columns, dtype=dtype)
 
 
@@ -443,11 +416,10 @@ def multiply(
         right: (N', K') and its.
         shape: M and N without the padding.
         dtype: of the result, BF16 or FP32.
-        record: the layer's; None: sums are fast only if they are in every format.
+        record: the layer's; None: sums are not fast (`sums_fast`).
     """
-    product: Tensor = torch.ops.snip_hf.tensor_scaled_product(
-        [*left, *right], *shape, FAST_SUMS[gemm], dtype, record, GEMMS.index(gemm)
-    )
+    gemm_index = GEMMS.index(gemm)
+    product: Tensor = torch.ops.snip_hf.tensor_scaled_product([*left, *right], *shape, dtype, record, gemm_index)
     return product
 
 
@@ -461,25 +433,17 @@ def _weight_product(
     rows: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    (state, record, table), (keeps, counts, fast), is_forward = layer, how, gemm == 0
+    (state, record, table), (keeps, counts), is_forward = layer, how, gemm == 0
     gemms = 0 if is_forward else -1, 1 if keeps or not is_forward else -1
     outputs = empty_layouts(weight, *gemms) if keeps else one_layout(weight, *gemms)
     encode_into(weight, (state, record, table), WEIGHT, gemms, counts, outputs)
     right = outputs[:2] if is_forward else outputs[2:]
-    product = _product([*left, *right], rows, weight.shape[gemm], fast, dtype, record, gemm)
+    product = _product([*left, *right], rows, weight.shape[gemm], dtype, record, gemm)
     return [product, *outputs[2:]] if keeps else [product]
 
 
 @torch.library.register_fake("snip_hf::tensor_scaled_weight_product", lib=_library)
-def _(
-    left: Sequence[Tensor],
-    weight: Tensor,
-    layer: Sequence[Tensor],
-    gemm: int,
-    how: Sequence[bool],
-    rows: int,
-    dtype: torch.dtype,
-) -> list[Tensor]:
+def _(left: Any, weight: Tensor, layer: Any, gemm: int, how: Any, rows: int, dtype: torch.dtype) -> list[Tensor]:
     product = weight.new_empty(rows, weight.shape[gemm], dtype=dtype)
     return [product, *empty_layouts(weight, -1, 1)[2:]] if how[0] else [product]
 
@@ -509,14 +473,14 @@ def multiply_weight(
     Returns: the product, and, if it is asked for, (I', O') E4M3 with its parameters.
     """
     found: list[Tensor] = torch.ops.snip_hf.tensor_scaled_weight_product(
-        list(left), weight.detach(), list(layer), GEMMS.index(gemm), [*how, FAST_SUMS[gemm]], rows, dtype
+        list(left), weight.detach(), list(layer), GEMMS.index(gemm), how, rows, dtype
     )
     return found
 
 
 @torch.library.impl(_library, "grouped_product", "CompositeExplicitAutograd")
 def _grouped_product(
-    operands: Sequence[Tensor], ends: Tensor, kind: int, fast: bool, record: Tensor | None = None, gemm: int = -1
+    operands: Sequence[Tensor], ends: Tensor, kind: int, record: Tensor | None = None, gemm: int = -1
 ) -> Tensor:
     left, left_scales, right, right_scales = operands
     right = _by_matrix(right, ends.shape[0], kind)
@@ -529,7 +493,7 @@ def _grouped_product(
     else:
         scales = ones(left.shape[0], device=left.device), factors.expand(-1, right.shape[2]).contiguous()
     result: Tensor = torch.ops.aten._scaled_grouped_mm.default(
-        left, right, *scales, ends, None, None, torch.bfloat16, fast or sums_fast(record, gemm)
+        left, right, *scales, ends, None, None, torch.bfloat16, sums_fast(record, gemm)
     )
     return result
 
@@ -544,9 +508,7 @@ def _by_matrix(right: Tensor, matrices: int, kind: int) -> Tensor:
 
 
 @torch.library.register_fake("snip_hf::grouped_product", lib=_library)
-def _(
-    operands: Sequence[Tensor], ends: Tensor, kind: int, fast: bool, record: Tensor | None = None, gemm: int = -1
-) -> Tensor:
+def _(operands: Sequence[Tensor], ends: Tensor, kind: int, *rest: Any) -> Tensor:
     left, _, right, _ = operands
     if kind == OVER_TOKENS:
         return left.new_empty(ends.shape[0], left.shape[0], right.shape[0], dtype=torch.bfloat16)
@@ -565,13 +527,11 @@ def multiply_grouped(
         right: likewise: by rows (E * N, K), by columns (N, E * K), over tokens (N, P).
         ends: matrix -> end of its slots, int32.
         kind: which of these three.
-        record: the layer's; None: sums are fast only if they are in every format.
+        record: the layer's; None: sums are not fast (`sums_fast`).
 
     Returns: (P, N), in slots after the last end anything; or (E, M, N).
     """
-    product: Tensor = torch.ops.snip_hf.grouped_product(
-        [*left, *right], ends, kind, FAST_SUMS[gemm], record, GEMMS.index(gemm)
-    )
+    product: Tensor = torch.ops.snip_hf.grouped_product([*left, *right], ends, kind, record, GEMMS.index(gemm))
     return product
 
 

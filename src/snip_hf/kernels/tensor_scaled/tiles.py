@@ -16,14 +16,16 @@ from ..triton_numerics import (
     KEY,
     RUN,
     amax_of,
+    as_bf16,
     bits_of_key,
     bits_of_runs,
     key_of_matrix,
     larger,
+    load_runs,
     pack_fp8,
     power_of_two,
     random_of_runs,
-    to_fp8,
+    store_rows,
     to_grid,
 )
 from . import encoding, exponents, slots
@@ -43,12 +45,6 @@ _SMALL, _AMAX, _ARRIVED = tl.constexpr(exponents.SMALL), tl.constexpr(exponents.
 _UNSET, _LIMIT = tl.constexpr(exponents.UNSET), tl.constexpr(exponents.LIMIT)
 _MATRIX, _FIRST, _ROWS = tl.constexpr(slots.MATRIX), tl.constexpr(slots.FIRST), tl.constexpr(slots.ROWS)
 _OFFSET, _TOKENS, _FIELDS = tl.constexpr(slots.OFFSET), tl.constexpr(slots.TOKENS), tl.constexpr(slots.BLOCK_FIELDS)
-
-
-@triton.jit
-def _as_bf16(value):
-    """Rounded to BF16, as autocast would, in FP32."""
-    return value.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
@@ -84,25 +80,6 @@ def _write_parameters(parameters, known, exponent, bits):
 def _row_amax(x, RUNS: tl.constexpr, CHANNELS: tl.constexpr):
     """The amax of each 1x32 block, (RUNS, CHANNELS / 32)."""
     return amax_of(tl.reshape(x, [RUNS, CHANNELS // _BLOCK, _BLOCK]), 2)
-
-
-@triton.jit
-def load_runs(x, run, channel, tokens, channels, stride, RAGGED: tl.constexpr):
-    """The first, second, third and fourth tokens of the runs, FP32."""
-    token = run * RUN
-    at = x + token[:, None] * stride + channel[None, :]
-    if RAGGED:
-        inside = channel[None, :] < channels
-        a = tl.load(at, inside & (token[:, None] < tokens), other=0.0)
-        b = tl.load(at + stride, inside & (token[:, None] + 1 < tokens), other=0.0)
-        c = tl.load(at + 2 * stride, inside & (token[:, None] + 2 < tokens), other=0.0)
-        d = tl.load(at + 3 * stride, inside & (token[:, None] + 3 < tokens), other=0.0)
-    else:
-        a = tl.load(at)
-        b = tl.load(at + stride)
-        c = tl.load(at + 2 * stride)
-        d = tl.load(at + 3 * stride)
-    return _as_bf16(a), _as_bf16(b), _as_bf16(c), _as_bf16(d)
 
 
 @triton.jit
@@ -216,15 +193,6 @@ def _largest(amax, scale):
 
 
 @triton.jit
-def _store_rows(at, a, b, c, d, padded_channels):
-    """Stores the four tokens of each run."""
-    tl.store(at, to_fp8(a))
-    tl.store(at + padded_channels, to_fp8(b))
-    tl.store(at + 2 * padded_channels, to_fp8(c))
-    tl.store(at + 3 * padded_channels, to_fp8(d))
-
-
-@triton.jit
 def _encode_rows(
     at,
     a,
@@ -249,7 +217,7 @@ def _encode_rows(
     lc = _over_rows(_least_powers(lc, known), RUNS, CHANNELS)
     ld = _over_rows(_least_powers(ld, known), RUNS, CHANNELS)
     a, b, c, d = _all_rounded(a, b, c, d, la, lb, lc, ld, bits, spacing, IS_GRADIENT)
-    _store_rows(at, a, b, c, d, padded_channels)
+    store_rows(at, a, b, c, d, padded_channels)
     return largest
 
 
@@ -341,7 +309,7 @@ def encode_tile(
                     largest = found
             else:
                 factor = tl.load(row_parameters + _INVERSE) * scale
-                _store_rows(at, a * factor, b * factor, c * factor, d * factor, padded_channels)
+                store_rows(at, a * factor, b * factor, c * factor, d * factor, padded_channels)
     if HAS_COLUMNS:
         at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
         at += channel.to(tl.int64)[None, :] * (padded_tokens // RUN) + run[:, None]
@@ -412,7 +380,7 @@ def _magnitudes(x, part, tokens, channels, stride, HEIGHT: tl.constexpr, WIDTH: 
     across = tl.cdiv(channels, WIDTH)
     row = (part // across * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)[:, None]
     column = (part % across * WIDTH + tl.arange(0, WIDTH))[None, :]
-    return tl.abs(_as_bf16(tl.load(x + row * stride + column, (row < tokens) & (column < channels), other=0.0)))
+    return tl.abs(as_bf16(tl.load(x + row * stride + column, (row < tokens) & (column < channels), other=0.0)))
 
 
 @triton.jit
@@ -521,7 +489,7 @@ def _matrix_magnitudes(x, blocks, part, height, channels, stride, EVEN: tl.const
     matrix, first, rows, _, _ = _block_of(blocks, part // across, height, EVEN)
     row, column = tl.arange(0, _BLOCK), part % across * WIDTH + tl.arange(0, WIDTH)
     at = x + (first + row)[:, None] * stride + column[None, :]
-    return matrix, tl.abs(_as_bf16(tl.load(at, (row < rows)[:, None] & (column < channels)[None, :], other=0.0)))
+    return matrix, tl.abs(as_bf16(tl.load(at, (row < rows)[:, None] & (column < channels)[None, :], other=0.0)))
 
 
 @triton.jit
@@ -571,7 +539,7 @@ def _load_slots(x, first, rows, channel, stride):
     b = tl.load(at + stride, (token + 1 < rows)[:, None], other=0.0)
     c = tl.load(at + 2 * stride, (token + 2 < rows)[:, None], other=0.0)
     d = tl.load(at + 3 * stride, (token + 3 < rows)[:, None], other=0.0)
-    return _as_bf16(a), _as_bf16(b), _as_bf16(c), _as_bf16(d)
+    return as_bf16(a), as_bf16(b), as_bf16(c), as_bf16(d)
 
 
 @triton.jit
@@ -656,7 +624,7 @@ def encode_matrices_kernel(
                 largest = found
         else:
             factor = _factor(row_inverse, scale, amax_bits)
-            _store_rows(at, a * factor, b * factor, c * factor, d * factor, channels)
+            store_rows(at, a * factor, b * factor, c * factor, d * factor, channels)
     if HAS_COLUMNS:
         at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
         at += channel.to(tl.int64)[None, :] * (slots // RUN) + (slot // RUN)[:, None]

@@ -68,7 +68,7 @@ REASONS = {
     "solver hangs": "SolverError: The solver ran past the 5 s that it had and was killed.",
     "ddp out of memory in the probe": f"ValueError: On rank 1: {MEMORY}",
     "ddp out of memory after the probe": f"ValueError: On rank 1: {MEMORY}",
-    "ddp solver prints garbage": "SolverError: The solver's output is no JSON (it begins with 'Welcome",
+    "ddp solver prints garbage": "SolverError: The solver's output is no solution (it begins with 'Welcome",
 }
 COSTS_A_REFRESH = [name for name in SURVIVED if name in REASONS or name.split(maxsplit=1)[1] in REASONS]
 

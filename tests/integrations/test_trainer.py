@@ -590,7 +590,7 @@ def test_every_kind_of_failure_in_one_run_keeps_the_plan_and_leaves_no_process(
         reasons,
         [
             "SolverError: The solver process crashed (exit code 1): crashed here",
-            "SolverError: The solver's output is no JSON (it begins with 'garbage",
+            "SolverError: The solver's output is no solution (it begins with 'garbage",
             "ValueError: The loss of the probed micro-batch is nan; expected a finite number.",
             "SolverError: The solver ran past the 0.3 s that it had and was killed.",
             "training ended at step 9, before step 10 at which its plan was due",

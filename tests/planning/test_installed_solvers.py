@@ -64,8 +64,8 @@ def test_a_working_directory_that_is_gone_does_not_stop_the_solver(
 def test_the_reason_why_a_package_does_not_load_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mip.py").write_text("raise ValueError('built for another numpy')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with SolverProcess.start(make_problem(solver="cbc")) as process, pytest.raises(SolverError) as caught:
-        process.result()
+    with pytest.raises(SolverError) as caught:
+        SolverProcess.start(make_problem(solver="cbc")).result()
     assert caught.value.reason == "missing"
     assert "(ValueError: built for another numpy). Install it (pip install" in str(caught.value)
     assert SolverProcess.start(make_problem()).result().solver == "highs"

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import alive, members, wait_until
+from processes import alive, wait_until
 from small_problem import make_problem
 
 from snip_hf.planning.solver import ilp
-from snip_hf.planning.solver.process import SolverError, SolverProcess, SolverResult, check_solution
+from snip_hf.planning.solver.process import SolverError, SolverProcess, SolverResult
 
 
 def python(program: str) -> list[str]:
@@ -26,22 +26,16 @@ def python(program: str) -> list[str]:
 
 
 def failure(command: list[str] | None, problem: dict[str, Any] | None = None, **limits: float) -> SolverError:
-    with SolverProcess.start(problem or make_problem(), command, **limits) as process:
-        with pytest.raises(SolverError) as caught:
-            process.result(30.0)
-        with pytest.raises(SolverError) as again:
-            process.result()
-        assert again.value is caught.value
-        assert process.poll()
+    with pytest.raises(SolverError) as caught:
+        SolverProcess.start(problem or make_problem(), command, **limits).result(30.0)
     return caught.value
 
 
 @pytest.mark.parametrize("solver", ["cbc", "highs", "greedy"])
-def test_a_problem_is_solved_beside_and_its_result_can_be_asked_for_again(solver: str) -> None:
-    with SolverProcess.start(make_problem(solver=solver)) as process:
-        wait_until(process.poll)
-        result = process.result(0.0)
-        assert process.result() is result
+def test_a_problem_is_solved_in_another_process(solver: str) -> None:
+    process = SolverProcess.start(make_problem(solver=solver))
+    wait_until(lambda: process._process.poll() is not None)
+    result = process.result(0.0)
     assert isinstance(result, SolverResult)
     assert (result.status, result.choices, result.objective) == ("optimal", {"a": "fp8", "b": "fp4"}, 4.0)
     assert (result.constraints, result.solver, result.bound) == ({"stage 0": 0.5}, solver, pytest.approx(4.0))
@@ -51,8 +45,9 @@ def test_start_does_not_wait_for_a_child_that_never_reads_its_input() -> None:
     problem = make_problem()
     problem["groups"][0]["name"] = "x" * 5_000_000  # far beyond a pipe's buffer
     started = time.monotonic()
-    with SolverProcess.start(problem, python("import time; time.sleep(60)")) as process:
-        assert not process.poll()
+    process = SolverProcess.start(problem, python("import time; time.sleep(60)"))
+    assert process._process.poll() is None
+    process.kill()
     assert time.monotonic() - started < 10
 
 
@@ -90,10 +85,10 @@ def test_a_crash_is_reported_with_exit_code_and_the_last_lines() -> None:
     assert str(error) == "The solver process crashed (exit code 7): line 6; line 7; line 8"
 
 
-def test_a_death_by_signal_is_reported_with_its_name() -> None:
+def test_a_death_by_signal_is_reported_with_its_number() -> None:
     error = failure(python("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"))
     assert error.reason == "crashed"
-    assert str(error) == "The solver process crashed (signal SIGSEGV): nothing on stderr"
+    assert str(error) == "The solver process crashed (exit code -11): nothing on stderr"
 
 
 def test_a_program_that_does_not_exist_is_reported_at_the_start(tmp_path: Path) -> None:
@@ -105,12 +100,17 @@ def test_a_program_that_does_not_exist_is_reported_at_the_start(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("", "The solver's output is no JSON (it begins with ''): "),
-        ("Welcome to CBC", "The solver's output is no JSON (it begins with 'Welcome to CBC'): "),
-        ('{"status": "optimal", "cho', "The solver's output is no JSON (it begins with"),
-        ("[1, 2]", "The solver's output is no solution: the document is a list of 2, expected an object."),
-        ('{"status": "optimal"}', "The solver's output is no solution: it has no entry 'choices'."),
-        ("null", "The solver's output is no solution: the document is None, expected an object."),
+        ("", "The solver's output is no solution (it begins with ''): "),
+        ("Welcome to CBC", "The solver's output is no solution (it begins with 'Welcome to CBC'): "),
+        ('{"status": "optimal", "cho', "The solver's output is no solution (it begins with"),
+        (
+            "[1, 2]",
+            "The solver's output is no solution (it begins with '[1, 2]'): the document is a list of 2, expected an object.",
+        ),
+        (
+            '{"status": "optimal"}',
+            "The solver's output is no solution (it begins with '{\"status\": \"optimal\"}'): it has no entry 'choices'.",
+        ),
     ],
 )
 def test_garbage_on_the_output_is_reported(output: str, message: str) -> None:
@@ -119,13 +119,12 @@ def test_garbage_on_the_output_is_reported(output: str, message: str) -> None:
     assert str(error).startswith(message)
 
 
-def test_a_solver_beyond_its_limit_is_killed_with_everything_it_started() -> None:
-    process = SolverProcess.start(make_problem(time_limit=0.3), ["sh", "-c", "sleep 60 & sleep 60"], allowance=0.2)
+def test_a_solver_beyond_its_limit_is_killed_and_reaped() -> None:
+    process = SolverProcess.start(make_problem(time_limit=0.3), ["sleep", "60"], allowance=0.2)
     with pytest.raises(SolverError, match=r"ran past its limit of 0\.5 s and was killed") as caught:
         process.result()
     assert caught.value.reason == "timeout"
-    wait_until(lambda: members(process._process.pid) == [])
-    assert not Path(f"/proc/{process._process.pid}").exists()  # reaped
+    assert not Path(f"/proc/{process._process.pid}").exists()
 
 
 def test_waiting_is_bounded_by_the_callers_own_limit() -> None:
@@ -221,18 +220,8 @@ def test_killing_is_idempotent_and_ends_the_process() -> None:
     pid = process._process.pid
     assert alive(pid)
     process.kill()
-    process.close()
+    process.kill()
     assert not Path(f"/proc/{pid}").exists()
-    with pytest.raises(SolverError, match="was killed before its result was read") as caught:
-        process.result()
-    assert caught.value.reason == "killed"
-
-
-def test_a_result_survives_closing() -> None:
-    process = SolverProcess.start(make_problem(solver="greedy"))
-    result = process.result(60.0)
-    process.close()
-    assert process.result() is result
 
 
 def test_a_forgotten_process_is_killed_and_reaped() -> None:
@@ -246,23 +235,7 @@ def test_a_forgotten_process_is_killed_and_reaped() -> None:
 
 
 def test_a_problem_may_have_a_limit_of_centuries() -> None:
-    with SolverProcess.start(make_problem(time_limit=1e99, solver="highs")) as process:
-        assert process.result().status == "optimal"
-
-
-def test_a_copy_of_the_trainer_that_a_fork_made_ends_no_solver() -> None:
-    with SolverProcess.start(make_problem(), python("import time; time.sleep(60)")) as process:
-        copy = os.fork()
-        if copy == 0:
-            # As if the fork came while the thread that waits for the process was just looking at it.
-            process._process._waitpid_lock.acquire(blocking=False)
-            try:
-                process.kill()
-            finally:
-                os._exit(0)
-        os.waitpid(copy, 0)
-        assert alive(process._process.pid)
-        assert not process.poll()
+    assert SolverProcess.start(make_problem(time_limit=1e99, solver="highs")).result().status == "optimal"
 
 
 def test_a_trainer_that_ends_takes_its_solver_along(printed_by_a_trainer: list[str]) -> None:
@@ -272,48 +245,12 @@ def test_a_trainer_that_ends_takes_its_solver_along(printed_by_a_trainer: list[s
 def test_no_file_and_no_open_descriptor_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(os.listdir("/proc/self/fd"))
-    with SolverProcess.start(make_problem(solver="greedy")) as process:
-        assert list(tmp_path.iterdir()) == []  # unnamed even while it runs
-        process.result(60.0)
+    process = SolverProcess.start(make_problem(solver="greedy"))
+    assert list(tmp_path.iterdir()) == []  # unnamed even while it runs
+    process.result(60.0)
     failure(python("print('garbage')"))
     SolverProcess.start(make_problem(), python("import time; time.sleep(60)")).kill()
     with pytest.raises(SolverError):
         SolverProcess.start(make_problem(), [str(tmp_path / "nothing")])
     assert list(tmp_path.iterdir()) == []
     assert set(os.listdir("/proc/self/fd")) <= before
-
-
-def solution(**changes: Any) -> dict[str, Any]:
-    return ilp.solve(make_problem(solver="greedy")) | changes
-
-
-def test_check_solution_accepts_the_solvers_own_answer_with_its_numbers_recomputed() -> None:
-    result = check_solution(make_problem(), solution(constraints={"stage 0": 99.0}))
-    assert (result.objective, result.constraints) == (4.0, {"stage 0": 0.5})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"choices": {"b": "fp4"}}, "group 'a' got None, expected one of ['fp8', 'fp4']"),
-        ({"choices": {"a": "fp2", "b": "fp4"}}, "group 'a' got 'fp2', expected one of ['fp8', 'fp4']"),
-        ({"choices": {"a": "fp8", "b": "fp4", "c": "fp4"}}, "'c' is no group of the problem"),
-        (
-            {"choices": {"a": "fp8", "b": "fp8"}, "objective": 2.0},
-            "constraint 'stage 0' attains 0.0, below its minimum 0.5",
-        ),
-        ({"objective": 3.9}, "it reports the objective 3.9, its own map costs 4.0"),
-        ({"objective": None}, "it reports the objective None, its own map costs 4.0"),
-    ],
-)
-def test_a_map_that_fails_the_recheck_is_rejected(changes: dict[str, Any], message: str) -> None:
-    reply = solution(**changes)
-    error = failure(python(f"print({json.dumps(reply)!r})"))
-    assert error.reason == "rejected"
-    assert str(error) == f"The solver's map failed the check: {message}."
-
-
-def test_a_map_that_breaks_a_tie_is_rejected() -> None:
-    with pytest.raises(SolverError, match=r"tied groups 'a' and 'b' got different options") as caught:
-        check_solution(make_problem(ties=[["a", "b"]]), solution())
-    assert caught.value.reason == "rejected"

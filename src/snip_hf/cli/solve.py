@@ -25,8 +25,7 @@ def solve(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         _check_output(arguments.output, arguments.problem)
     try:
-        with SolverProcess.start(problem) as process:
-            result = process.result()
+        result = SolverProcess.start(problem).result()
     except SolverError as error:
         return fail(error, 2 if error.reason == "bad problem" else 1)
     solution = dataclasses.asdict(result)

@@ -451,6 +451,9 @@ def solve(problem: dict[str, Any]) -> dict[str, Any]:
 
     choices = {group["name"]: choices[group["name"]] for group in problem["groups"]}
     objective, attained = evaluate(problem, choices)
+    for part in parts:
+        if part.minimum is not None and attained[part.name] < part.minimum - part.tolerance:
+            raise ArithmeticError(f"constraint {part.name!r} attains {attained[part.name]!r}, minimum {part.minimum!r}")
     bound = min(math.fsum(bounds), objective)
     rounding = 1e-12 * math.fsum(max(map(abs, unit.costs)) for part in parts for unit in part.units)
     gap = 0.0 if objective - bound <= rounding else (objective - bound) / max(abs(objective), abs(bound))

@@ -1,6 +1,6 @@
-"""The process that solves an integer program beside training, and the check of its answer.
+"""The process that solves an integer program beside training.
 
-Whatever goes wrong there arrives as a `SolverError` that says what; no wait is without a bound.
+Any failure there is raised as a `SolverError` that gives the reason. Every wait has a limit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -36,10 +35,10 @@ _MAX_TEXT = 1000
 
 
 class SolverError(RuntimeError):
-    """The solver process gave no usable map; the message says why.
+    """The solver process gave no solution; the message gives the details.
 
     `reason`: "bad problem", "missing" (the solver is not installed), "crashed", "garbage" (the output is no solution),
-    "timeout", "killed", "infeasible", or "rejected" (the map failed the check).
+    "timeout" or "infeasible".
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -122,10 +121,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class SolverResult:
-    """A map that was checked against its problem; objective and constraints are recomputed."""
+    """A solution, as the solver process prints it."""
 
-    status: str
-    """ "optimal" (within the wanted gap) or "feasible"."""
+    status: Literal["optimal", "feasible"]
+    """"optimal": within the wanted gap."""
     choices: dict[str, str]
     objective: float
     bound: float | None
@@ -137,69 +136,11 @@ class SolverResult:
     seconds: float
 
 
-@dataclass(frozen=True)
-class _Reply:
-    """What the process prints; nothing that it says of its own map is believed."""
-
-    status: Literal["optimal", "feasible", "infeasible"]
-    choices: dict[str, str]
-    objective: float | None
-    bound: float | None
-    gap: float | None
-    constraints: dict[str, float]
-    solver: str
-    solver_version: str
-    seconds: float
-
-
-def check_solution(problem: dict[str, Any], solution: Any) -> SolverResult:
-    """Checks a solution against its problem: every group once, known options, ties, constraints, objective.
-
-    Raises:
-        SolverError: "garbage" (not a solution), "infeasible" (with the attainable values) or "rejected".
-    """
-    try:
-        reply = from_json(_Reply, solution)
-    except ValueError as error:
-        raise SolverError("garbage", f"The solver's output is no solution: {error}") from error
-    rows = problem["constraints"]
-    if reply.status == "infeasible":
-        reach = reply.constraints
-        each = "; ".join(f"{x['name']!r}: minimum {x['minimum']:.6g}, attainable {reach[x['name']]:.6g}" for x in rows)
-        text = printable(each, _MAX_TEXT)
-        raise SolverError("infeasible", f"No map meets all constraints ({text}). Lower the target or tie less.")
-    options, choices = ilp.options_of(problem), reply.choices
-    for group, known in options.items():
-        if choices.get(group) not in known:
-            raise _rejected(f"group {group!r} got {choices.get(group)!r}, expected one of {list(known)}")
-    for tie in problem.get("ties", ()):
-        for group in tie:
-            if choices[group] != choices[tie[0]]:
-                raise _rejected(f"tied groups {tie[0]!r} and {group!r} got different options")
-    if len(choices) > len(options):
-        raise _rejected(f"{next(name for name in choices if name not in options)!r} is no group of the problem")
-    objective, attained = ilp.evaluate(problem, choices)
-    for row in rows:
-        if attained[row["name"]] < row["minimum"] - ilp.tolerance(row, options):
-            got = attained[row["name"]]
-            raise _rejected(f"constraint {row['name']!r} attains {got!r}, below its minimum {row['minimum']!r}")
-    size = math.fsum(max(abs(option["cost"]) for option in known.values()) for known in options.values())
-    if reply.objective is None or abs(reply.objective - objective) > 1e-9 * size:
-        raise _rejected(f"it reports the objective {reply.objective!r}, its own map costs {objective!r}")
-    return SolverResult(**{**vars(reply), "objective": objective, "constraints": attained})
-
-
-def _rejected(why: str) -> SolverError:
-    return SolverError("rejected", f"The solver's map failed the check: {printable(why, _MAX_TEXT)}.")
-
-
-def _end(process: subprocess.Popen[bytes], files: Sequence[IO[bytes]], owner: int) -> None:
-    """Kills a process that still runs, with its group, and closes its files; not in a forked copy of its owner."""
-    if os.getpid() == owner and process.poll() is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids to signal zombies
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel does not end
-            process.wait(5.0)
+def _end(process: subprocess.Popen[bytes], files: Sequence[IO[bytes]]) -> None:
+    """Kills a process that still runs, and closes its files."""
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel does not end
+        process.wait(5.0)
     for file in files:
         file.close()
 
@@ -208,7 +149,7 @@ class SolverProcess:
     """One integer program being solved in a process of its own; get one from `start`.
 
     Input and outputs are unnamed temporary files, so nothing blocks on a full pipe and nothing is left behind. The
-    process is killed at its limit, when its owner is collected and when Python ends; it notices if Python is killed.
+    process is killed at its limit, when this object is collected and when Python ends; it notices if Python is killed.
     """
 
     def __init__(self, problem: dict[str, Any], command: Sequence[str] | None, allowance: float) -> None:
@@ -219,7 +160,6 @@ class SolverProcess:
         self._problem = problem
         self._limit = checked.time_limit + allowance
         self._deadline = time.monotonic() + self._limit
-        self._outcome: SolverResult | SolverError | None = None
         own = [sys.executable, os.path.abspath(ilp.__file__), str(os.getpid()), str(self._limit)]
         try:
             with contextlib.ExitStack() as on_failure:
@@ -232,7 +172,7 @@ class SolverProcess:
                     stdout=files[0],
                     stderr=files[1],
                     cwd="/",  # CBC aborts if the working directory is gone
-                    start_new_session=True,
+                    start_new_session=True,  # Ctrl+C is for training
                 )
                 on_failure.pop_all()
         except OSError as error:  # also a full disk
@@ -241,7 +181,8 @@ class SolverProcess:
             ) from error
         stdin.close()
         self._files = files
-        self._finalizer = weakref.finalize(self, _end, self._process, files, os.getpid())
+        self.kill = weakref.finalize(self, _end, self._process, files)
+        """Ends the process if it still runs. May be called any number of times."""
 
     @classmethod
     def start(
@@ -259,77 +200,55 @@ class SolverProcess:
         """
         return cls(problem, command, allowance)
 
-    def poll(self) -> bool:
-        """Returns True if `result` would return (or raise) without waiting."""
-        return self._outcome is not None or self._process.poll() is not None or time.monotonic() > self._deadline
-
     def result(self, timeout: float = math.inf) -> SolverResult:
-        """Returns the checked solution. Waits for `timeout` seconds or until the process's own limit, then kills it.
-
-        Asking again gives the same answer.
+        """Returns the solution, once. Waits for `timeout` seconds or until the process's own limit, then kills it.
 
         Raises:
-            SolverError: whatever went wrong; `reason` says which.
+            SolverError: there is no solution; `reason` tells why.
         """
-        if self._outcome is None:
-            left = max(self._deadline - time.monotonic(), 0.0)
-            try:
-                self._process.wait(min(timeout, left))
-            except subprocess.TimeoutExpired:
-                limit = f"its limit of {self._limit:g} s" if left <= timeout else f"the {timeout:g} s that it had"
-                self._close(SolverError("timeout", f"The solver ran past {limit} and was killed."))
-            else:
-                self._close(self._read())
-        if isinstance(self._outcome, SolverError):
-            raise self._outcome
-        assert self._outcome is not None
-        return self._outcome
+        left = max(self._deadline - time.monotonic(), 0.0)
+        try:
+            self._process.wait(min(timeout, left))
+            return self._read()
+        except subprocess.TimeoutExpired:
+            limit = f"its limit of {self._limit:g} s" if left <= timeout else f"the {timeout:g} s that it had"
+            raise SolverError("timeout", f"The solver ran past {limit} and was killed.") from None
+        finally:
+            self.kill()
 
-    def kill(self) -> None:
-        """Ends the process if it still runs. May be called at any time, any number of times."""
-        if self._outcome is None:
-            self._close(SolverError("killed", "The solver process was killed before its result was read."))
-
-    close = kill
-
-    def __enter__(self) -> SolverProcess:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _close(self, outcome: SolverResult | SolverError) -> None:
-        self._finalizer()
-        self._outcome = outcome
-
-    def _read(self) -> SolverResult | SolverError:
-        """Returns the outcome of a process that has ended."""
+    def _read(self) -> SolverResult:
+        """Returns the solution of a process that has ended."""
         for file in self._files:
             file.seek(0)
         output, errors = (file.read() for file in self._files)
-        code = self._process.returncode
-        if code != 0:
-            end = f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
+        if code := self._process.returncode:  # negative: the number of a signal
             last = "; ".join(errors.decode(errors="replace").strip().splitlines()[-3:])
             why = printable(last[-_MAX_TEXT:], _MAX_TEXT) or "nothing on stderr"
-            return SolverError("crashed", f"The solver process crashed ({end}): {why}")
+            raise SolverError("crashed", f"The solver process crashed (exit code {code}): {why}")
         try:
             reply = parse_json(output)
             if isinstance(reply, dict) and "missing" in reply:
-                return SolverError("missing", printable(reply["missing"], _MAX_TEXT))
-            return check_solution(self._problem, reply)
+                raise SolverError("missing", printable(reply["missing"], _MAX_TEXT))
+            if isinstance(reply, dict) and reply.get("status") == "infeasible":
+                raise self._infeasible(reply["constraints"])
+            result: SolverResult = from_json(SolverResult, reply)
+            return result
         except ValueError as error:
             begin = output[:80].decode(errors="replace")
-            return SolverError("garbage", f"The solver's output is no JSON (it begins with {begin!r}): {error}")
-        except SolverError as error:
-            return error
+            raise SolverError(
+                "garbage", f"The solver's output is no solution (it begins with {begin!r}): {error}"
+            ) from error
 
+    def _infeasible(self, reach: dict[str, float]) -> SolverError:
+        """Returns the error of a problem without a solution.
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return str(number)
+        Args:
+            reach: name of a constraint -> its largest attainable value.
+        """
+        rows = self._problem["constraints"]
+        each = "; ".join(f"{x['name']!r}: minimum {x['minimum']:.6g}, attainable {reach[x['name']]:.6g}" for x in rows)
+        text = printable(each, _MAX_TEXT)
+        return SolverError("infeasible", f"No map meets all constraints ({text}). Lower the target or tie less.")
 
 
 def solver_of(config: SnipConfig) -> str:
@@ -347,8 +266,7 @@ def try_out(solver: str) -> str:
         "solver": solver,
         "time_limit": 10.0,
     }
-    with SolverProcess.start(problem) as process:
-        return process.result().solver_version
+    return SolverProcess.start(problem).result().solver_version
 
 
 def check_solver(config: SnipConfig, log: logging.Logger) -> str:

@@ -940,14 +940,12 @@ def test_a_trainer_with_muon_and_adamw_in_one_object_refreshes_its_plan(tmp_path
     assert (step, status) == (2, "applied") and weight > 0
 
 
-def _own_loop(folder: Path, replaced_at: int) -> list[str]:
+def test_a_loop_of_one_s_own_gives_both(tmp_path: Path) -> None:
     model = tiny_llama(hidden=32)
     both = list(split(model))
-    controller = SnipController(model, both, fp4_config(**SCHEDULE | {"refresh_every": 12}), output_dir=folder)
+    controller = SnipController(model, both, CONFIG, output_dir=tmp_path)
     with one_thread():
-        for step in range(1, 15):
-            if step == replaced_at:
-                both[0] = split(model)[0]
+        for step in range(1, 5):
             batch = text(2, 24, step)
             controller.capture(batch)
             model(**batch).loss.backward()
@@ -957,16 +955,7 @@ def _own_loop(folder: Path, replaced_at: int) -> list[str]:
                 optimizer.zero_grad()
             controller.after_step(step)
         controller.close()
-    return [line["reason"] or "" for line in history(folder) if line["event"] == "refresh"]
-
-
-def test_a_loop_of_one_s_own_gives_both_and_the_one_of_the_layers_is_missed_when_it_is_replaced(tmp_path: Path) -> None:
-    reasons = _own_loop(tmp_path, replaced_at=4)
-    assert reasons[0] == ""
-    assert reasons[1].startswith(
-        "ValueError: The Muon that training began with has not taken the last 10 steps: another optimizer trains the "
-        "model"
-    )
+    assert [line["status"] for line in history(tmp_path) if line["event"] == "refresh"] == ["applied"]
 
 
 def test_another_one_that_trains_no_layer_may_stand_still(tmp_path: Path) -> None:

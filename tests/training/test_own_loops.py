@@ -1,4 +1,4 @@
-"""A refresh notices that a user's loop replaced the optimizer, the gradients or the layers, and says so."""
+"""Refreshes in loops of users, which scale, zero or replace gradients and layers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import torch
 from configs import fp4_config
 from own_loop import Loop
 from small import text, tiny_llama
-from tiny_runs import FAST, SCHEDULE, arguments, data, differing, history, one_thread, weights
+from tiny_runs import FAST, SCHEDULE, differing, history, one_thread, weights
 from torch import nn
-from transformers import Trainer, TrainerCallback
 
-from snip_hf import SnipCallback, SnipController
+from snip_hf import SnipController
 from snip_hf.layers.convert import restore_model
 from snip_hf.layers.state import snip_linears
 
@@ -39,47 +38,7 @@ def reasons(folder: Path) -> dict[int, str | None]:
 # ---------------------------------------------------------------------------------------------------------- optimizer
 
 
-@pytest.mark.parametrize(("fused", "every"), [(False, 4), (True, 12)])
-def test_an_optimizer_that_was_replaced_in_mid_run_keeps_the_plan_and_is_named(
-    fused: bool, every: int, tmp_path: Path
-) -> None:
-    """A fused one writes the weights past torch's count of changes, and is noticed by the number of steps alone."""
-    loop = Loop(fp4_config(**SCHEDULE | {"refresh_every": every}), tmp_path).run(3)
-    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-3, fused=fused)
-    loop.run(2 + every)
-    plan = loop.controller.plan
-    (first, second) = outcomes(tmp_path)
-    assert first == (2, "applied", None) and plan.provenance.step == 2
-    assert second[:2] == (2 + every, "kept")
-    assert second[2].startswith(
-        f"ValueError: The AdamW that training began with has not taken the last {every - 2} steps: another optimizer "
-        "trains the model, and its state is unknown."
-    )
-
-
-def test_an_optimizer_that_a_callback_of_the_trainer_replaced_is_named(tmp_path: Path) -> None:
-    class Replace(TrainerCallback):
-        trainer: Trainer
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 4:
-                new = torch.optim.AdamW(kwargs["model"].parameters(), lr=1e-3)
-                self.trainer.optimizer = self.trainer.accelerator.prepare(new)
-
-    replace = Replace()
-    model, callbacks = tiny_llama(hidden=32), [SnipCallback(CONFIG), replace]
-    settings = arguments(tmp_path, max_steps=8)
-    replace.trainer = Trainer(model, settings, train_dataset=data(), callbacks=callbacks)
-    replace.trainer.train()
-    found = reasons(tmp_path)
-    assert list(found) == [2, 6] and found[2] is None
-    assert found[6].startswith(
-        "ValueError: The AdamW that training began with has not taken the last step: another optimizer trains the "
-        "model, and its state is unknown."
-    )
-
-
-def test_steps_that_a_loop_leaves_out_are_no_other_optimizer(tmp_path: Path) -> None:
+def test_steps_that_a_loop_leaves_out_cost_no_refresh(tmp_path: Path) -> None:
     """As torch's GradScaler leaves them out when gradients overflow."""
     loop = Loop(CONFIG, tmp_path).run(2)
     step, loop.optimizer.step = loop.optimizer.step, lambda: None
@@ -87,17 +46,6 @@ def test_steps_that_a_loop_leaves_out_are_no_other_optimizer(tmp_path: Path) -> 
     loop.optimizer.step = step
     loop.run(8)
     assert [(number, status) for number, status, _ in outcomes(tmp_path)] == [(2, "applied"), (6, "applied")]
-
-
-def test_a_weight_that_was_replaced_keeps_the_plan_and_is_named(tmp_path: Path) -> None:
-    loop = Loop(CONFIG, tmp_path).run(5)
-    layer = loop.model.get_submodule(UP)
-    layer.weight = nn.Parameter(layer.weight.detach().clone())
-    loop.run(6)
-    assert reasons(tmp_path)[6].startswith(
-        f"ValueError: The weight of layer '{UP}' is no longer in the parameter groups of the AdamW that training began "
-        "with: the weight or the optimizer was replaced."
-    )
 
 
 def test_freezing_weights_and_adding_groups_in_mid_run_cost_no_refresh(tmp_path: Path) -> None:
@@ -183,7 +131,7 @@ def _scaled(folder: Path, scale: float, unscales: bool, clips: bool) -> None:
             controller.after_step(step)
 
 
-@pytest.mark.parametrize(("unscales", "clips"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("unscales", "clips"), [(False, False), (True, True)])
 def test_gradients_that_a_scaler_left_scaled_keep_the_plan(unscales: bool, clips: bool, tmp_path: Path) -> None:
     _scaled(tmp_path, 65536.0, unscales, clips)
     ((number, status, reason),) = outcomes(tmp_path)
@@ -195,11 +143,6 @@ def test_gradients_that_a_scaler_left_scaled_keep_the_plan(unscales: bool, clips
         assert weight == pytest.approx(expected, rel=0.01)
         return
     assert (number, status) == (2, "kept")
-    if clips:  # to a norm that tells nothing of the scale; the scaler unscales them in its step
-        assert reason.startswith(
-            "ValueError: The optimizer took its step with gradients 1.5e-05 times those that were "
-        )
-        return
     assert reason.endswith(
         " times those of the model's loss (norms at layer 'model.layers.1.mlp.down_proj'), expected about 1. With a "
         "GradScaler, unscale them (scaler.unscale_(optimizer)) before before_optimizer_step; otherwise train on the "

@@ -119,7 +119,7 @@ class SnipController:
         check_alike(self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)
         self._chunks = PipelineChunks(parts_of(self.model), self.config.seed, lambda: self.step + 1)
-        self._source.attach(self.model, self._layers.all, self._before_optimizer_step)
+        self._source.attach(self._before_optimizer_step)
         self._layers.share_inputs(run.in_force.setting, self._log)
         self._schedule.warn_if_too_short()
         run.refresher.log_if_untrained()
@@ -240,7 +240,8 @@ class SnipController:
 
     def _before_optimizer_step(self) -> None:
         step, run = self.step + 1, self._run
-        self._calls.begin(self._source.note_step())
+        self._source.note_step()
+        self._calls.begin(self._source.is_late)
         is_left_out = self._guard is not None and self._guard.leaves_out(step)
         self._schedule.log_if_left_out(step, run.refresher.is_planned(step))
         run.coverage.count_first(step, is_new=self._is_new)

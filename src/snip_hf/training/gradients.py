@@ -2,13 +2,12 @@
 
 The probe needs the gradients right before the optimizer's step, and the factor of clipping. A GradScaler
 (FP16) multiplies the loss, divides the gradients by the same scale before the step, and skips a step if one of them is
-not finite. `OptimizerWatch` notices loops that replace the optimizer or its gradients in mid-run.
+not finite.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,8 @@ from ..estimation.optimizer_step import ComparedParameters, OptimizerStep, compa
 from ..estimation.samples import read
 from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunHook
-from ..optimizers.deepspeed_zero import BeforeStep, ZeroOptimizer, find_zero
-from ..optimizers.response import check_optimizer, groups_of, responses, shown_name, trained_by
+from ..optimizers.deepspeed_zero import ZeroOptimizer, find_zero
+from ..optimizers.response import check_optimizer, groups_of, responses, trained_by
 from ..parallel.ranks import Attempt, Ranks
 from ..parallel.sharding import is_fully_sharded, own_part
 from ..text import WITHOUT_PROBE
@@ -29,14 +28,6 @@ from ..text import WITHOUT_PROBE
 if TYPE_CHECKING:
     from .micro_batches import StepWatch
 
-# Steps in a row that an optimizer may skip, as torch's GradScaler makes it if gradients overflow.
-_MAX_SKIPPED = 10
-# The largest change of the gradient norm between the probe and the optimizer's step. FP16's scale begins at 65,536.
-_MAX_CHANGE = 1000.0
-_GO_ON = (
-    "Save a checkpoint and resume from it with the new optimizer from the beginning (in a loop of your own: close the "
-    "controller and build a new SnipController)."
-)
 LATE = (
     "before_optimizer_step was called after optimizer.step(): no plan can be made, since the optimizer's state has the "
     "step's gradients by then. Call it before optimizer.step(), once the gradients are complete and clipped."
@@ -229,163 +220,6 @@ def check_weights(optimizer: Any) -> None:
         )
 
 
-class OptimizerWatch:
-    """Notices if the optimizer whose next update is probed no longer trains the weights.
-
-    Args:
-        optimizer: as the controller got it.
-        model: the model that it trains.
-        layers: the swapped layers.
-    """
-
-    def __init__(self, optimizer: Any, model: nn.Module, layers: Mapping[str, SnipLayer]) -> None:
-        self._parts = check_optimizer(optimizer)
-        self._model, self._layers = model, layers
-        self._trained = self._now_trained()
-        """Parameters that it trained at the beginning, those of the layers first."""
-        self._held = self._now_held()
-        """Layers whose weights it trained at the beginning."""
-        weights = [layers[name].weight for name in self._held] or self._trained
-        holding = [part for part in self._parts if any(_holds(part, weight) for weight in weights)]
-        # torch neither copies nor saves the hooks of an optimizer. These hold nothing of the run.
-        self._steps = [_StepHooks(part) for part in holding or self._parts]
-        """The parts of a combined optimizer that train the layers."""
-        self._kind = " and ".join(shown_name(type(steps.part)) for steps in self._steps)
-        self._last: tuple[int, Tensor, int] | None = None
-        self._skipped = 0
-        self._are_moved = False
-        self._taken_before: int | None = None
-        self._is_late = False
-
-    def begin_step(self) -> None:
-        """To be called before the forward passes of a step."""
-        self._taken_before = self._taken
-
-    def note_step(self) -> bool:
-        """To be called before each optimizer step; returns True if it was taken already."""
-        self._is_late = self._taken_before not in (None, self._taken)
-        self._taken_before = None
-        weight = next((one for one in self._trained if one.requires_grad), next(iter(self._layers.values())).weight)
-        # A step of a combined optimizer counts once.
-        taken = min(steps.taken for steps in self._steps)
-        version = own_part(weight.detach())._version
-        if self._last is not None and self._last[0] == taken:
-            self._skipped += 1
-            self._are_moved |= self._last[1] is weight and self._last[2] != version
-        else:
-            self._skipped, self._are_moved = 0, False
-        self._last = taken, weight, version
-        for steps in self._steps:
-            steps.expected = None
-        return self._is_late
-
-    def expect_gradients(self) -> None:
-        """Records the gradients: the optimizer must take its next step with them."""
-        weight = next((one for one in self._trained if one.grad is not None), None)
-        for steps in self._steps:
-            # Another part may change gradients in its step before this one takes its own.
-            steps.expect(weight if weight is not None and _holds(steps.part, weight) else None)
-
-    def check(self) -> None:
-        """Raises ValueError if another optimizer trains the weights, or the step was taken already."""
-        if self._is_late:
-            raise ValueError(LATE)
-        self._check_trained()
-        has_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
-        if has_gradients and self._skipped > 0 and (self._are_moved or self._skipped >= _MAX_SKIPPED):
-            steps = "step" if self._skipped == 1 else f"{self._skipped} steps"
-            raise ValueError(
-                f"The {self._kind} that training began with has not taken the last {steps}: another optimizer trains "
-                f"the model, and its state is unknown. {_GO_ON}"
-            )
-        held = set(self._now_held())
-        for name in self._held:
-            if name not in held and self._layers[name].weight.requires_grad:
-                raise ValueError(
-                    f"The weight of layer {name!r} is no longer in the parameter groups of the {self._kind} that "
-                    "training began with: the weight or the optimizer was replaced. Replace them before training."
-                )
-
-    def check_gradients_used(self) -> None:
-        """Raises ValueError if the optimizer took the step of the last probe with other gradients."""
-        self._check_trained()
-        noted = next((steps.change for steps in self._steps if steps.change is not None), None)
-        for steps in self._steps:
-            steps.change = None
-        change = math.nan if noted is None else float(noted)
-        if math.isfinite(change) and not 1 / _MAX_CHANGE < change < _MAX_CHANGE:
-            raise ValueError(
-                f"The optimizer took its step with gradients {change:.2g} times those that were there in "
-                "before_optimizer_step. With a GradScaler, unscale them (scaler.unscale_(optimizer)) before it, and "
-                "clip them after that."
-            )
-
-    def close(self) -> None:
-        for steps in self._steps:
-            steps.close()
-
-    @property
-    def _taken(self) -> int:
-        return sum(steps.taken for steps in self._steps)
-
-    def _now_held(self) -> list[str]:
-        is_trained = trained_by(self._parts)
-        return [name for name, layer in self._layers.items() if is_trained(layer.weight)]
-
-    def _now_trained(self) -> list[Tensor]:
-        weights = [layer.weight for layer in self._layers.values()]
-        return list(filter(trained_by(self._parts), [*weights, *self._model.parameters()]))
-
-    def _check_trained(self) -> None:
-        """Raises ValueError if everything that the optimizer trains was frozen or replaced, e.g. by adapters."""
-        if self._trained and not self._now_trained():
-            raise ValueError(
-                f"The {self._kind} that training began with holds no parameter that is still trained: the model's "
-                f"parameters were frozen or replaced, as by adapters, or another optimizer trains them. {_GO_ON}"
-            )
-
-
-class _StepHooks:
-    """Counts the steps of an optimizer and compares the gradient that it steps with, until `close`."""
-
-    def __init__(self, part: torch.optim.Optimizer) -> None:
-        self.part = part
-        self.taken = 0
-        self.expected: tuple[Tensor, Tensor] | None = None
-        """A weight and the expected norm of its gradient in the next step."""
-        self.change: Tensor | None = None
-        """Norm of the gradient in the step / before it."""
-        self._hooks = [part.register_step_pre_hook(self._before), part.register_step_post_hook(self._after)]
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def expect(self, weight: Tensor | None) -> None:
-        self.expected = None if weight is None else (weight, _norm(weight))
-        self.change = None
-
-    def _before(self, *_: Any) -> None:
-        if self.expected is not None:
-            weight, norm = self.expected
-            if weight.grad is not None:
-                self.change = _norm(weight) / norm
-        self.expected = None
-
-    def _after(self, *_: Any) -> None:
-        self.taken += 1
-
-
-def _holds(part: torch.optim.Optimizer, weight: Tensor) -> bool:
-    return any(one is weight for group in part.param_groups for one in group["params"])
-
-
-def _norm(weight: Tensor) -> Tensor:
-    assert weight.grad is not None
-    norm: Tensor = own_part(weight.grad.detach()).to(torch.float32).norm()
-    return norm
-
-
 class GradientSource:
     """The gradients of a run. This base class serves policies without a probe, which never read them.
 
@@ -400,18 +234,33 @@ class GradientSource:
     def __init__(self, optimizer: Any, accelerator: Any = None) -> None:
         self._optimizer = optimizer
         self.scaling = LossScaling(optimizer, accelerator)
-        self._watch: OptimizerWatch | None = None
+        self.is_late = False
+        """True if the optimizer had taken the running step before `before_optimizer_step`."""
+        self._hooks: list[Any] = []
+        self._taken = 0
+        """Steps that the optimizer has taken, over all parts of a combined one."""
+        self._taken_before: int | None = None
+        """The same before the forward passes of the running step."""
 
     def check(self) -> None:
         """Raises TypeError for an optimizer whose updates cannot be differentiated."""
 
-    def attach(self, model: nn.Module, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
+    def attach(self, before_step: Callable[[], None]) -> None:
         """Puts hooks on the optimizer, until `close`; `before_step` is called in its step if `is_inside_step`."""
 
     def close(self) -> None:
         """Removes the hooks."""
-        if self._watch is not None:
-            self._watch.close()
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin_step(self) -> None:
+        """To be called before the forward passes of a step."""
+        self._taken_before = self._taken
+
+    def note_step(self) -> None:
+        """To be called before each optimizer step: finds out whether it is late."""
+        self.is_late = self._taken_before not in (None, self._taken)
+        self._taken_before = None
 
     def unclipped(self, model: nn.Module) -> Iterable[nn.Parameter]:
         """Returns the parameters whose gradients have to be measured before clipping."""
@@ -460,26 +309,6 @@ class GradientSource:
         """Returns True if a GradScaler is about to skip the step, since gradients are not finite. Collective."""
         return False
 
-    def begin_step(self) -> None:
-        """As `OptimizerWatch.begin_step`, and so the next four."""
-        if self._watch is not None:
-            self._watch.begin_step()
-
-    def note_step(self) -> bool:
-        return self._watch is not None and self._watch.note_step()
-
-    def check_unchanged(self) -> None:
-        if self._watch is not None:
-            self._watch.check()
-
-    def expect_gradients(self) -> None:
-        if self._watch is not None:
-            self._watch.expect_gradients()
-
-    def check_gradients_used(self) -> None:
-        if self._watch is not None:
-            self._watch.check_gradients_used()
-
 
 class TorchGradients(GradientSource):
     """Gradients in `weight.grad`, where torch leaves them."""
@@ -491,8 +320,11 @@ class TorchGradients(GradientSource):
     def skips_step(self, model: nn.Module, everyone: Ranks) -> bool:
         return self.scaling.skips_step(model.parameters(), everyone)
 
-    def attach(self, model: nn.Module, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
-        self._watch = OptimizerWatch(self._optimizer, model, layers)
+    def attach(self, before_step: Callable[[], None]) -> None:
+        self._hooks = [part.register_step_post_hook(self._count_step) for part in check_optimizer(self._optimizer)]
+
+    def _count_step(self, *_: Any) -> None:
+        self._taken += 1
 
     def unclipped(self, model: nn.Module) -> Iterable[nn.Parameter]:
         return model.parameters()
@@ -528,14 +360,9 @@ class ZeroGradients(GradientSource):
     def __init__(self, optimizer: Any, zero: ZeroOptimizer) -> None:
         super().__init__(optimizer)
         self._zero = zero
-        self._hook: BeforeStep | None = None
 
-    def attach(self, model: nn.Module, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
-        self._hook = self._zero.before_step(before_step)
-
-    def close(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
+    def attach(self, before_step: Callable[[], None]) -> None:
+        self._hooks = [self._zero.before_step(before_step)]
 
     def _read(self, model: nn.Module, counted: ComparedParameters, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
         weights, factor = counted.parameters, self._zero.clip_factor()

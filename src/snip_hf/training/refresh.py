@@ -27,7 +27,7 @@ from ..policies.registry import weighs_updates
 from ..python_state import collecting_no_garbage
 from ..records.events import RefreshBegun
 from ..records.run_folder import EventWriter
-from .gradients import GradientSource
+from .gradients import LATE, GradientSource
 from .micro_batches import NOT_CAPTURED, StepWatch
 from .plan_in_force import PlanInForce, describe_plan, solved_plan
 from .swapped_layers import SwappedLayers
@@ -142,7 +142,8 @@ class StepProbe:
                 raise ValueError(NOT_CAPTURED)
             _ = watch.batch
             self.layers.check(self._flops)
-            self.source.check_unchanged()
+            if self.source.is_late:
+                raise ValueError(LATE)
         self.processes.everyone.agree(attempt.error)
         assert watch is not None
         return watch
@@ -152,7 +153,6 @@ class StepProbe:
         attempt = Attempt()
         with attempt:
             self.layers.check(self._flops)
-            self.source.check_gradients_used()
         self.processes.everyone.agree(attempt.error)
 
     def divergences(self, step: int, watch: StepWatch) -> DivergenceTable:
@@ -318,7 +318,6 @@ class Refresher:
         )
         self._events.folder.write_divergences(step, table)
         process = self._start_solver(program)
-        self._probe.source.expect_gradients()
         self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, process)
 
     def _why_untrained(self) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -141,19 +140,6 @@ def test_a_probe_is_known_as_one_on_every_thread_and_only_while_it_runs() -> Non
     seen.clear()
     model(**tokens())["loss"].backward()
     assert seen == [False, False]
-
-
-def test_the_log_names_the_modules_with_hooks_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_lm()
-    model.layers[0].up.register_forward_hook(scale)
-    with caplog.at_level(logging.INFO, "snip_hf"):
-        estimate_divergence(model, tokens())
-        estimate_divergence(model, tokens())
-        estimate_divergence(tiny_lm(seed=1), tokens())
-    assert [text for text in caplog.messages if "hooks" in text] == [
-        "snip-hf: probes run the hooks of layers.0.up, as activation checkpointing does; hooks that must not count "
-        "there ask snip_hf.is_probing()."
-    ]
 
 
 @pytest.mark.filterwarnings("ignore:For backward hooks to be called")

@@ -15,8 +15,8 @@ from small import tiny_lm, tokens
 from torch import Tensor, nn
 
 from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.noise import PLACES, Noise
 from snip_hf.estimation.probe import Probe, ProbeSettings, run_probe
-from snip_hf.estimation.samples import PLACES, Noise
 from snip_hf.layers.convert import convert_model
 
 OF_INPUTS = Noise("input", (0, 5, 0), 0.01)

@@ -38,7 +38,7 @@ def recorded(plan: SamplePlan, x: Tensor, grad_output: Tensor) -> tuple[Recorder
     """What a recorder keeps of a layer, its output, and the gradient of its input."""
     layer, _ = up_of_four()
     recorder, x = Recorder(plan), x.clone().requires_grad_()
-    with recording({"up": layer}, recorder, autocast=False):
+    with recording({"up": layer}, recorder):
         y = layer(x, Dispatch(ENDS, TOKEN, 4))
     y.backward(grad_output)
     assert x.grad is not None

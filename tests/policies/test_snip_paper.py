@@ -26,8 +26,9 @@ from snip_hf.estimation.divergence import divergences_at, gradients_of, weights_
 from snip_hf.estimation.extrapolation import BatchSizes
 from snip_hf.estimation.layer_sums import LayerSums
 from snip_hf.estimation.memory import probe_memory
+from snip_hf.estimation.noise import PLACES, Noise
 from snip_hf.estimation.optimizer_step import OptimizerStep
-from snip_hf.estimation.samples import PLACES, LayerSample, Noise
+from snip_hf.estimation.samples import LayerSample
 from snip_hf.estimation.table import LAYER, Divergence, DivergenceTable
 from snip_hf.kernels import rounding
 from snip_hf.layers.state import snip_linears

@@ -33,7 +33,7 @@ class LayerCriterion:
     """Whether the probe moves all weights, also frozen ones, along random noise z itself. The derivatives then do not
     depend on the optimizer, and `trace_of` gets them."""
     noise: ClassVar[float | None] = None
-    """Relative size of the noise that the probe's passes add instead of moving weights (`samples.Noise`). The criterion
+    """Relative size of the noise that the probe's passes add instead of moving weights (`noise.Noise`). The criterion
     then computes both divergences itself, and `trace_of` gets the changes by noise, without directions."""
 
     def __init__(self, sums: LayerSums, trace: Tensor | None = None) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +23,9 @@ from .attention import plain_attention
 from .batch import Batch, Objective
 from .products import efficient_products
 
-logger = logging.getLogger(__name__)
-
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _DICTS = (*_OF_MODULES, "_parameters", "_buffers", "_modules")
 _OWN = "snip_hf"
-_MOST_NAMED = 5
-# Models whose hooks the log has named.
-_named: WeakSet[nn.Module] = WeakSet()
 
 
 def is_probing() -> bool:
@@ -51,7 +44,6 @@ def run_pass(
     model: nn.Module,
     batch: Batch,
     weights: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]],
-    autocast: torch.dtype | None = None,
     backward: bool = True,
     run: Callable[[Mapping[str, Any]], Tensor | float | None] | None = None,
 ) -> Tensor:
@@ -64,7 +56,6 @@ def run_pass(
             it requires them. Other parameters are replaced by detached FP32 copies, gathered if they are sharded,
             except weights of swapped layers: each layer gathers its own when it runs. A function is called when the
             model's state has been saved, so that the device may still compute the tensors until then.
-        autocast: dtype of autocast, None for none.
         backward: whether to run the backward pass.
         run: for a stage of a pipeline: runs the batch forward and backward instead and returns its loss, or None if
             another process knows it (the returned tensor is then NaN).
@@ -74,7 +65,7 @@ def run_pass(
         batch.random_state.restore()
         with traceless(model, has_been_through_hooks=batch.objective is None):
             stand_in(model, weights() if callable(weights) else weights)
-            return _run(model, batch, autocast, backward, run)
+            return _run(model, batch, backward, run)
     finally:
         before.restore()
 
@@ -87,7 +78,6 @@ def traceless(model: nn.Module, has_been_through_hooks: bool = True) -> Iterator
         model: without wrappers.
         has_been_through_hooks: whether the inputs were captured by SNIP's hook, after the model's hooks before it.
     """
-    _name_hooks(model)
     with _for_all_threads(), _everything_kept(model), without_sharding_hooks(model):
         _remove_own_hooks(model, has_been_through_hooks)
         with plain_attention(model):
@@ -203,27 +193,6 @@ def _remove_own_hooks(model: nn.Module, has_been_through_hooks: bool) -> None:
                 del hooks[key]
 
 
-def _name_hooks(model: nn.Module) -> None:
-    """Logs once per model the modules whose hooks its probes run."""
-    if model in _named:
-        return
-    _named.add(model)
-    libraries = {_OWN, "torch", "accelerate", "peft"}
-    hooked = [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        if any(_package(hook) not in libraries for kind in _OF_MODULES for hook in getattr(module, kind).values())
-    ]
-    if hooked:
-        more = f" and {len(hooked) - _MOST_NAMED} more" if len(hooked) > _MOST_NAMED else ""
-        logger.info(
-            "snip-hf: probes run the hooks of %s%s, as activation checkpointing does; hooks that must not count there "
-            "ask snip_hf.is_probing().",
-            ", ".join(hooked[:_MOST_NAMED]),
-            more,
-        )
-
-
 def _package(hook: Any) -> str:
     while isinstance(hook, partial):
         hook = hook.func
@@ -250,7 +219,6 @@ _for_all_threads = Shared(_patched_torch)
 def _run(
     model: nn.Module,
     batch: Batch,
-    autocast: torch.dtype | None,
     backward: bool,
     run: Callable[[Mapping[str, Any]], Tensor | float | None] | None,
 ) -> Tensor:
@@ -258,14 +226,10 @@ def _run(
     if run is not None:
         found = run(dict(batch.kwargs))
         return torch.tensor(math.nan if found is None else float(found))
-    device = next(model.parameters()).device
-    with (
-        torch.set_grad_enabled(backward),
-        torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
-    ):
+    # The caller's autocast may be on.
+    with torch.set_grad_enabled(backward), torch.autocast(next(model.parameters()).device.type, enabled=False):
         loss = _loss(model, batch)
-    if backward:
-        with torch.autocast(device.type, enabled=False):  # the caller's may be on
+        if backward:
             loss.backward()
     return loss.detach()
 

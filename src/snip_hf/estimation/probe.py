@@ -32,9 +32,10 @@ from ..progress import progress
 from .batch import Batch
 from .memory import NO_SAVINGS, Savings
 from .moved_weights import Draw, MovedWeights
+from .noise import PLACES, Noise
 from .nonsmooth import FixedRouting
 from .passes import recomputing, run_pass
-from .samples import PLACES, LayerSample, Noise, Record, Recorder, SamplePlan, read, recording
+from .samples import LayerSample, Record, Recorder, SamplePlan, read, recording
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +61,10 @@ class ProbeSettings:
     step: int = 0
     relative_step: float = RELATIVE_STEP
     """|eps * d| / |W| over all swapped weights."""
-    autocast: torch.dtype | None = None
-    """Dtype of the passes' products, None for FP32. Rounding noise then needs a larger relative step."""
     whole_amax: bool = False
     """Whether to measure the largest magnitudes over all tokens, for scales of whole tensors."""
     noise: float | None = None
-    """Relative size of noise (`samples.Noise`). With noise no weight moves: a probe is one pass with noise on the
+    """Relative size of noise (`noise.Noise`). With noise no weight moves: a probe is one pass with noise on the
     inputs of all layers and one with noise on their output gradients. Their differences from a pass without noise,
     divided by this size, take the place of the derivatives, in this order."""
     savings: Savings = NO_SAVINGS
@@ -210,16 +209,9 @@ class _Passes:
         model, settings, recorder = self._model, self._settings, Recorder(self._plan)
         moving = nullcontext() if moved is None else moved.making()
         choosing = self._routing.one_pass(model, smooth_kinks=moved is not None)
-        recorded = recording(self._layers, recorder, settings.autocast is not None, noise)
+        recorded = recording(self._layers, recorder, noise)
         with choosing, recorded, moving, recomputing(model, settings.savings.recomputed):
-            loss = run_pass(
-                model,
-                self._batch,
-                {} if moved is None else moved.by_parameter,
-                settings.autocast,
-                True,
-                self._processes.run,
-            )
+            loss = run_pass(model, self._batch, {} if moved is None else moved.by_parameter, run=self._processes.run)
         self.shared = recorder.inputs.groups()
         if noise is None:
             self.losses.append(loss)

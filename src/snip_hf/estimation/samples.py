@@ -6,12 +6,11 @@ Legend: T tokens that a layer saw, n sampled rows, E matrices, I in_features, O 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..numerics.gemms import TILE
 from ..numerics.random_streams import stream_key
 from ..parallel.sharding import whole
-from .moved_weights import Draw
+from .noise import Noise
 from .products import is_split, product
 from .ties import SharedInputs
 
@@ -107,56 +106,40 @@ def read(figures: Sequence[Tensor]) -> list[float]:
     return together
 
 
-class _RecordedLinear(torch.autograd.Function):
+class _Recorded(torch.autograd.Function):
     """Y = X W^T + b in high precision; backward hands (X, G) to the recorder and returns the input's gradient only."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, recorder: Recorder) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, layer: SnipLayer, dispatch: Dispatch | None, name: str, recorder: Recorder
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.name, ctx.recorder = name, recorder
-        weight = whole(weight)
-        if not is_split(x, weight):
-            return torch.nn.functional.linear(x, weight, bias)
-        y = product(x, weight.t())  # (T, I) x (I, O)
-        return y if bias is None else y.add_(bias)
+        ctx.layer, ctx.dispatch, ctx.name, ctx.recorder = layer, dispatch, name, recorder
+        matrices, bias = layer.matrices(whole(weight)), layer.bias
+        if dispatch is None and not is_split(x, matrices[0]):
+            return torch.nn.functional.linear(x, matrices[0], bias)
+        y = _by_matrix(x, [matrix.t() for matrix in matrices], dispatch)  # (T, I) x (I, O)
+        if bias is None:
+            return y
+        return y.add_(bias if dispatch is None else nn.functional.pad(bias, (0, 0, 0, 1))[dispatch.matrix()])
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         if not torch.is_grad_enabled():  # with create_graph=True the backward pass of the loss follows
-            ctx.recorder.keep(ctx.name, x, grad_output)
-        # Under autocast the output's gradient has a lower precision than the weight.
-        grad_input = product(grad_output, whole(weight).to(grad_output.dtype)) if ctx.needs_input_grad[0] else None
-        return grad_input, None, None, None, None
-
-
-class _RecordedMatrices(torch.autograd.Function):
-    """As `_RecordedLinear`, for a layer of several matrices."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, layer: SnipLayer, dispatch: Dispatch, name: str, recorder: Recorder
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, dispatch.ends, dispatch.token)
-        ctx.layer, ctx.tokens, ctx.name, ctx.recorder = layer, dispatch.tokens, name, recorder
-        return _by_matrix(x, [matrix.t() for matrix in layer.matrices(whole(weight))], dispatch.ends)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, ends, token = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            ctx.recorder.keep(ctx.name, x, grad_output, Dispatch(ends, token, ctx.tokens))
+            ctx.recorder.keep(ctx.name, x, grad_output, ctx.dispatch)
         grad_input = None
         if ctx.needs_input_grad[0]:
-            matrices = ctx.layer.matrices(whole(weight).to(grad_output.dtype))
-            grad_input = _by_matrix(grad_output, matrices, ends)
+            matrices = ctx.layer.matrices(whole(weight))
+            grad_input = _by_matrix(grad_output, matrices, ctx.dispatch)  # (T, O) x (O, I)
         return grad_input, None, None, None, None, None
 
 
-def _by_matrix(rows: Tensor, matrices: Sequence[Tensor], ends: Tensor) -> Tensor:
+def _by_matrix(rows: Tensor, matrices: Sequence[Tensor], dispatch: Dispatch | None) -> Tensor:
     """Returns the product of rows (T, C) with their matrices (C, D), as (T, D); zeros after the last end."""
-    lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    *parts, behind = rows.split([*lengths, len(rows) - sum(lengths)])
+    if dispatch is None:
+        return product(rows, matrices[0])
+    *parts, behind = rows.tensor_split(dispatch.ends.cpu())
     products = [product(part, matrix) for part, matrix in zip(parts, matrices, strict=True)]
     return torch.cat([*products, behind.new_zeros(len(behind), matrices[0].shape[1])])
 
@@ -297,100 +280,27 @@ def _amax(x: Tensor, dispatch: Dispatch | None) -> Tensor:
     return largest.to(torch.float32)
 
 
-def _matrices_recorded(layer: SnipLayer, input: Tensor, dispatch: Dispatch, name: str, recorder: Recorder) -> Tensor:
-    y: Tensor = _RecordedMatrices.apply(input, layer.weight, layer, dispatch, name, recorder)
-    if layer.bias is None:
-        return y
-    bias: Tensor = nn.functional.pad(layer.bias.to(y.dtype), (0, 0, 0, 1))[dispatch.matrix()]
-    return y + bias
-
-
-Place = Literal["input", "grad_output"]
-PLACES: tuple[Place, ...] = ("input", "grad_output")
-# Streams of their own: random directions have operand 0, sampled tokens 1, rounding the ones after that.
-_NOISE_OPERANDS = {"input": 16, "grad_output": 17}
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Gaussian noise that one pass adds to what every swapped layer reads, relative to its size (policy "snip-paper").
-
-    With noise on inputs, each layer multiplies X + N instead of X, and its own weight's gradient is taken with X + N
-    too. With noise on output gradients, both backward GEMMs of each layer read G + N instead of G. The root mean square
-    of N is `relative` times that of the tensor that it is added to, in each call of the layer.
-
-    The numbers are a function of the draw, the data rank and the layer's name, so a resumed run and a recomputed block
-    repeat them, and torch's own generators are left alone. A layer that is called twice in a pass with inputs of one
-    shape adds the same numbers twice.
-    """
-
-    place: Place
-    """The tensor that it is added to."""
-    draw: Draw
-    """Decides its numbers, with the layer's name."""
-    relative: float
-    """Root mean square of the noise / that of the tensor."""
-    rank: int = 0
-    """Data rank; each has its own tokens and noise."""
-
-    def on_input(self, name: str, x: Tensor) -> Tensor:
-        """Returns the input that the layer reads instead of x (T, I)."""
-        return x + self._of(name, x) if self.place == "input" else x
-
-    def on_output(self, name: str, y: Tensor) -> Tensor:
-        """Returns y (T, O), with noise on its gradient if the pass has noise there."""
-        if self.place == "input":
-            return y
-        noisy: Tensor = _NoisyGradient.apply(y, name, self)
-        return noisy
-
-    def _of(self, name: str, tensor: Tensor) -> Tensor:
-        of_draw = stream_key(*self.draw, zlib.crc32(name.encode(errors="surrogatepass")), _NOISE_OPERANDS[self.place])
-        generator = torch.Generator(tensor.device).manual_seed(stream_key(of_draw, 0, self.rank, 0, 0) >> 1)
-        numbers = torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=tensor.dtype)
-        size = tensor.detach().square().mean().sqrt() if tensor.numel() else 0.0
-        return numbers.mul_(self.relative * size)
-
-
-class _NoisyGradient(torch.autograd.Function):
-    """The identity; its backward pass adds noise to the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, name: str, noise: Noise) -> Tensor:
-        ctx.name, ctx.noise = name, noise
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return grad_output + ctx.noise._of(ctx.name, grad_output), None, None
-
-
 @contextmanager
-def recording(
-    layers: Mapping[str, SnipLayer], recorder: Recorder, autocast: bool, noise: Noise | None = None
-) -> Iterator[None]:
-    """Makes every layer compute through `_RecordedLinear` within the context.
+def recording(layers: Mapping[str, SnipLayer], recorder: Recorder, noise: Noise | None = None) -> Iterator[None]:
+    """Makes every layer compute through `_Recorded` within the context.
 
     Args:
         layers: the swapped layers.
         recorder: keeps their samples, with the noise.
-        autocast: whether the pass may run under autocast.
         noise: added to what the layers read; they have one matrix each.
     """
 
     def recorded(name: str) -> ForwardRecorder:
         def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
-            if not autocast and torch.is_autocast_enabled(input.device.type):
+            if torch.is_autocast_enabled(input.device.type):
                 raise ValueError("The probe's passes run in FP32; leave autocast out of what Pipeline.run does.")
             recorder.inputs.add(name, input)
             if torch.is_grad_enabled() and not input.requires_grad:
                 # No layer before it needs a gradient, but the layer's own output gradient is needed.
                 input = input.detach().requires_grad_()
-            if dispatch is not None:
-                return _matrices_recorded(layer, input, dispatch, name, recorder)
             x = input.reshape(-1, input.shape[-1])
             x = x if noise is None else noise.on_input(name, x)
-            y: Tensor = _RecordedLinear.apply(x, layer.matrix, layer.bias, name, recorder)
+            y: Tensor = _Recorded.apply(x, layer.weight, layer, dispatch, name, recorder)
             y = y if noise is None else noise.on_output(name, y)
             return y.view(*input.shape[:-1], layer.out_features)
 

@@ -53,8 +53,9 @@ from ..config import ALL, SnipConfig
 from ..estimation.criterion import LayerCriterion
 from ..estimation.extrapolation import Squares
 from ..estimation.layer_sums import Deferred
+from ..estimation.noise import PLACES
 from ..estimation.products import product
-from ..estimation.samples import PLACES, LayerSample
+from ..estimation.samples import LayerSample
 from ..estimation.table import LAYER, Divergence, DivergenceTable
 from ..layers.layer import SnipLayer
 from ..numerics.formats import FORMATS

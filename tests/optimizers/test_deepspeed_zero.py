@@ -1,7 +1,8 @@
-"""Does `zero` see under DeepSpeed what a single process with all the data sees? Two processes against torch's AdamW."""
+"""Does `ZeroOptimizer` see what one process with all the data sees? Two processes under DeepSpeed, and a stand-in."""
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 from zero_scenarios import RANKS, SCENARIOS, STEPS, Scenario
 
 from snip_hf.optimizers.deepspeed_zero import ZeroOptimizer, check_deepspeed, find_zero
+from snip_hf.optimizers.response import Response, responses
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+SEEDED = torch.Generator().manual_seed(0)
 EXACT = [name for name, scenario in SCENARIOS.items() if not scenario.bf16]
 
 
@@ -204,6 +207,9 @@ def test_a_callback_is_taken_away_without_a_trace_and_under_a_later_wrapper_fall
     second.remove()
     zero.step()
     assert calls == ["first", "step", "second", "first", "step", "second", "step", "step"]
+    del zero.step
+    ZeroOptimizer(zero).before_step(lambda: None).remove()
+    assert "step" not in vars(zero)
 
 
 def test_a_weight_that_is_not_trained_is_named() -> None:
@@ -213,6 +219,116 @@ def test_a_weight_that_is_not_trained_is_named() -> None:
     assert "frozen" not in zero.gradients({"frozen": frozen}, 1.0)
     with pytest.raises(KeyError, match=r"of shape \(2, 3\); expected one of the 1 parameters"):
         zero.context(frozen)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for what DeepSpeed offers to read a partitioned optimizer; `_partitioned` knows the sums over ranks."""
+    functions = {
+        "deepspeed": {},
+        "deepspeed.comm": {"all_reduce": lambda tensor, group: tensor.add_(group.pop(0))},
+        "deepspeed.utils": {
+            "safe_get_full_grad": lambda weight: weight.whole_gradient,
+            "safe_get_full_fp32_param": lambda weight: weight.master,
+        },
+        "deepspeed.runtime": {},
+        "deepspeed.runtime.utils": {"get_global_norm_of_tensors": lambda tensors, mpu: torch.cat(tensors).norm()},
+    }
+    for name, members in functions.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys.modules["deepspeed"], "comm", sys.modules["deepspeed.comm"], raising=False)
+
+
+def _partitioned(**options: Any) -> tuple[Any, list[nn.Parameter], dict[str, Response]]:
+    """Returns the first of two ranks' ZeRO optimizers, its BF16 weights, and the responses of torch's AdamW on all.
+
+    The first rank holds all of the first weight but its last two elements, and nothing of the second one.
+    """
+    masters = [nn.Parameter(torch.randn(shape, generator=SEEDED)) for shape in ((6, 4), (5, 4))]
+    adamw = torch.optim.AdamW(masters, lr=0.1)
+    for _ in range(2):
+        for master in masters:
+            master.grad = torch.randn(master.shape, generator=SEEDED)
+        adamw.step()
+    kept = sum(master.numel() for master in masters) // 2
+    flat = nn.Parameter(torch.cat([master.detach().flatten() for master in masters])[:kept])
+    inner = torch.optim.AdamW([flat], lr=0.1)
+    inner.param_groups[0] |= options
+    states = [adamw.state[master] for master in masters]
+    inner.state[flat] = {
+        "step": states[0]["step"],
+        **{key: torch.cat([one[key].flatten() for one in states])[:kept] for key in ("exp_avg", "exp_avg_sq")},
+    }
+    weights = [nn.Parameter(master.detach().bfloat16()) for master in masters]
+    fragments = [SimpleNamespace(start=0, numel=kept), None]
+    for weight, master, state, part in zip(weights, masters, states, fragments, strict=True):
+        held = 0 if part is None else part.numel
+        beyond = [state[key].flatten().clone() for key in ("exp_avg", "exp_avg_sq")]
+        for tensor in beyond:
+            tensor[:held] = 0
+        mapping = part and SimpleNamespace(lp_fragment_address=part, hp_fragment_address=part)
+        found = {"_dp_group": beyond * 9, "_hp_mapping": mapping, "master": master, "whole_gradient": master.grad}
+        vars(weight).update(found)
+    zero = _zero(inner)
+    zero.bit16_groups = [weights]
+    return zero, weights, responses(adamw, dict(zip(("first", "second"), masters, strict=True)))
+
+
+@pytest.mark.usefixtures("library")
+def test_a_weight_in_parts_has_the_response_of_one_process_with_the_whole() -> None:
+    zero, weights, expected = _partitioned()
+    named = dict(zip(expected, weights, strict=True))
+    found = ZeroOptimizer(zero).responses(named)
+    assert list(found) == list(expected) and all(one.is_spread for one in found.values())
+    for name, one in found.items():
+        gradient, tangent = torch.randn(2, *named[name].shape, generator=SEEDED)
+        assert torch.equal(one.update(gradient), expected[name].update(gradient))
+        assert torch.equal(one.pushforward(gradient, tangent), expected[name].pushforward(gradient, tangent))
+        assert torch.equal(one.pullback(gradient, tangent), expected[name].pullback(gradient, tangent))
+        assert torch.equal(one.meaningful(gradient), expected[name].meaningful(gradient))
+        at = one.gathered().at
+        assert torch.equal(at.state["exp_avg_sq"], expected[name].at.state["exp_avg_sq"]) and at.step == 3
+
+
+@pytest.mark.usefixtures("library")
+def test_an_adam_of_deepspeed_without_bias_correction_has_none() -> None:
+    zero, (weight, _), _ = _partitioned(bias_correction=False)
+    assert ZeroOptimizer(zero).context(weight).step == math.inf
+
+
+@pytest.mark.usefixtures("library")
+def test_gradients_are_read_when_they_are_asked_for_and_clipped() -> None:
+    zero, weights, _ = _partitioned()
+    waits: list[int] = []
+    vars(zero).update(cpu_offload=True, _wait_for_offload_copies=lambda: waits.append(1))
+    gradients = ZeroOptimizer(zero).gradients(dict(zip("ab", weights, strict=True)), 0.5)
+    assert (list(gradients), len(gradients), waits) == (["a", "b"], 2, [])
+    assert torch.equal(gradients["b"], 0.5 * weights[1].whole_gradient) and waits == [1]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("bound", "norm", "factor"), [(0.0, 4.0, 1.0), (2.0, 4.0, 2 / (4 + 1e-6)), (2.0, 1.5, 1.0), (2.0, 0.0, 1.0)]
+)
+@pytest.mark.usefixtures("library")
+def test_the_clip_factor_is_that_of_both_classes_of_deepspeed(bound: float, norm: float, factor: float) -> None:
+    zero, _, _ = _partitioned()
+    vars(zero).update(clip_grad=bound, scaled_global_norm=lambda: norm)
+    assert ZeroOptimizer(zero).clip_factor() == pytest.approx(factor, rel=1e-7)
+    in_bf16 = _zero(zero.optimizer, "BF16_Optimizer")
+    vars(in_bf16).update(
+        clip_grad=bound, bf16_groups=zero.bit16_groups, mpu=None, get_grads_for_norm=lambda: ([torch.tensor([norm])], 0)
+    )
+    assert ZeroOptimizer(in_bf16).clip_factor() == pytest.approx(factor, rel=1e-7)
+
+
+@pytest.mark.parametrize("norm", [-1.0, math.inf])
+def test_a_norm_that_is_not_finite_is_refused(norm: float) -> None:
+    zero, _, _ = _partitioned()
+    vars(zero).update(clip_grad=1.0, scaled_global_norm=lambda: norm)
+    with pytest.raises(ValueError, match="norm of all gradients is not finite"):
+        ZeroOptimizer(zero).clip_factor()
 
 
 def _of_deepspeed(name: str, base: type, **attributes: Any) -> Any:

@@ -22,7 +22,6 @@ REPOSITORY = Path(__file__).parents[1]
 
 FIELDS = list(_TYPES)
 INTEGERS = [name for name, kind in _TYPES.items() if "int" in kind]
-FLOATS = [name for name, kind in _TYPES.items() if "float" in kind]
 # One value per field that differs from the default.
 OTHER: dict[str, Any] = {
     "target_fp4_fraction": 0.5,
@@ -268,25 +267,8 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "apply_delay=11 is larger than refresh_every=10; a plan must be applied before the next probe. "
         "Lower apply_delay or raise refresh_every.",
     ),
-    ({"probes": 10_001}, "probes=10001 is too large; expected at most 10000."),
-    (
-        {"budget": "measured", "timing_tokens": 2**31},
-        "timing_tokens=2147483648 is too large; expected at most 2147483647.",
-    ),
-    *(
-        ({name: value}, f"{name}={value!r} is too long; expected at most 604800 seconds (7 days).")
-        for name in ("solver_time_limit",)
-        for value in (604800.1, 10**10, 1e101)
-    ),
-    *(
-        ({name: 2**63}, f"{name}=9223372036854775808 is too large; expected less than 2**63, in size.")
-        for name in INTEGERS
-    ),
-    *(
-        ({name: sign * 10**5000}, f"{name}=an integer of 16610 bits is too large; expected less than 2**63, in size.")
-        for name in (*INTEGERS, *FLOATS)
-        for sign in (1, -1)
-    ),
+    *(({name: 2**63}, f"{name} is an integer of 64 bits; expected at most 63.") for name in INTEGERS),
+    ({"seed": -(10**5000)}, "seed is an integer of 16610 bits; expected at most 63."),
     (
         {"probe_batch_tokens": 127},
         "probe_batch_tokens=127 is too small; expected None or at least 128 (one tile).",
@@ -583,10 +565,8 @@ def test_the_ends_of_every_range_are_allowed() -> None:
     config = SnipConfig(refresh_every=1, first_refresh=1, apply_delay=1, probes=1, probe_tokens=128, stages=1, seed=0)
     assert config.apply_delay == config.refresh_every == 1
     for name in INTEGERS:
-        largest = {"probes": 10_000, "timing_tokens": 2**31 - 1}.get(name, 2**63 - 1)
         needed = {"budget": "measured"} if name == "timing_tokens" else {"refresh_every": 2**63 - 1}
-        assert getattr(SnipConfig(**needed | {name: largest}), name) == largest
-    assert SnipConfig(solver_time_limit=604800).solver_time_limit == 604800
+        assert getattr(SnipConfig(**needed | {name: 2**63 - 1}), name) == 2**63 - 1
 
 
 def test_measured_cost_needs_no_number_of_tokens_where_nothing_or_a_probe_decides() -> None:

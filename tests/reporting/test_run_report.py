@@ -190,8 +190,7 @@ def test_a_history_in_an_unknown_format_is_refused_with_advice_also_in_its_last_
         path.write_text("\n".join([*lines[: number - 1], broken[number - 1], *lines[number:]]))
         with pytest.raises(UnknownName) as caught:
             load_run(tmp_path)
-        place = f"Line 1 of {path} cannot be read: " if number == 1 else ""
-        assert str(caught.value).startswith(f"{place}Unknown format 'own4' for ")
+        assert str(caught.value).startswith(f"Line {number} of {path} cannot be read: Unknown format 'own4' for ")
         assert str(caught.value).endswith("or by `--import MODULE` on the command line.")
 
 
@@ -244,7 +243,7 @@ def test_a_change_of_a_layer_that_the_start_does_not_have_is_refused_by_name(tmp
     with pytest.raises(ValueError) as caught:
         load_run(tmp_path)
     assert str(caught.value) == (
-        "The refresh of step 100 changes 'model.layers.99.mlp.up_proj:forward', which the start lacks."
+        f"Line 2 of {path} changes 'model.layers.99.mlp.up_proj:forward', which the start of the run lacks."
     )
 
 

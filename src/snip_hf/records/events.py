@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from ..costs.flops import Tokens, as_json
 from ..estimation.coverage import Coverage
 from ..json_io import MAX_JSON_BYTES, from_json, parse_json, short
+from ..numerics.formats import check_format
 from ..planning.plan import PlanProvenance, PrecisionPlan, forward_shares
 from ..planning.solver.process import SolverResult
 from ..registry import UnknownName
@@ -357,6 +358,9 @@ def read_history(path: Path, notes: list[str] | None = None) -> Iterator[Event]:
             event = read_event(parse_json(line))
             if isinstance(event, Start) != (number == 1):
                 raise ValueError("expected one start, in the first line.")
+            changes = {} if isinstance(event, Start | Retarget) else event.changes
+            for cell, (_, new) in changes.items():
+                check_format(new, f"changes[{cell!r}]")
         except UnknownName as error:  # not damaged, so not left out
             raise UnknownName(f"Line {number} of {path} cannot be read: {error}") from error
         except ValueError as error:
@@ -366,9 +370,9 @@ def read_history(path: Path, notes: list[str] | None = None) -> Iterator[Event]:
             raise ValueError(f"Line {number} of {path} is not a line of a snip-hf history: {error}") from error
         if isinstance(event, Start):
             cells = {f"{layer}:{gemm}" for layer, row in event.plan.assignment.items() for gemm in row}
-        for cell in () if isinstance(event, Start | Retarget) else event.changes:
+        for cell in changes:
             if cell not in cells:
-                raise ValueError(f"The {event.event} of step {event.step} changes {cell!r}, which the start lacks.")
+                raise ValueError(f"Line {number} of {path} changes {cell!r}, which the start of the run lacks.")
         yield event
     if not lines:
         raise ValueError(f"{path} is empty; expected a line with the start of the run.")

@@ -80,7 +80,6 @@ COLUMNS = {
     "refresh_steps": ("in steps", "{:.2f}"),
     "solver": ("solver, s", "{:.2g}"),
     "weights_mib": ("weights, MiB", "{:.0f}"),
-    "predicted_mib": ("probe, MiB predicted", "{:.0f}"),
     "step_peak_mib": ("peak of a step, MiB", "{:.0f}"),
     "refresh_peak_mib": ("of a refresh, MiB", "{:.0f}"),
 }
@@ -249,7 +248,6 @@ def refresh(
         "waited": waited,
         "apply": after - waited,
         "refresh": before + after,
-        "predicted_mib": line["memory_mib"]["predicted"],
         "refresh_peak_mib": peak,
     }
 

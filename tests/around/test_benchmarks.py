@@ -254,11 +254,7 @@ def test_the_cost_of_a_refresh_is_measured_in_steps_once_per_combination(
         assert figures["refresh"] == pytest.approx(sum(figures[name] for name in parts))
         assert (figures["probe_batch_tokens"], figures["probe_tokens"], figures["apply_delay"]) == (1024, None, 1)
         assert {name: [pytest.approx(figures[name], abs=1e-5)] for name in probe_cost.PARTS} == figures["each"]
-    # X and G of 1,024 tokens on both sides of the seven linears, and of the parameters: gradients, or a moved copy.
-    features = 4 * 128 + 2 * 64 + 2 * 128 + 3 * (128 + 384)
-    others = 2048 * 128 + 3 * 128  # without the head, which gets no gradient
-    held = 4 * (12 * 128**2 + others + 2 * 1024 * features)
-    assert first["predicted_mib"] == pytest.approx(held / 2**20, rel=1e-3) and first["refresh_peak_mib"] is None
+    assert first["refresh_peak_mib"] is None
     printed = capsys.readouterr().out
     assert "| tiny | fp4,fp8 | saliency | 721,280 | 7 | " in printed and "| **everything that training" in printed
     run(monkeypatch, probe_cost, *options)

@@ -11,7 +11,7 @@ from sums_of_layer import across_channels as written_out
 from torch import Tensor
 
 from snip_hf.estimation import common_errors
-from snip_hf.estimation.common_errors import MetByChannels, MetByTokens, across_channels, met_by
+from snip_hf.estimation.common_errors import ByChannels, ByTokens, prepared
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.rounding import round_operand
@@ -23,8 +23,12 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def pieces_of(meets: Tensor) -> list[slice]:
-    count, length = meets.shape[:2]
+def across_channels(factors: Tensor, errors: Tensor) -> Tensor:
+    return prepared(factors).across_channels(errors)
+
+
+def pieces_of(factors: Tensor) -> list[slice]:
+    count, length = factors.shape[:2]
     return [slice(index * length, (index + 1) * length) for index in range(count)]
 
 
@@ -56,14 +60,14 @@ def test_it_is_the_sum_over_pairs_of_tokens_and_of_channels_in_the_product_form(
 
 @pytest.mark.parametrize("shape", [(1, 7, 3), (2, 30, 12), (8, 5, 64), (3, 1, 9), (1, 1, 4)])
 def test_products_of_channels_and_products_of_tokens_give_the_same(shape: tuple[int, int, int]) -> None:
-    meets, errors = drawn(*shape, seed=1) + 0.5, drawn(*shape, seed=2) + 0.5
-    m, e = meets.flatten(0, 1), errors.flatten(0, 1)
-    one, other = (form(meets).product_form(errors) for form in (MetByChannels, MetByTokens))
+    factors, errors = drawn(*shape, seed=1) + 0.5, drawn(*shape, seed=2) + 0.5
+    m, e = factors.flatten(0, 1), errors.flatten(0, 1)
+    one, other = (form(factors).product_form(errors) for form in (ByChannels, ByTokens))
     size = float(m.square().sum() * e.square().sum())
     for found, wanted in zip(one, other, strict=True):
         assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-6 * size)
-    expected = torch.tensor(written_out(m, e, pieces_of(meets)))
-    assert torch.allclose(across_channels(meets, errors), expected, rtol=1e-4, atol=1e-6 * size)
+    expected = torch.tensor(written_out(m, e, pieces_of(factors)))
+    assert torch.allclose(across_channels(factors, errors), expected, rtol=1e-4, atol=1e-6 * size)
 
 
 def test_short_pieces_end_in_zeros_that_add_nothing() -> None:
@@ -79,8 +83,8 @@ def test_a_token_alone_a_channel_alone_and_nothing_at_all_share_nothing(n: int, 
     token, channel = torch.zeros_like(e), torch.zeros_like(e)
     token[:, 3], channel[:, :, 3] = e[:, 3], e[:, :, 3]
     scale = float(m.square().sum() * e.square().sum())
-    for meets, errors in ((m, token), (m, channel), (m, 0 * e), (0 * m, e)):
-        assert across_channels(meets, errors).abs().max() <= 1e-6 * scale
+    for factors, errors in ((m, token), (m, channel), (m, 0 * e), (0 * m, e)):
+        assert across_channels(factors, errors).abs().max() <= 1e-6 * scale
     assert across_channels(0 * m, e).tolist() == [0.0, 0.0]
 
 
@@ -91,9 +95,9 @@ def test_it_is_of_second_order_in_both_and_keeps_what_is_no_number(n: int, chann
     assert (wanted != 0).all()
     # Gradients of a mean over many tokens are this small.
     assert torch.allclose(across_channels(2.0**-40 * m, e / 8) * 2.0**86, wanted, rtol=1e-4)
-    for meets, errors in ((m.clone(), e), (m, e.clone())):
-        (meets if errors is e else errors)[0, 2, 1] = torch.nan
-        assert across_channels(meets, errors).isnan().all()
+    for factors, errors in ((m.clone(), e), (m, e.clone())):
+        (factors if errors is e else errors)[0, 2, 1] = torch.nan
+        assert across_channels(factors, errors).isnan().all()
 
 
 def test_errors_of_independent_tokens_add_nothing_on_the_average() -> None:
@@ -146,12 +150,12 @@ def test_where_rows_repeat_the_forward_s_figure_is_the_mean_square_over_directio
 def test_what_errors_meet_is_multiplied_with_itself_once_for_all_formats(
     shape: tuple[int, int, int], once: int, each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meets, errors = drawn(*shape, seed=1) + 0.5, [drawn(*shape, seed=seed) for seed in (2, 3)]
-    expected = [across_channels(meets, one) for one in errors]
+    factors, errors = drawn(*shape, seed=1) + 0.5, [drawn(*shape, seed=seed) for seed in (2, 3)]
+    expected = [across_channels(factors, one) for one in errors]
     calls: list[Any] = []
     multiply = common_errors.rough_product
     monkeypatch.setattr(common_errors, "rough_product", lambda *operands: calls.append(operands) or multiply(*operands))
-    met = met_by(meets)
+    met = prepared(factors)
     assert len(calls) == once
     found = [met.across_channels(one) for one in errors]
     assert len(calls) == once + each * len(errors)

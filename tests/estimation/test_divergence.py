@@ -453,9 +453,7 @@ def test_some_sequences_give_nearly_the_divergences_of_the_whole_micro_batch() -
 # -------------------------------------------------------------------------------------------------------- several ranks
 
 
-def over_ranks(
-    size: int, config: SnipConfig, inputs: dict[str, Tensor], probes: int | None = None, **options: Any
-) -> list[DivergenceTable]:
+def over_ranks(size: int, config: SnipConfig, inputs: dict[str, Tensor], **options: Any) -> list[DivergenceTable]:
     """Rank -> the table of a step whose micro-batch they share; one rank has all of it."""
     model = tiny_llama(hidden=32, layers=1)
     # At the first step of Adam single elements with hardly any gradient would decide everything.
@@ -475,7 +473,6 @@ def over_ranks(
             OptimizerStep(gradients, answers, **options),
             config,
             step=3,
-            probes=probes,
             processes=Processes(data=ranks, everyone=ranks),
         )
 
@@ -489,7 +486,7 @@ def over_ranks(
         (fp4_config(probe_tokens=None, probes=2), {}),
         (fp4_config(probe_tokens=512, loss_estimator="token-fisher"), {"micro_batches": 4, "clip_factor": 0.25}),
         (fp4_config(probe_tokens=256, probe_batch_tokens=512), {"clip_factor": 0.5}),
-        (fp4_config(probe_tokens=512, loss_estimator="saliency"), {"probes": 0}),
+        (fp4_config(probe_tokens=512, loss_estimator="saliency"), {}),
         (fp4_config(policy=CRITERIA[0], probe_tokens=512, probes=2), {}),
         *(slow(fp4_config(policy=policy, probe_tokens=512, probes=2), {}) for policy in CRITERIA[1:]),
     ],

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
-from expert_models import tiny_gpt_oss, tiny_qwen3_moe
 from models import batch as words
 from models import build
-from slow_cases import slow, slow_but
+from slow_cases import slow
 from small import checkpoint_activations, convert_in_formats, text, tiny_llama, tiny_lm, tokens
 from tiny_runs import SCHEDULE, history, noted_divergences
 from torch import nn
@@ -24,7 +23,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipController, convert_model, estimate_divergence
 from snip_hf.estimation import divergence
-from snip_hf.estimation import probe as probe_module
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.memory import (
     MIB,
@@ -34,7 +32,6 @@ from snip_hf.estimation.memory import (
     find_savings,
     kept_tokens,
     measured_peak,
-    probe_memory,
     step_memory,
 )
 from snip_hf.estimation.passes import run_pass
@@ -80,67 +77,6 @@ def llama(dtype: torch.dtype = torch.float32, frozen: str = "", **options: Any) 
     return model
 
 
-CASES = {
-    "fp32": {},
-    "bf16": {"dtype": torch.bfloat16},
-    "frozen block": {"frozen": "layers.1."},
-    "frozen block in bf16": {"frozen": "layers.1.", "dtype": torch.bfloat16},
-    "tied": {"tie_word_embeddings": True},
-}
-
-
-@pytest.mark.parametrize("case", slow_but(CASES, "bf16"))
-@pytest.mark.parametrize(("probes", "kept"), [(1, 128)])
-def test_a_probe_holds_what_is_predicted_beyond_the_activations_of_a_pass(
-    case: str, probes: int, kept: int | None
-) -> None:
-    model, batch = llama(**CASES[case]), Batch.of(text(2, 256))
-    predicted = probe_memory(model, probes, kept or 512)
-    taken = peak_mib(lambda: probe(model, probes, kept, batch))
-    # A bare pass has activations, and the copies and gradients that the prediction knows too.
-    bare = peak_mib(lambda: run_pass(model, batch, {}))
-    assert predicted < taken < predicted + bare
-
-
-def test_the_prediction_is_exact_where_activations_and_the_share_of_one_layer_are_small() -> None:
-    model = tiny_lm(hidden=128, inner=128, blocks=40)
-    convert_model(model, fp4_config())
-    batch = Batch.of(tokens(1, 4))
-    taken = peak_mib(lambda: probe(model, 1, None, batch))
-    assert taken == pytest.approx(probe_memory(model, 1, 4), rel=0.03)
-
-
-@pytest.mark.parametrize("probes", [2])
-def test_the_samples_take_what_is_predicted_of_them(probes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = llama(), Batch.of(text(2, 256))
-    samples = probe_memory(model, probes, 384) - probe_memory(model, probes, 0)
-    widths = {width for layer in snip_linears(model).values() for width in (layer.in_features, layer.out_features)}
-    held = []
-    combine = probe_module._combine
-
-    def count(*args: Any) -> None:
-        alive = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.ndim == 2]
-        kept = [x for x in alive if x.shape[0] == 384 and x.shape[1] in widths]
-        held.append(sum({x.data_ptr(): x.numel() * x.element_size() for x in kept}.values()) / MIB)
-        combine(*args)
-
-    monkeypatch.setattr(probe_module, "_combine", count)
-    gc.collect()  # what the tests before left would be counted
-    probe(model, probes, 384, batch)
-    assert len(held) == probes
-    assert held[-1] == max(held) == pytest.approx(samples)
-
-
-def test_a_pass_without_directions_holds_one_side_only() -> None:
-    model, batch = llama(), Batch.of(text(2, 256))
-    one_side = probe_memory(model, 0, 512) - probe_memory(model, 0, 0)
-    assert one_side == pytest.approx((probe_memory(model, 1, 512) - probe_memory(model, 1, 0)) / 2)
-    taken = peak_mib(lambda: run_probe(model, batch, {}, ProbeSettings(probes=0)))
-    assert (
-        probe_memory(model, 0, 512) < taken < probe_memory(model, 0, 512) + peak_mib(lambda: run_pass(model, batch, {}))
-    )
-
-
 def test_what_the_probe_keeps_of_a_micro_batch_is_what_is_said() -> None:
     model = tiny_lm()
     convert_model(model, fp4_config())
@@ -152,7 +88,7 @@ def test_what_the_probe_keeps_of_a_micro_batch_is_what_is_said() -> None:
 
 
 @pytest.mark.parametrize(("asked", "tokens"), [(700, 512)])
-def test_the_controller_probes_a_part_of_the_micro_batch_and_predicts_what_it_keeps_of_it(
+def test_the_controller_probes_a_part_of_the_micro_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None, tokens: int
 ) -> None:
     calls = noted_divergences(monkeypatch)
@@ -169,7 +105,6 @@ def test_the_controller_probes_a_part_of_the_micro_batch_and_predicts_what_it_ke
         controller.after_step(step)
     (line,) = history(tmp_path)[1:]
     assert line["reason"] is None and len(calls) == 1
-    assert line["memory_mib"]["predicted"] == pytest.approx(probe_memory(model, 1, tokens))
     # Of four sequences, spread evenly: all, the first and the third, or the first.
     part = {key: value[:: 1024 // tokens] for key, value in text(4, 256, 1).items()}
     with torch.no_grad():
@@ -183,7 +118,7 @@ def test_on_a_cpu_nothing_is_measured() -> None:
 
 
 @pytest.mark.gpu
-def test_on_cuda_the_peak_is_measured_and_the_prediction_is_a_bound_beyond_the_activations() -> None:
+def test_on_cuda_the_peak_is_measured_and_left_alone() -> None:
     model = tiny_llama(hidden=1024, layers=8).cuda()
     convert_in_formats(model)
     batch = Batch.of({key: value.cuda() for key, value in text(8, 256).items()})
@@ -196,23 +131,11 @@ def test_on_cuda_the_peak_is_measured_and_the_prediction_is_a_bound_beyond_the_a
         torch.cuda.reset_peak_memory_stats()
         with measured_peak(model.lm_head.weight) as taken:
             probe(model, probes, kept, batch)
-        predicted = probe_memory(model, probes, kept or 2048)
-        assert predicted < taken[0] < predicted + bare[0]
+        assert taken[0] > bare[0]
         with measured_peak(model.lm_head.weight) as again:
             run_pass(model, batch, {})
         assert again == [None]  # below the peak before, which is left alone
         assert torch.cuda.max_memory_allocated() > taken[0] * MIB
-
-
-@pytest.mark.parametrize("experts", [tiny_qwen3_moe, tiny_gpt_oss])
-def test_a_token_of_experts_counts_with_all_its_rows(experts: Any) -> None:
-    """What samples of a single pass hold is what the figure grows by with their tokens."""
-    model = experts(0)
-    convert_model(model, fp4_config())
-    samples = run_probe(model, Batch.of(text(1, 128)), {}, ProbeSettings(0, None)).layers.values()
-    held = sum(4 * (sample.x.numel() + sample.grad_output.numel()) for sample in samples)
-    found = probe_memory(model, 0, 128) - probe_memory(model, 0, 0)
-    assert found * MIB == pytest.approx(held)
 
 
 # -------------------------------------------------------------------------------------------------------- savings

@@ -44,7 +44,6 @@ OF_A_REFRESH = {
     *(f"snip/{name}" for name in ("applied", "probed_step", "probed_loss", "layers_changed", "gemms_changed")),
     *(f"snip/{name}" for name in ("objective", "gap", "probe_seconds", "solver_seconds", "waited_seconds")),
     *(f"snip/{kind}_divergence_{name}" for kind in ("loss", "weight") for name in ("fp8", "fp4")),
-    "snip/memory_mib_predicted",
 }
 ALL = IN_FORCE | OF_A_REFRESH | {"snip/gemms_changed_by_tokens"}
 
@@ -213,7 +212,7 @@ def test_a_second_run_of_the_trainer_is_told_as_the_first(wandb: types.ModuleTyp
 MEASURED: dict[str, Any] = {
     "loss": 3.5,
     "divergence": {"fp8": {"loss": 1e-7, "weight": 0.1}, "fp4": {"loss": 1e-5, "weight": None}},
-    "memory_mib": {"predicted": 10.0, "measured": None},
+    "memory_mib": {"measured": 10.0},
     "seconds": {"probe": 1.5, "solver": 0.5, "waited": 0.0},
 }
 
@@ -248,7 +247,7 @@ def test_a_new_plan_has_what_was_probed_decided_and_spent() -> None:
         "snip/probe_seconds": 1.5,
         "snip/solver_seconds": 0.5,
         "snip/waited_seconds": 0.0,
-        "snip/memory_mib_predicted": 10.0,
+        "snip/memory_mib_measured": 10.0,
     }
 
 

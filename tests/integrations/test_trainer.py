@@ -148,7 +148,7 @@ def test_every_refresh_has_one_line_with_all_its_fields(run: Run) -> None:
         assert set(line["seconds"]) == {"probe", "solver", "waited"}
         assert all(seconds >= 0 for seconds in line["seconds"].values())
         assert set(line["divergence"]) == {"fp8", "fp4"}
-        assert (line["memory_mib"]["predicted"] > 0, line["memory_mib"]["measured"]) == (True, None)
+        assert line["memory_mib"] == {"measured": None}
         assert 4 < line["loss"] < 6
 
 

@@ -137,7 +137,7 @@ def table_of(model: nn.Module, inputs: Inputs, form: str, part: int | None = Non
     """From one pass without derivatives: X and G themselves."""
     config, batch, gradients = config_of(form), Batch.of(inputs), gradients_in(model, inputs)
     with converted(model, config):
-        return divergences_at(model, batch.part(part), OptimizerStep(gradients, {}), config, probes=0)
+        return divergences_at(model, batch.part(part), OptimizerStep(gradients, {}), config)
 
 
 def figures_in(table: DivergenceTable, form: str) -> Figures:
@@ -309,7 +309,7 @@ def test_under_masks_token_fisher_is_the_measured_rise_of_a_trained_llama() -> N
             config = config_of("token-fisher")
             with converted(model, config):
                 batch = Batch.of({"input_ids": one, "labels": masked})
-                table = divergences_at(model, batch, OptimizerStep({}, {}), config, probes=0)
+                table = divergences_at(model, batch, OptimizerStep({}, {}), config)
             for (name, fmt), value in figures_in(table, "token-fisher").items():
                 if fmt == "fp4":
                     sums[name] += value / len(ids)
@@ -450,7 +450,7 @@ def test_ranks_with_different_numbers_of_labels_have_together_the_figures_of_one
         mine = Batch.of({name: value[2 * ranks.rank : 2 * ranks.rank + 2] for name, value in inputs.items()})
         model, processes = pointwise(2), Processes(data=ranks, everyone=ranks)
         with converted(model, config):
-            return divergences_at(model, mine, OptimizerStep(gradients, {}), config, probes=0, processes=processes)
+            return divergences_at(model, mine, OptimizerStep(gradients, {}), config, processes=processes)
 
     for table in on_ranks(3, work):
         assert figures_in(table, form) == pytest.approx(wanted, rel=1e-5)

@@ -25,7 +25,6 @@ from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import divergences_at, gradients_of, weights_of
 from snip_hf.estimation.extrapolation import BatchSizes
 from snip_hf.estimation.layer_sums import LayerSums
-from snip_hf.estimation.memory import probe_memory
 from snip_hf.estimation.noise import PLACES, Noise
 from snip_hf.estimation.optimizer_step import OptimizerStep
 from snip_hf.estimation.samples import LayerSample
@@ -298,17 +297,6 @@ def test_a_step_decides_the_noise() -> None:
     assert [row.loss_divergence for row in first.rows] == [row.loss_divergence for row in other.rows]
     found = [[row.weight_divergence for row in of_layers(table).values()] for table in (first, other)]
     assert all(a != b for a, b in zip(*found, strict=True))
-
-
-def test_memory_counts_what_passes_with_noise_keep_and_no_moved_weights() -> None:
-    model = tiny_llama(hidden=64, layers=2)
-    convert_model(model, PAPER)
-    noisy, still = (
-        [probe_memory(model, 2, kept, True) for kept in (0, 128)],
-        [probe_memory(model, 0, kept) for kept in (0, 128)],
-    )
-    assert noisy[0] == still[0]
-    assert noisy[1] - noisy[0] == pytest.approx(5 * (still[1] - still[0]))
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs

@@ -32,7 +32,7 @@ BEGUN = RefreshBegun(
     step=2,
     loss=4.5,
     divergence={"fp8": {"loss": 0.25, "weight": 0.5}, "fp4": {"loss": 1.0, "weight": 2.0}},
-    memory_mib={"predicted": 0.5, "measured": None},
+    memory_mib={"measured": None},
     seconds={"probe": 0.125, "solver": None, "waited": None},
 )
 RESULT = SolverResult("optimal", {}, 0.5, 0.25, 0.5, {}, "greedy", "1", 0.75)

@@ -28,28 +28,18 @@ from torch import Tensor
 from .products import rough_product, roughly
 
 
-def across_channels(meets: Tensor, errors: Tensor) -> Tensor:
-    """Returns the sum above over pairs of tokens of the same piece, and over all pairs, (2,).
-
-    Args:
-        meets: (R, L, C), FP32; pieces that are shorter have zeros at the end.
-        errors: as meets.
-    """
-    return met_by(meets).across_channels(errors)
-
-
-def met_by(meets: Tensor) -> MetByChannels | MetByTokens:
-    """Returns the factors `meets` (R, L, C), prepared for the errors of any number of formats."""
-    tokens, channels = meets.shape[0] * meets.shape[1], meets.shape[2]
+def prepared(factors: Tensor) -> ByChannels | ByTokens:
+    """Returns the factors `factors` (R, L, C), prepared for the errors of any number of formats."""
+    tokens, channels = factors.shape[0] * factors.shape[1], factors.shape[2]
     # Both give the same sums; one multiplies (C, C), the other (n, n) matrices.
-    return MetByChannels(meets) if channels < tokens else MetByTokens(meets)
+    return ByChannels(factors) if channels < tokens else ByTokens(factors)
 
 
-class _Met(ABC):
+class _Factors(ABC):
     """The factors of errors, (R, L, C), with the parts of the sums that all formats share."""
 
-    def __init__(self, meets: Tensor) -> None:
-        self.meets = meets
+    def __init__(self, factors: Tensor) -> None:
+        self.factors = factors
 
     def across_channels(self, errors: Tensor, found_in_channel: Tensor | None = None) -> Tensor:
         """As the function of this name.
@@ -60,7 +50,7 @@ class _Met(ABC):
         """
         every, in_channel = self.product_form(errors)
         if found_in_channel is None:
-            products = (self.meets * errors).flatten(0, 1)
+            products = (self.factors * errors).flatten(0, 1)
             found_in_channel = products.sum(0).square().sum() - products.square().sum()
         share = torch.where(in_channel[1] > 0, found_in_channel / in_channel[1], 0.0).clamp(0.0, 1.0)
         return share * (every - in_channel)
@@ -70,22 +60,22 @@ class _Met(ABC):
         """Returns, in the product form, the sums over all i and j, and over i = j, of t != s; (2,) each."""
 
 
-class MetByChannels(_Met):
+class ByChannels(_Factors):
     """Holds (m^T m) / |m|^2, (C, C)."""
 
-    def __init__(self, meets: Tensor) -> None:
-        super().__init__(meets)
-        m = meets.flatten(0, 1)
+    def __init__(self, factors: Tensor) -> None:
+        super().__init__(factors)
+        m = factors.flatten(0, 1)
         unit = roughly(_of_norm_1(m))
         moments = rough_product(unit.t(), unit)  # (C, n) x (n, C)
-        self._diagonal, self._moments, self._meets = moments.diagonal(), roughly(moments), roughly(meets)
+        self._diagonal, self._moments, self._rough_factors = moments.diagonal(), roughly(moments), roughly(factors)
         self._of_tokens = m.square().sum(1)
 
     def product_form(self, errors: Tensor) -> tuple[Tensor, Tensor]:
         e, diagonal = errors.flatten(0, 1), self._diagonal
         spread = rough_product(e, self._moments)  # (n, C) x (C, C)
-        first = rough_product(self._meets.mT, errors)  # (R, C, L) x (R, L, C)
-        second = rough_product(self._meets.mT, spread.view_as(errors))
+        first = rough_product(self._rough_factors.mT, errors)  # (R, C, L) x (R, L, C)
+        second = rough_product(self._rough_factors.mT, spread.view_as(errors))
         found = []
         for other, spread_e in ((second, spread), (first * diagonal, e * diagonal)):
             own, total = (first * other).sum(), (first.sum(0) * other.sum(0)).sum()
@@ -93,19 +83,19 @@ class MetByChannels(_Met):
         return found[0], found[1]
 
 
-class MetByTokens(_Met):
+class ByTokens(_Factors):
     """Holds m m^T without its diagonal, (n, n), and m / |m|."""
 
-    def __init__(self, meets: Tensor) -> None:
-        super().__init__(meets)
-        m = meets.flatten(0, 1)
+    def __init__(self, factors: Tensor) -> None:
+        super().__init__(factors)
+        m = factors.flatten(0, 1)
         unit, rough = _of_norm_1(m), roughly(m)
         self._unit, self._squares = roughly(unit), unit.square().sum(0)
         self._weights = rough_product(rough, rough.t())  # (n, C) x (C, n)
         self._weights.diagonal().zero_()
 
     def product_form(self, errors: Tensor) -> tuple[Tensor, Tensor]:
-        e, sizes = errors.flatten(0, 1), self.meets.shape[:2]
+        e, sizes = errors.flatten(0, 1), self.factors.shape[:2]
         along = rough_product(e, self._unit.t())  # (n, C) x (C, n)
         found = []
         along = roughly(along)

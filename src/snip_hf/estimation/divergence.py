@@ -88,7 +88,6 @@ def divergences_at(
     optimizer_step: OptimizerStep,
     config: SnipConfig,
     step: int = 0,
-    probes: int | None = None,
     processes: Processes | None = None,
 ) -> DivergenceTable:
     """Probes a converted model and estimates all divergences of one optimizer step.
@@ -106,19 +105,13 @@ def divergences_at(
         optimizer_step: the step.
         config: as in `estimate_divergence`.
         step: number of the step; with `config.seed` it decides all random draws.
-        probes: instead of `config.probes`. 0 runs one pass without derivatives: only the grad_weight part of the weight
-            divergence is then known, also in the layers' rows.
         processes: the processes that work together; None: only this one.
 
     Raises:
         ValueError: the loss of the micro-batch is not finite; on one rank is enough.
         RankError: another process did not answer.
     """
-    count = config.probes if probes is None else probes
-    whole_amax = any(FORMATS[name].has_tensor_scale for name in config.quantized_formats)
-    noise = POLICIES[config.policy].criterion.noise
-    settings = ProbeSettings(count, config.probe_tokens, config.seed, step, whole_amax=whole_amax, noise=noise)
-    return _Estimate(model, batch, optimizer_step, config, settings, processes or Processes()).table()
+    return _Estimate(model, batch, optimizer_step, config, step, processes or Processes()).table()
 
 
 class _Estimate:
@@ -130,13 +123,21 @@ class _Estimate:
         batch: Batch,
         optimizer_step: OptimizerStep,
         config: SnipConfig,
-        settings: ProbeSettings,
+        step: int,
         processes: Processes,
     ) -> None:
         self._model, self._batch, self._optimizer_step = model, batch, optimizer_step
-        self._config, self._settings, self._processes = config, settings, processes
+        self._config, self._processes = config, processes
         self._layers = snip_linears(model)
         self._criterion: type[LayerCriterion] = POLICIES[config.policy].criterion
+        self._settings = ProbeSettings(
+            config.probes,
+            config.probe_tokens,
+            config.seed,
+            step,
+            whole_amax=any(FORMATS[name].has_tensor_scale for name in config.quantized_formats),
+            noise=self._criterion.noise,
+        )
         self._attempt = Attempt()
         counts = list(zip(*processes.data.gather([*batch.counts, *batch.micro_batch]), strict=True))
         self._tokens, self._labelled, self._step_tokens = counts[0], counts[1], max(counts[2])

@@ -44,7 +44,7 @@ from ..kernels.sums import error_squares, norms, scaled_squares
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import TILE
 from ..numerics.random_streams import normal
-from .common_errors import MetByChannels, MetByTokens, met_by
+from .common_errors import ByChannels, ByTokens, prepared
 from .extrapolation import BatchSizes, Sizes, Squares
 from .optimizer_step import UpdateChange
 from .products import is_split, product, rough_product, roughly
@@ -132,8 +132,8 @@ class LayerSums:
         self._dots = [
             (roughly(x_dot), roughly(g_dot)) for x_dot, g_dot in zip(sample.x_dot, sample.grad_output_dot, strict=True)
         ]
-        # eX meets Gdot W in the weight divergence and G W in the loss divergence; eG meets Xdot W^T.
-        self.g_w, self._meets_x, self._meets_g = self._met_by_rows()
+        # eX is multiplied by Gdot W in the weight divergence and by G W in the loss divergence; eG by Xdot W^T.
+        self.g_w, self._gdot_w, self._xdot_w = self._products_with_weights()
         # (Probe, format) -> what `Sizes.of_pieces` takes, for eW in forward, in grad_input and in both, (3, 2).
         self._on_weight = self._weight_terms() if sample.rows is None else self._terms_of_several()
 
@@ -210,7 +210,7 @@ class LayerSums:
 
     # ------------------------------------------------------------------------------------ what errors are multiplied by
 
-    def _met_by_rows(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def _products_with_weights(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Returns G W (n, I), and for each probe Gdot W (n, I) and Xdot W^T (n, O)."""
         found: list[list[Tensor]] = []
         for _, w, rows, _ in self._each_matrix():
@@ -296,9 +296,9 @@ class LayerSums:
         """
         is_random = FORMATS[name].gradient.stochastic
         figures, across = [], []
-        for meets_x, meets_g, met in zip(self._meets_x, self._meets_g, self._met_by_x, strict=True):
-            of_x = self._met_errors("x", name, None, meets_x)
-            of_g = self._met_errors("g", name, keys[0] if is_random else None, meets_g, is_random)
+        for gdot_w, xdot_w, met in zip(self._gdot_w, self._xdot_w, self._gdot_w_prepared, strict=True):
+            of_x = self._errors_times("x", name, None, gdot_w)
+            of_g = self._errors_times("g", name, keys[0] if is_random else None, xdot_w, is_random)
             figures += of_x.figures + of_g.figures
             across.append(met.across_channels(self._across_pieces(of_x.error), of_x.in_channel()))
         on_weight = [self._on_weight[probe, name].flatten() for probe in range(self._probes)]
@@ -308,11 +308,11 @@ class LayerSums:
         return Deferred(sums, partial(_squares, self.sizes, self._probes, is_random))
 
     @cached_property
-    def _met_by_x(self) -> list[MetByChannels | MetByTokens]:
+    def _gdot_w_prepared(self) -> list[ByChannels | ByTokens]:
         """What eX is multiplied by along each probe's direction, prepared for all formats."""
         if self._has_equal_rows:
-            return [met_by(self._tokens.by_piece(self._tokens.sums(meets))) for meets in self._meets_x]
-        return [met_by(self._tokens.rows_by_piece(meets)) for meets in self._meets_x]
+            return [prepared(self._tokens.by_piece(self._tokens.sums(factors))) for factors in self._gdot_w]
+        return [prepared(self._tokens.rows_by_piece(factors)) for factors in self._gdot_w]
 
     def _across_pieces(self, errors: Tensor) -> Tensor:
         """Returns errors (n, I) by piece; equal rows of one token count once."""
@@ -325,16 +325,16 @@ class LayerSums:
         """Whether all rows of a token have the same X."""
         return self._sample.rows is None or torch.equal(self._tokens.first(self.x)[self._sample.rows.token], self.x)
 
-    def _met_errors(
-        self, operand: str, name: str, key: int | None, meets: Tensor, is_random: bool = False
+    def _errors_times(
+        self, operand: str, name: str, key: int | None, factors: Tensor, is_random: bool = False
     ) -> MetErrors:
-        """Returns the errors of "x" or "g", and what `Sizes` takes the squares of from their products with `meets`."""
+        """Returns the errors of "x" or "g", and sums of their products with `factors`, for `Sizes.of_tokens`."""
         exact, rounded, pieces = getattr(self, operand), self.rounded(operand, name, 1, key), self.sizes.pieces
         if self._sample.rows is None and meets_by_kernel(exact, pieces):
-            found = met_errors_by_kernel(exact, rounded, meets, pieces)
+            found = met_errors_by_kernel(exact, rounded, factors, pieces)
             return found._replace(figures=found.figures[:1]) if is_random else found
         error = rounded - exact
-        products = meets * error
+        products = factors * error
         if is_random:
             return MetErrors(error, [products])
         products = self._tokens.sums(products)

@@ -19,13 +19,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..config import POLICIES, SnipConfig
+from ..config import SnipConfig
 from ..layers.layer import SnipLayer
 from ..layers.selection import head_of
-from ..layers.state import block_of, snip_linears
+from ..layers.state import block_of
 from ..numerics.gemms import TILE
-from ..parallel.sharding import is_sharded, own_part
-from .passes import frozen_in_a_pass, recomputes_already
+from ..parallel.sharding import is_sharded
+from .passes import recomputes_already
 
 MIB = 2**20
 # Any GPU that trains has this much free; below it, recomputing is not worth its time.
@@ -130,45 +130,6 @@ def find_savings(
         if peak(recomputed) <= bound:
             return Savings(tuple(members)[:recomputed])
     return Savings(tuple(members)[:most], frozenset(remakeable if sizes.probes else ()))
-
-
-def probe_memory(model: nn.Module, probes: int, tokens: int, is_noisy: bool = False) -> float:
-    """Returns the MiB that a probe keeps between passes: FP32 copies of weights, their gradients, and samples.
-
-    Activations of the running pass, and what is computed of one layer at a time, are not counted.
-
-    Args:
-        model: a converted model, without wrappers. Every layer is assumed to run once per pass.
-        probes: number of probes, as in `ProbeSettings`.
-        tokens: tokens kept per layer, with all rows that they have there.
-        is_noisy: whether passes add noise in place of moving weights (`ProbeSettings.noise`).
-    """
-    noisy, probes = (2 * probes, 0) if is_noisy else (0, probes)
-    layers = snip_linears(model)
-    moved = {id(layer.weight) for layer in layers.values() if layer.weight.requires_grad and probes > 0}
-    # Parameters beside frozen swapped weights move too; it is not known here which of them the optimizer holds.
-    moves_others = probes > 0 and not all(layer.weight.requires_grad for layer in layers.values())
-    frozen = frozen_in_a_pass(model)
-    total = 0
-    for parameter in model.parameters():
-        copied = parameter.is_floating_point() and parameter.dtype != torch.float32
-        copied |= moves_others and parameter.is_floating_point() and parameter.requires_grad
-        gets_gradient = parameter.is_floating_point() and id(parameter) not in frozen
-        copies = 1 if id(parameter) in moved else copied + gets_gradient
-        # The layers' own weights stay sharded.
-        kept = own_part(parameter) if id(parameter) in moved else parameter
-        total += _FP32 * kept.numel() * copies
-    for buffer in model.buffers():
-        total += buffer.numel() * (_FP32 if buffer.is_floating_point() else buffer.element_size())
-    # At the end of a probe's second pass: X and G of both its sides; X, G and the derivatives of the probes before.
-    # Of passes with noise: X and G of the last one, and without noise; the differences of those between.
-    held = {0: 1, 1: 2}.get(probes, probes + 2) + noisy
-    return (total + _FP32 * tokens * sum(map(_features, layers.values())) * held) / MIB
-
-
-def adds_noise(config: SnipConfig) -> bool:
-    """Returns True if the policy's probe adds noise in place of moving weights."""
-    return POLICIES[config.policy].criterion.noise is not None
 
 
 def kept_tokens(config: SnipConfig, tokens: int, ranks: int = 1) -> int:

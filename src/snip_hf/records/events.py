@@ -102,7 +102,7 @@ class RefreshBegun:
     divergence: Mapping[str, Numbers] = field(default_factory=dict)
     """Format -> {"loss", "weight"}: the totals over all layers."""
     memory_mib: Numbers = field(default_factory=dict)
-    """"predicted" and "measured"."""
+    """"measured"."""
     seconds: Numbers = field(default_factory=dict)
     """"probe", "solver" and "waited"."""
     kernels: Numbers = field(default_factory=dict)

@@ -48,7 +48,7 @@ _OF_REFRESH = (
     "solver_version",
     "loss",
 )
-_PARTS = {"seconds": ("probe", "solver", "waited"), "memory_mib": ("predicted", "measured")}
+_PARTS = {"seconds": ("probe", "solver", "waited"), "memory_mib": ("measured",)}
 
 
 def write_csv(run: Run, out_dir: str | os.PathLike[str] | None = None) -> list[Path]:

@@ -17,7 +17,7 @@ from torch import nn
 from ..config import SnipConfig
 from ..costs.flops import Work
 from ..estimation.divergence import divergences_at
-from ..estimation.memory import adds_noise, kept_tokens, measured_peak, probe_memory
+from ..estimation.memory import measured_peak
 from ..estimation.table import DivergenceTable
 from ..estimation.ties import Ties
 from ..parallel.ranks import Attempt, Processes
@@ -124,11 +124,6 @@ class StepProbe:
         """Begins to watch a step that is to be probed."""
         layers, parameters = self.layers.present, self.source.unclipped(self._model)
         return StepWatch(self.batch_tokens, layers, parameters, self.source.beside(self._model, layers))
-
-    def memory(self, watch: StepWatch) -> float:
-        """Returns the predicted memory of the probe in MiB, beyond the model."""
-        tokens = kept_tokens(self._config, watch.batch.tokens, self.processes.data.size)
-        return probe_memory(self._model, self._config.probes, tokens, adds_noise(self._config))
 
     def note(self, place: str) -> None:
         """Notes where in training the ranks exchange data next, for messages about waiting."""
@@ -295,7 +290,6 @@ class Refresher:
         if config.budget == "measured" and self._in_force.setting.measured is None:
             self._in_force.measure_cost(config.timing_tokens or watch.counts.tokens)
         began = self._solving.clock()
-        predicted = self._probe.memory(watch)
         with measured_peak(next(iter(layers.values())).weight) as peak:
             table = self._probe.divergences(step, watch)
         has_update = any(table.totals(fmt)["weight"] for fmt in config.quantized_formats)
@@ -312,7 +306,7 @@ class Refresher:
             self._in_force.begun(step),
             loss=table.loss,
             divergence={fmt: table.totals(fmt) for fmt in reversed(config.formats)},
-            memory_mib={"predicted": predicted, "measured": peak[0]},
+            memory_mib={"measured": peak[0]},
             seconds={"probe": self._solving.clock() - began, "solver": None, "waited": None},
             kernels=self._probe.layers.counters,
         )

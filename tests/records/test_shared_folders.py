@@ -83,7 +83,7 @@ def test_a_second_run_moves_the_record_of_the_first_aside_where_it_can_be_read(
         later = train(tmp_path, CONFIG, **SHORT | {"max_steps": 4})
         earlier = tmp_path / f"_snip-earlier-{number}"
         assert contents(earlier / "snip") == before
-        assert f"snip-hf: moved what an earlier run recorded in {tmp_path / 'snip'} to {earlier / 'snip'}." in (
+        assert f"snip-hf: moved the records of an earlier run from {tmp_path / 'snip'} to {earlier / 'snip'}." in (
             caplog.messages
         )
         read = load_run(earlier)
@@ -164,8 +164,8 @@ def test_a_run_into_the_folder_of_a_running_one_is_refused_at_the_start(tmp_path
             with pytest.raises(ValueError) as caught:
                 begin()
             assert str(caught.value) == (
-                f"Another run is writing into {tmp_path / 'snip'}. Wait until it has ended, or give this run an "
-                "output_dir of its own."
+                f"Another run is writing to {tmp_path / 'snip'}. Wait until it has ended, or give this run its "
+                "own output_dir."
             )
             assert contents(tmp_path / "snip") == before
     finally:
@@ -198,7 +198,7 @@ def test_a_run_of_the_same_process_that_was_not_closed_is_replaced_and_records_n
     first.release()
     assert contents(tmp_path) == before
     (message,) = caplog.messages
-    assert message.startswith(f"snip-hf: {tmp_path / 'snip'} belongs to a later run of this process")
+    assert message.startswith(f"snip-hf: a later run of this process writes to {tmp_path / 'snip'}")
     second.append(refresh_event(2))
     assert [line["event"] for line in history(tmp_path)] == ["start", "refresh"]
 

@@ -268,7 +268,7 @@ def test_a_plan_file_that_differs_from_the_history_is_noted(tmp_path: Path) -> N
     document["assignment"][layer]["grad_input"] = "bf16"
     path.write_text(json.dumps(document))
     assert load_run(tmp_path).notes[0] == (
-        f"plan.json differs from the history in 1 GEMMs ({layer}:grad_input is bf16, by the history {ours}); "
+        f"plan.json differs from the history in 1 GEMMs ({layer}:grad_input is bf16, but {ours} in the history); "
         "the tables and figures follow the history."
     )
 

@@ -1,6 +1,6 @@
-"""The events of a run, one class each: a line of history.jsonl is what `to_record` gives and `read_event` reads.
+"""The events of a run, one class each. `to_record` returns the line of history.jsonl, and `read_event` parses it.
 
-`EventWriter` writes them into the run's folder and passes them to the user's trackers; `read_history` reads them back.
+`EventWriter` writes them to the run's folder and passes them to the user's trackers; `read_history` reads them back.
 """
 
 from __future__ import annotations
@@ -22,13 +22,26 @@ from ..registry import UnknownName
 
 LOSS, GRADIENT_NORM = "loss", "gradient norm"
 NOTED, RAISED = "noted", "raised"
-# Fields of a config that a resumed run may have otherwise, with an event.
+# Fields of a config that may change when a run is resumed; each change is an event.
 TARGETS = ("target_fp4_fraction", "target_linear_speedup", "rates")
 _PACKAGES = ("snip-hf", "torch", "torchao", "transformers", "accelerate", "trl", "peft", "mip", "scipy")
 
 Changes = Mapping[str, tuple[str, str]]
 """`layer:gemm` -> (old format, new format)."""
 Numbers = Mapping[str, float | None]
+
+
+class _FromLine:
+    """Reads an event whose entries are its fields."""
+
+    __slots__ = ()
+
+    event: ClassVar[str]
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Any:
+        """Parses a line; raises ValueError, naming the field, if it is not such an event."""
+        return from_json(cls, _entries(record, cls.event))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +51,7 @@ class Start:
     event: ClassVar[str] = "start"
 
     step: int
-    """Optimizer steps that were done before; above 0 for a run that continues a checkpoint without SNIP."""
+    """Optimizer steps done before; above 0 for a run that continues a checkpoint without SNIP."""
     config: Mapping[str, Any]
     """The `SnipConfig` as a dict."""
     plan: PrecisionPlan
@@ -63,8 +76,8 @@ class Start:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Start:
-        """Reads a line; raises ValueError, which names the field, if it is not a start."""
-        line = from_json(_StartLine, _of_event(record, cls.event))
+        """Parses a line; raises ValueError, naming the field, if it is not a start."""
+        line = from_json(_StartLine, _entries(record, cls.event))
         policy = line.config.get("policy")
         if not isinstance(policy, str):
             raise ValueError(f"config.policy is {short(policy)}, expected text.")
@@ -88,17 +101,17 @@ class _StartLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RefreshBegun:
-    """A refresh so far: as a checkpoint holds it while the solver works, and the first part of its line."""
+class RefreshBegun(_FromLine):
+    """The first part of a refresh, which a checkpoint holds while the solver works."""
 
     event: ClassVar[str] = "refresh"
 
     step: int
-    """Optimizer step that was probed; of a policy without a probe, the one at which its target changed."""
+    """Optimizer step that was probed. Without a probe, the step at which the target changed."""
     target_fp4_fraction: float | None = None
-    """The refresh's target, if the run has several; None: that of the config, or the refresh failed before."""
+    """Target of this refresh if the target changes during the run; else None."""
     loss: float | None = None
-    """Of the probed micro-batch; None, and all that follows empty: the refresh failed before."""
+    """Loss of the probed micro-batch. None, and all further fields empty, if the refresh failed before."""
     divergence: Mapping[str, Numbers] = field(default_factory=dict)
     """Format -> {"loss", "weight"}: the totals over all layers."""
     memory_mib: Numbers = field(default_factory=dict)
@@ -106,34 +119,28 @@ class RefreshBegun:
     seconds: Numbers = field(default_factory=dict)
     """"probe", "solver" and "waited"."""
     kernels: Numbers = field(default_factory=dict)
-    """What the backend counted on the first rank since the last refresh (`Backend.figures`)."""
+    """Numbers of the backend on the first rank since the last refresh (`Backend.figures`)."""
 
     def to_record(self) -> dict[str, Any]:
-        """Returns JSON data without what is empty."""
+        """Returns JSON data without empty entries."""
         values = {one.name: getattr(self, one.name) for one in fields(RefreshBegun)}
         kept = {name: value for name, value in values.items() if value is not None and value != {}}
         return {"event": self.event, **kept}
 
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> RefreshBegun:
-        """Reads the part of a line; raises ValueError, which names the field, if it is not one."""
-        begun: RefreshBegun = from_json(cls, _of_event(record, cls.event))
-        return begun
-
     def with_seconds(self, **seconds: float) -> RefreshBegun:
-        """Returns the same with further times."""
+        """Returns a copy with further times."""
         return replace(self, seconds={**self.seconds, **seconds})
 
     def applied(
         self, step: int, plan: PrecisionPlan, changes: Mapping[str, Any], result: SolverResult | None
     ) -> Refresh:
-        """Returns the event of its end: its plan is in force.
+        """Returns the complete refresh, whose plan is now in force.
 
         Args:
-            step: the optimizer step after which it was applied.
-            plan: the new one.
-            changes: from the plan before, as `PrecisionPlan.changes` returns them.
-            result: the solver's; None: nothing was solved.
+            step: the optimizer step after which the plan was applied.
+            plan: the new plan.
+            changes: its `PrecisionPlan.changes` from the plan before.
+            result: the result of the solver; None if nothing was solved.
         """
         found = ("objective", "bound", "gap", "solver", "solver_version")
         return Refresh(
@@ -148,40 +155,40 @@ class RefreshBegun:
         )
 
     def kept(self, step: int, plan: PrecisionPlan, reason: str) -> Refresh:
-        """Returns the event of its end: it came to nothing.
+        """Returns the complete refresh, which keeps the plan in force.
 
         Args:
-            step: the optimizer step at which that is known.
-            plan: the one in force, which stays.
-            reason: why.
+            step: the optimizer step at which this was decided.
+            plan: the plan in force.
+            reason: why it is kept.
         """
         return Refresh(**_values(self), applied_step=None, decided_step=step, reason=reason, **_shares(plan))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refresh(RefreshBegun):
-    """A refresh has ended: its plan was applied, or the one in force was kept."""
+    """A refresh has ended: its plan was applied, or the plan in force was kept."""
 
     applied_step: int | None
-    """None: the plan in force was kept, for `reason`."""
+    """None if the plan in force was kept, for `reason`."""
     decided_step: int
     reason: str | None
     fp4_fraction: float | None
-    """Of the plan that is in force now, as the fractions that follow."""
+    """FP4 share of the plan now in force; the next shares are of this plan too."""
     stage_fp4_fractions: tuple[float | None, ...] = ()
     forward_fp4_fraction: float | None = None
-    """Of the forward GEMMs, if plans decide on these only."""
+    """Share of the forward GEMMs, if plans only decide on these."""
     stage_forward_fp4_fractions: tuple[float | None, ...] = ()
     fp4_time_fraction: float | None = None
-    """None: nothing was measured."""
+    """None if no times were measured."""
     stage_fp4_time_fractions: tuple[float | None, ...] = ()
     linear_speedup: float | None = None
-    """None: there are neither rates nor times."""
+    """None without rates or times."""
     stage_linear_speedups: tuple[float | None, ...] = ()
     changes: Changes = field(default_factory=dict)
     layers_changed: int = 0
     objective: float | None = None
-    """None, as what follows: the plan was kept, or nothing was solved."""
+    """None, like the next fields, if the plan was kept or nothing was solved."""
     bound: float | None = None
     gap: float | None = None
     solver: str | None = None
@@ -211,14 +218,6 @@ class Refresh(RefreshBegun):
             record |= {name: getattr(self, name) for name in names}
         return record
 
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Refresh:
-        """Reads a line; raises ValueError, which names the field, if it is not a refresh."""
-        values = _of_event(record, cls.event)
-        values.pop("status", None)
-        refresh: Refresh = from_json(cls, values)
-        return refresh
-
 
 _OPTIONAL_SHARES = {
     "forward_fp4_fraction": "stage_forward_fp4_fractions",
@@ -229,18 +228,18 @@ _OPTIONAL_SHARES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counted:
-    """The FLOPs of a micro-batch were counted: what the plan covers, and which tokens each layer saw."""
+    """The FLOPs of a micro-batch were counted, for the coverage of the plan and the tokens of each layer."""
 
     event: ClassVar[str] = "coverage"
 
     step: int
     """Optimizer step of the micro-batch."""
     coverage: Coverage
-    """Of the micro-batches of all ranks."""
+    """Coverage of the micro-batches of all ranks."""
     tokens: Tokens | None
-    """As `PrecisionPlan.tokens`, by which shares count from here on."""
+    """`PrecisionPlan.tokens` of the plan from here on, which its shares use."""
     changes: Changes = field(default_factory=dict)
-    """What a policy without a probe changed because of it."""
+    """Changes by a policy without a probe in response."""
 
     def to_record(self) -> dict[str, Any]:
         return {
@@ -253,69 +252,57 @@ class Counted:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Counted:
-        """Reads a line; raises ValueError, which names the field, if it is not a count."""
-        values = _of_event(record, cls.event)
+        """Parses a line; raises ValueError, naming the field, if it is not a count."""
+        values = _entries(record, cls.event)
         own = {name: values.pop(name) for name in ("step", "tokens", "changes") if name in values}
         counted: Counted = from_json(cls, own | {"coverage": values})
         return counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alarm:
+class Alarm(_FromLine):
     """The guard has seen a spike or a number that is not finite (`SnipConfig.guard`)."""
 
     event: ClassVar[str] = "guard"
 
     step: int
-    """Optimizer step of the figure; formats that were raised act from the next one on."""
+    """Optimizer step of the value; raised formats take effect from the next step on."""
     figure: str
     """"loss" or "gradient norm"."""
     value: float | None
-    """None: it was not finite."""
+    """None if it was not finite."""
     limit: float | None
-    """What the value had to stay below; None: to be finite."""
+    """Upper limit of the value; None if it only had to be finite."""
     action: str
     """"raised", or "noted" if nothing was left to raise."""
     reason: str
     failures: int
-    """Alarms in a row, this one included."""
+    """Number of consecutive alarms, including this one."""
     left_out: bool = False
-    """Whether the optimizer step was left out."""
+    """Whether the optimizer step was skipped."""
     changes: Changes = field(default_factory=dict)
     fp4_fraction: float | None = None
-    """Of the plan that is in force now."""
+    """FP4 share of the plan now in force."""
     forward_fp4_fraction: float | None = None
 
     def to_record(self) -> dict[str, Any]:
         return {"event": self.event, **_values(self), "changes": {cell: list(x) for cell, x in self.changes.items()}}
 
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Alarm:
-        """Reads a line; raises ValueError, which names the field, if it is not an alarm."""
-        alarm: Alarm = from_json(cls, _of_event(record, cls.event))
-        return alarm
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Retarget:
-    """A resumed run has another target than its checkpoint."""
+class Retarget(_FromLine):
+    """A run was resumed with another target."""
 
     event: ClassVar[str] = "target"
 
     step: int
-    """The first optimizer step under it."""
+    """The first optimizer step with the new target."""
     fields: Mapping[str, tuple[Any, Any]]
-    """Field of the config -> (in the checkpoint, now), as JSON data."""
+    """Field of the config -> (value in the checkpoint, new value), as JSON data."""
 
     def to_record(self) -> dict[str, Any]:
         pairs = {name: list(pair) for name, pair in self.fields.items()}
         return {"event": self.event, "step": self.step, "fields": pairs}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Retarget:
-        """Reads a line; raises ValueError, which names the field, if it is not a new target."""
-        retarget: Retarget = from_json(cls, _of_event(record, cls.event))
-        return retarget
 
 
 LaterEvent = Refresh | Counted | Alarm | Retarget
@@ -324,27 +311,29 @@ _KINDS: dict[str, type[Event]] = {kind.event: kind for kind in (Start, Refresh, 
 
 
 def read_event(record: Any) -> Event:
-    """Reads a line of a history, as JSON data.
+    """Parses a line of a history, given as JSON data.
 
     Raises:
         ValueError: it is not an event; names the field.
     """
-    kind = record.get("event") if isinstance(record, Mapping) else None
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise ValueError(f"event is {short(kind)}, expected one of {', '.join(_KINDS)}.")
-    return _KINDS[kind].from_record(record)
+    name = record.get("event") if isinstance(record, Mapping) else None
+    if not isinstance(name, str) or name not in _KINDS:
+        raise ValueError(f"event is {short(name)}, expected one of {', '.join(_KINDS)}.")
+    event: Event = _KINDS[name].from_record(record)
+    return event
 
 
 def read_history(path: Path, notes: list[str] | None = None) -> Iterator[Event]:
-    """Yields the events of a history.jsonl; the first is the start.
+    """Yields the events of a history.jsonl, the start first.
 
     Args:
         path: the file.
-        notes: gets a sentence if the last line is incomplete, as a killed process leaves it. None: it raises.
+        notes: gets a sentence if the last line is incomplete, as after a killed process; None raises an error instead.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a line is not an event, the first is not a start, or the file is too large; names line and field.
+        ValueError: a line is not an event, the first line is not a start, or the file is too large; names the line and
+            the field.
     """
     with open(path, "rb") as file:
         lines = file.read(MAX_JSON_BYTES + 1).split(b"\n")
@@ -361,7 +350,7 @@ def read_history(path: Path, notes: list[str] | None = None) -> Iterator[Event]:
             changes = {} if isinstance(event, Start | Retarget) else event.changes
             for cell, (_, new) in changes.items():
                 check_format(new, f"changes[{cell!r}]")
-        except UnknownName as error:  # not damaged, so not left out
+        except UnknownName as error:  # the line is intact, so it is not left out
             raise UnknownName(f"Line {number} of {path} cannot be read: {error}") from error
         except ValueError as error:
             if 1 < number == len(lines) and notes is not None:
@@ -379,7 +368,7 @@ def read_history(path: Path, notes: list[str] | None = None) -> Iterator[Event]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns the versions of Python, snip-hf and the libraries that compute, if they are installed."""
+    """Returns the versions of Python, of snip-hf and of the installed libraries that affect the numbers."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -389,10 +378,11 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def _of_event(record: Mapping[str, Any], expected: str) -> dict[str, Any]:
+def _entries(record: Mapping[str, Any], expected: str) -> dict[str, Any]:
+    """Returns the entries of a line without its kind, and without the status, which others imply."""
     if record.get("event") != expected:
         raise ValueError(f"event is {short(record.get('event'))}, expected {expected!r}.")
-    return {name: value for name, value in record.items() if name != "event"}
+    return {name: value for name, value in record.items() if name not in ("event", "status")}
 
 
 def _values(event: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A run read back from its folder, or from a checkpoint: its plans, refreshes, divergences and losses.
+"""Reads a run from its folder or from a checkpoint: plans, refreshes, divergences and losses.
 
 The sources are OUTPUT/snip/history.jsonl, plan.json and divergence-<step>.json, and the Trainer's trainer_state.json.
-What is missing is named in a note and left out.
+Missing or broken files are left out, with a note for each.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ T = TypeVar("T")
 
 # In the folder of a checkpoint.
 STATE_NAME = "snip_state.json"
-# Plans that are kept at the same time, and their layers.
+# Limits of the plans in memory: their number, and the sum of their layers.
 _MOST_PLANS, _MOST_PLANNED_LAYERS = 500, 500_000
-# Tables of divergences that are read: so many, and so many bytes, whatever the size of the last refresh's.
+# Limits of the tables of divergences that are read. The table of the last applied refresh is always read.
 _MOST_TABLES, _MOST_TABLE_BYTES = 128, 128 * 2**20
-# Numbers in the Trainer's state that tell how the training was run.
+# Numbers in the Trainer's state that describe how the model was trained.
 _FACTS = ("max_steps", "num_train_epochs", "train_batch_size")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The run as recorded in the state of a checkpoint."""
+    """A run as recorded in the state of a checkpoint."""
 
     folder: Path
     step: int
-    """Optimizer steps that were done."""
+    """Number of finished optimizer steps."""
     plan: PrecisionPlan
     """The plan in force, with the configuration of the run."""
     counted: list[Counted]
-    """Of the first micro-batch, with the tokens of the plan; empty if it was not counted."""
+    """Coverage in the first micro-batch, with the tokens of the plan; empty if it was not counted."""
 
 
 @dataclass(frozen=True)
 class TrainerLog:
-    """What the Trainer recorded."""
+    """Losses and settings that the Trainer recorded."""
 
     losses: dict[int, dict[str, float]]
-    """Step -> {"loss", "eval_loss"}, either may be absent; in order of the steps."""
+    """Step -> {"loss", "eval_loss"}, either of which may be absent; in order of the steps."""
     facts: dict[str, str]
-    """Name of a number that the training was run with -> the number."""
+    """Name of a setting, such as "max_steps" -> its value."""
 
 
 @dataclass(frozen=True)
@@ -70,25 +70,26 @@ class Run:
 
     folder: Path
     plans: list[tuple[int, PrecisionPlan]]
-    """(step after which it was in force, plan), the start's plan first; of very many some, evenly spaced, and the last
-    two."""
+    """(step after which it was in force, plan), beginning with the plan at the start. Of very many plans, keeps an
+    evenly spaced part and the last two."""
     measured: MeasuredCost | None
-    """The times in plan.json, which the history does not hold; None: there are none, or it cannot be used."""
+    """The times in plan.json, which the history lacks; None if plan.json has none or cannot be used."""
     refreshes: list[Refresh]
     counted: list[Counted]
     """Coverage of each counted micro-batch."""
     divergences: dict[int, DivergenceTable]
     """Probe step -> table."""
     losses: dict[int, dict[str, float]]
-    """Step -> {"loss": training loss, "eval_loss": validation loss}, either may be absent; in order of the steps."""
+    """Step -> {"loss": training loss, "eval_loss": validation loss}, either of which may be absent; in order of the
+    steps."""
     facts: Mapping[str, str]
-    """How it was run: name -> value, such as versions and the Trainer's number of steps."""
+    """Name -> value of how the model was trained, such as versions and the Trainer's number of steps."""
     notes: list[str]
     """One sentence for each file that is missing or cannot be read."""
     alarms: list[Alarm] = dataclasses.field(default_factory=list)
     """Alarms of the guard."""
     retargets: list[Retarget] = dataclasses.field(default_factory=list)
-    """Other targets that the run was resumed with."""
+    """Changes of the target when the run was resumed."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -97,12 +98,12 @@ class Run:
 
     @property
     def last_config(self) -> Mapping[str, Any]:
-        """`config` with the target that the run was last resumed with."""
+        """`config` with the target of the last resume."""
         return {**self.config, **{name: now for event in self.retargets for name, (_, now) in event.fields.items()}}
 
     @cached_property
     def formats(self) -> tuple[str, ...]:
-        """Formats that the plans choose from, the least precise first."""
+        """Formats that the plans choose from, least precise first."""
         return tuple(self.config.get("formats") or SnipConfig().formats)
 
     @property
@@ -112,10 +113,7 @@ class Run:
 
     @property
     def fp4_fractions(self) -> list[tuple[int, float]]:
-        """(step after which it was in force, share in FP4) of each plan.
-
-        It is of the GEMMs that plans decide on: of all FLOPs, or of those of the forward GEMMs.
-        """
+        """(step after which it was in force, FP4 share) of each plan, relative to the GEMMs that plans decide on."""
         begin, plan = self.plans[0]
         forward = forward_shares(plan)
         points = [(begin, plan.fp4_fraction if forward is None else forward.fp4_fraction)]
@@ -127,7 +125,7 @@ class Run:
 
     @property
     def mean_fp4_fraction(self) -> float | None:
-        """Mean of `fp4_fractions` over the steps up to the last known one; None: there are none."""
+        """Mean of `fp4_fractions` over the steps up to the last known one; None if no step is known."""
         steps, shares = zip(*self.fp4_fractions, strict=True)
         known = list(itertools.accumulate([*steps, self.last_step], max))  # a history may go back
         spans = [end - start for start, end in itertools.pairwise(known)]
@@ -140,13 +138,13 @@ def load_run(run_dir: str | os.PathLike[str], checkpoint: Checkpoint | None = No
 
     Args:
         run_dir: the folder.
-        checkpoint: one of the run's; what came after it is left out. None: all that there is.
+        checkpoint: a checkpoint of the run, to leave out everything after it.
 
     Raises:
-        FileNotFoundError: there is no snip/history.jsonl in it.
-        NotADirectoryError: it is a file; says which folder to give.
-        OSError: the history cannot be read, or is not a regular file.
-        ValueError: the history is no history, or too large; names the line and what is wrong.
+        FileNotFoundError: it has no snip/history.jsonl.
+        NotADirectoryError: it is a file; names the folder to give instead.
+        OSError: the history cannot be read.
+        ValueError: the history is invalid or too large; names the line and the fault.
     """
     folder = Path(run_dir)
     notes: list[str] = []
@@ -158,19 +156,19 @@ def load_run(run_dir: str | os.PathLike[str], checkpoint: Checkpoint | None = No
     measured = _measured(source, plans[-1][1], notes)
     applied = [refresh.step for refresh in refreshes if refresh.applied_step is not None]
     divergences = _read_divergences(folder / FOLDER, set(start.plan.assignment), applied[-1:], notes, until)
-    own = folder if checkpoint is None else checkpoint.folder
-    log = read_log(own, notes)
+    source_folder = folder if checkpoint is None else checkpoint.folder
+    log = read_log(source_folder, notes)
     facts = {**start.versions, **log.facts}
     retargets = _of(Retarget, events)
-    found = plans, measured, refreshes, counted, divergences, log.losses, facts
-    return Run(own, *found, notes, alarms, retargets)
+    contents = plans, measured, refreshes, counted, divergences, log.losses, facts
+    return Run(source_folder, *contents, notes, alarms, retargets)
 
 
 def load_recorded(path: str | os.PathLike[str]) -> Run:
     """Reads a run folder, or a checkpoint folder with the history of the run around it, up to the checkpoint's step.
 
     Raises:
-        OSError, ValueError: as `load_run`; or the checkpoint's state is none, or is of another run than its history.
+        OSError, ValueError: as `load_run`, or the state of the checkpoint is invalid.
     """
     folder = Path(path)
     history = folder / FOLDER / "history.jsonl"
@@ -180,13 +178,13 @@ def load_recorded(path: str | os.PathLike[str]) -> Run:
     around = folder.absolute().parent
     if (around / FOLDER / "history.jsonl").exists():
         return load_run(around, checkpoint)
-    notes = ["There is no history around the checkpoint: its plan is all that is known of the run."]
+    notes = ["There is no history beside the checkpoint, so only its plan is known."]
     log, plans = read_log(folder, notes), [(checkpoint.step, checkpoint.plan)]
     return Run(folder, plans, checkpoint.plan.measured, [], checkpoint.counted, {}, log.losses, log.facts, notes)
 
 
 def thinned(items: Sequence[T], count: int) -> list[T]:
-    """Returns no more than `count` of the items, evenly spaced, the first and the last among them."""
+    """Returns at most `count` of the items, evenly spaced, including the first and the last."""
     if len(items) <= count:
         return list(items)
     last = len(items) - 1
@@ -198,10 +196,10 @@ def _of(kind: type[T], events: Sequence[Event]) -> list[T]:
 
 
 def _in_order(refreshes: Sequence[Refresh], alarms: Sequence[Alarm]) -> list[Refresh | Alarm]:
-    """Returns what changed the plan in force, in the order in which it did."""
+    """Returns the events that changed the plan in force, in order."""
     changing = [refresh for refresh in refreshes if refresh.applied_step is not None]
     raising = [alarm for alarm in alarms if alarm.changes]
-    # Without alarms as the file has them: a history may go back.
+    # Without alarms, keeps the order of the file, whose steps may go back.
     return sorted([*changing, *raising], key=_begins) if raising else [*changing]
 
 
@@ -213,7 +211,7 @@ def _begins(event: Refresh | Alarm) -> int:
 
 
 def _read_events(path: Path, notes: list[str], until: float) -> tuple[Start, list[Event]]:
-    """Returns the start, and the events up to a step; notes what is odd about them."""
+    """Returns the start, and the events up to a step; adds a note if steps go back."""
     if not path.exists():
         run = path.parent.parent
         if run.is_file():
@@ -231,7 +229,7 @@ def _read_events(path: Path, notes: list[str], until: float) -> tuple[Start, lis
         )
     start, *later = list(read_history(path, notes))
     assert isinstance(start, Start)
-    # As a run that is resumed keeps them.
+    # The same events that a resumed run keeps.
     events = [event for event in later if (event.decided_step if isinstance(event, Refresh) else event.step) <= until]
     latest = 0
     for number, event in enumerate(events, 2):
@@ -245,10 +243,10 @@ def _read_events(path: Path, notes: list[str], until: float) -> tuple[Start, lis
 def _plans(
     start: PrecisionPlan, applied: Sequence[Refresh | Alarm], counted: Sequence[Counted], notes: list[str]
 ) -> list[tuple[int, PrecisionPlan]]:
-    """Returns the start's plan and those that followed; of very many some, and the last two.
+    """Returns the plan at the start and the plans that followed; of very many, some and the last two.
 
-    Each has the step that it was made at and the tokens that were counted for it, the start's those of the first count,
-    which may have changed it too.
+    Each plan gets the step it was made at and the tokens counted by then. The plan at the start gets the tokens of the
+    first count, and the changes that this count caused.
     """
     most = max(4, min(_MOST_PLANS, _MOST_PLANNED_LAYERS // len(start.assignment)))
     shown = {*thinned(range(len(applied) + 1), most - 1), len(applied) - 1}
@@ -274,7 +272,7 @@ def _plans(
 
 
 def _tokens_at(counted: Sequence[Counted], step: int | None, start: PrecisionPlan) -> Tokens | None:
-    """Returns the tokens of the last count up to a step; None: of the first one."""
+    """Returns the tokens of the last count up to a step; None asks for the first count."""
     known = [event for event in counted if step is None or event.step <= step]
     if not known:
         return start.tokens
@@ -282,7 +280,7 @@ def _tokens_at(counted: Sequence[Counted], step: int | None, start: PrecisionPla
 
 
 def _measured(source: Path | PrecisionPlan, plan: PrecisionPlan, notes: list[str]) -> MeasuredCost | None:
-    """Returns the times in plan.json or a checkpoint; notes where the plan there is not the history's last one."""
+    """Returns the times in plan.json or a checkpoint; adds a note if its plan differs from the history's last plan."""
     name = "plan.json" if isinstance(source, Path) else "The plan in the checkpoint"
     try:
         saved = PrecisionPlan.load(source) if isinstance(source, Path) else source
@@ -294,8 +292,8 @@ def _measured(source: Path | PrecisionPlan, plan: PrecisionPlan, notes: list[str
     if differences:
         key, (ours, theirs) = next(iter(differences.items()))
         notes.append(
-            f"{name} differs from the history in {len(differences)} GEMMs ({key} is {theirs}, by the history "
-            f"{ours}); the tables and figures follow the history."
+            f"{name} differs from the history in {len(differences)} GEMMs ({key} is {theirs}, but {ours} in the "
+            "history); the tables and figures follow the history."
         )
     return saved.measured
 
@@ -303,7 +301,7 @@ def _measured(source: Path | PrecisionPlan, plan: PrecisionPlan, notes: list[str
 def _read_divergences(
     folder: Path, layers: set[str], wanted: Sequence[int], notes: list[str], until: float
 ) -> dict[int, DivergenceTable]:
-    """Returns the tables of divergences: those of the wanted steps, and others as far as the limits allow."""
+    """Returns the tables of divergences of the wanted steps, and further ones within the limits."""
     paths = {step: path for step, path in tables(folder).items() if step <= until}
     divergences: dict[int, DivergenceTable] = {}
     left = _MOST_TABLE_BYTES
@@ -335,11 +333,11 @@ def _table_of(path: Path, step: int, layers: set[str]) -> DivergenceTable:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Reads the state in a checkpoint's folder.
+    """Reads the state in the folder of a checkpoint.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not a state; names the file, the field and what is wrong.
+        ValueError: it is not a state; names the file, the field and the fault.
     """
     path = folder / STATE_NAME
     try:
@@ -376,7 +374,7 @@ def read_divergence(path: str | os.PathLike[str]) -> tuple[int, DivergenceTable]
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a table; an `UnknownName` if it has a format that is not registered.
+        ValueError: it is not a table; `UnknownName` if a format is not registered.
     """
     found = read_as(_DivergenceFile, path)
     if found.schema_version != DIVERGENCE_VERSION:
@@ -392,7 +390,7 @@ def read_divergence(path: str | os.PathLike[str]) -> tuple[int, DivergenceTable]
 
 
 def read_log(folder: Path, notes: list[str]) -> TrainerLog:
-    """Returns what is in the trainer_state.json that got furthest; notes what cannot be used."""
+    """Returns the log of the trainer_state.json with the most steps; adds notes on files that cannot be used."""
     losses: dict[int, dict[str, float]] = {}
     log, facts = _latest(folder, notes)
     for entry in log:
@@ -405,7 +403,7 @@ def read_log(folder: Path, notes: list[str]) -> TrainerLog:
 
 
 def _latest(folder: Path, notes: list[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Returns log and facts of the Trainer's state that got furthest: the folder's own or a checkpoint's."""
+    """Returns log and facts of the Trainer's state with the most steps: the folder's own or a checkpoint's."""
     states: list[tuple[int, int, list[dict[str, Any]], dict[str, Any]]] = []
     # `hub_strategy="checkpoint"` pushes the second one.
     own = [folder / "trainer_state.json", folder / "last-checkpoint" / "trainer_state.json"]

@@ -1,7 +1,7 @@
-"""The folder OUTPUT/snip that a run writes: the plan in force, the history, and tables of divergences.
+"""The folder OUTPUT/snip of a run: the plan in force, the history, and tables of divergences.
 
-A failed write costs the record, not the run: each method but `hold` warns instead of raising an error. One run at a
-time writes there, and what an earlier one wrote is moved aside. Other files in the folder stay.
+Training must not fail because of a failed write, so all methods except `hold` warn instead of raising an error. Only
+one run at a time writes to the folder. Records of an earlier run are moved aside; other files stay.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ logger = logging.getLogger(__name__)
 # In the folder of the run (the Trainer's output_dir).
 FOLDER = "snip"
 DIVERGENCE_VERSION = 2
-# Characters of a path or an error that the log shows.
+# Maximum length of a path or an error in the log.
 _SHOWN = 1000
 
 Tracker = Callable[[Event], object]
-"""Called with each event: a function, or an object with `__call__`."""
+"""A function, or an object with `__call__`, that is called with each event."""
 
 
 class RunFolder:
-    """The folder OUTPUT/snip of one run; with `output_dir` None nothing is written at all.
+    """The folder OUTPUT/snip of one run. If `output_dir` is None, nothing is written.
 
-    The folder is the one that `output_dir` names now, wherever the process changes to later.
+    A relative path is resolved when the object is built.
     """
 
     def __init__(self, output_dir: str | os.PathLike[str] | None) -> None:
@@ -50,16 +50,16 @@ class RunFolder:
 
     @property
     def run_dir(self) -> Path | None:
-        """The run's own folder, around `snip`; None: nothing is written."""
+        """The parent folder of `snip`; None if nothing is written."""
         return None if self._folder is None else self._folder.parent
 
     def hold(self) -> None:
-        """Takes the folder for this run, until `release` or the end of the process.
+        """Locks the folder for this run, until `release` or the end of the process.
 
-        An earlier run of this process that still has the folder, such as one that failed, records nothing from then on.
+        Takes the lock over from an earlier run of this process, such as a failed one, which then records nothing more.
 
         Raises:
-            ValueError: a run in another process has it; names the folder.
+            ValueError: a run in another process holds the lock; names the folder.
         """
         if self._folder is None:
             return
@@ -69,13 +69,13 @@ class RunFolder:
             earlier.release()
         try:
             output.mkdir(parents=True, exist_ok=True)
-            # The Trainer does not upload names that begin with an underscore.
+            # The Trainer does not upload files that begin with an underscore.
             lock = FileLock(output / "_snip.lock", thread_local=False)
             lock.acquire(timeout=0)
         except Timeout as error:
             raise ValueError(
-                f"Another run is writing into {printable(self._folder, _SHOWN)}. Wait until it has ended, or give this "
-                "run an output_dir of its own."
+                f"Another run is writing to {printable(self._folder, _SHOWN)}. Wait until it has ended, or give this "
+                "run its own output_dir."
             ) from error
         except (OSError, NotImplementedError) as error:
             self._warn("could not lock %s, training goes on; do not start a second run there: %s", output, error)
@@ -84,23 +84,23 @@ class RunFolder:
             _HOLDERS[str(output.resolve())] = self
 
     def release(self) -> None:
-        """Lets the next run have the folder; this one writes nothing there any more."""
+        """Unlocks the folder for the next run; this run writes nothing more to it."""
         if self._lock is not None:
             self._lock.release()
 
     def clear(self) -> None:
-        """Moves the record of an earlier run aside, to OUTPUT/_snip-earlier-1/snip or the next number that is free.
+        """Moves the records of an earlier run to OUTPUT/_snip-earlier-1/snip, or to the next free number.
 
-        The plan is copied, so that there is one at any time.
+        Copies the plan instead of moving it, so that the folder always has one.
         """
-        self._write(self._set_aside)
+        self._write(self._move_earlier)
 
     def save_plan(self, plan: PrecisionPlan) -> None:
         """Writes plan.json, the plan in force."""
         self._write(lambda folder: plan.save(folder / "plan.json"))
 
     def write_divergences(self, step: int, table: DivergenceTable) -> None:
-        """Writes divergence-<step>.json, the table that the refresh of `step` decided from."""
+        """Writes divergence-<step>.json, the table behind the decision of the refresh at `step`."""
         records = table.to_records()
         # Naming each column once halves the size.
         columns = list(records[0]) if records else []
@@ -110,16 +110,16 @@ class RunFolder:
         self._write(lambda folder: write_json_atomic(folder / f"divergence-{step}.json", document))
 
     def append(self, event: Event) -> None:
-        """Adds an event to history.jsonl."""
+        """Appends an event to history.jsonl."""
         self._write(lambda folder: append_json_line(folder / "history.jsonl", event.to_record()))
 
     def cut(self, step: int, pending: int | None, start: Start) -> None:
-        """Removes what was decided after `step` from the record: it is about to happen again.
+        """Removes everything decided after `step`, because the resumed run decides it again.
 
         Args:
             step: the optimizer step to resume from.
-            pending: step of the refresh that is under way; it is not decided, even if an ended run wrote so.
-            start: the first event for a folder that has no history.
+            pending: probe step of the refresh that is pending in the checkpoint; its event is removed too.
+            start: the first event, for a folder without a history.
         """
 
         def rewrite(folder: Path) -> None:
@@ -131,16 +131,16 @@ class RunFolder:
             if not kept or kept[0].get("event") != Start.event:
                 kept = [start.to_record()]
             write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
-            for number, table in tables(folder).items():
-                if number > step:
+            for probe_step, table in tables(folder).items():
+                if probe_step > step:
                     table.unlink()
 
         self._write(rewrite)
 
-    def _set_aside(self, folder: Path) -> None:
+    def _move_earlier(self, folder: Path) -> None:
         _remove_temporaries(folder)
         history = folder / "history.jsonl"
-        # The history last: without it, a move that was cut short goes on.
+        # Moves the history last, so that an interrupted move continues into the same target.
         own = [path for path in (*tables(folder).values(), history) if path.is_file()]
         if not own:
             return
@@ -155,12 +155,12 @@ class RunFolder:
             for path in own:
                 shutil.move(path, target)
         except OSError as error:
-            # Two runs must not mix in one history, nor is the earlier one's worth less than this one's.
+            # Two runs must not mix in one history, and the earlier history must not be overwritten.
             self._lost = True
-            message = f"what an earlier run recorded cannot be moved aside, so this one records nothing ({error})."
+            message = f"the records of an earlier run cannot be moved aside, so this run records nothing ({error})."
             raise OSError(message) from error
         logger.info(
-            "snip-hf: moved what an earlier run recorded in %s to %s.",
+            "snip-hf: moved the records of an earlier run from %s to %s.",
             printable(folder, _SHOWN),
             printable(target, _SHOWN),
         )
@@ -171,24 +171,24 @@ class RunFolder:
         if self._lock is not None and not self._lock.is_locked:
             self._lost = True
             logger.warning(
-                "snip-hf: %s belongs to a later run of this process, or this run was closed: from here on it records "
-                "nothing there.",
+                "snip-hf: a later run of this process writes to %s, or this run was closed; it records nothing more "
+                "there.",
                 printable(self._folder, _SHOWN),
             )
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write(self._folder)
-        except (OSError, ValueError) as error:  # ValueError: a number that is not finite, or more than a reader takes
+        except (OSError, ValueError) as error:  # ValueError: a non-finite number, or a file too large to be read
             self._warn("could not write to %s, training goes on: %s", self._folder, error)
 
     @staticmethod
     def _warn(message: str, path: Path, error: Exception) -> None:
-        # As text: a handler that keeps its records would keep the error, and with it the frames and their model.
+        # As text, because a handler that keeps log records would also keep the error, its frames and their model.
         logger.warning(f"snip-hf: {message}", printable(path, _SHOWN), printable(error, _SHOWN))
 
 
-# Folder -> the run of this process that took it last.
+# Folder -> the run of this process that locked it last.
 _HOLDERS: weakref.WeakValueDictionary[str, RunFolder] = weakref.WeakValueDictionary()
 
 
@@ -202,23 +202,23 @@ def check_tracker(tracker: object) -> None:
 
 
 class EventWriter:
-    """Writes each event of a run into its folder and passes it to the trackers, on the first rank.
+    """Writes each event of a run to its folder and passes it to the trackers, on the first rank.
 
     Args:
-        folder: the run's; on the other ranks it writes nothing.
+        folder: the folder of the run, which writes nothing on other ranks.
         is_first: whether this is the first rank.
         log: gets the warnings.
     """
 
     def __init__(self, folder: RunFolder, is_first: bool, log: logging.Logger) -> None:
         self.folder = folder
-        """Gets the history, and from others the plan and the divergences."""
+        """Other parts of a run write the plan and the divergences to it."""
         self._is_first = is_first
         self._log = log
         self._trackers: list[Tracker] = []
 
     def add_tracker(self, tracker: Tracker) -> None:
-        """Calls a tracker with all events from now on, after those that were added before it.
+        """Calls a tracker with all events from now on, after the trackers added before it.
 
         Raises:
             TypeError: it cannot be called.
@@ -228,12 +228,12 @@ class EventWriter:
             self._trackers.append(tracker)
 
     def add(self, event: Event) -> None:
-        """Writes an event and calls the trackers; one that fails costs a warning, and gets the next event."""
+        """Writes an event and calls the trackers. A tracker that fails causes a warning, and gets the next event."""
         self.folder.append(event)
         for tracker in self._trackers:
             try:
                 tracker(event)
-            except Exception as error:  # a tracker may fail; training may not
+            except Exception as error:  # a failing tracker must not end training
                 self._log.warning(
                     "snip-hf: a tracker failed at the %s event of step %d, training goes on: %s",
                     event.event,
@@ -243,7 +243,7 @@ class EventWriter:
 
 
 def tables(folder: Path) -> dict[int, Path]:
-    """Returns step -> file of divergences, of exactly the names that a run writes; others are the user's."""
+    """Returns step -> file of divergences. Ignores names that no run writes, which are the user's."""
     found = {path: re.fullmatch(r"divergence-([0-9]{1,18})\.json", path.name) for path in folder.glob("divergence-*")}
     return dict(sorted((int(match[1]), path) for path, match in found.items() if match and path.is_file()))
 
@@ -253,7 +253,7 @@ def _remove_temporaries(folder: Path) -> None:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a history, without broken ones, which a crash leaves."""
+    """Returns the lines of a history, without lines that a crash left broken."""
     lines = []
     for line in path.read_bytes().splitlines():
         try:

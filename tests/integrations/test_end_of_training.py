@@ -282,26 +282,3 @@ def test_every_kind_of_model_is_after_training_what_it_was(name: str, tmp_path: 
     if name == "tied weights":
         assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.isfinite(logits(model)).all()
-
-
-class Inner(TrainerCallback):
-    """Trains the same model once inside the outer run, with a callback of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.formats: set[str] = set()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 6:
-            inside = SnipCallback(fp4_config(policy="uniform-fp8"))
-            train(self.folder, callback=inside, model=kwargs["model"], max_steps=1)
-            layers = snip_linears(kwargs["model"]).values()
-            self.formats = {name for layer in layers for name in layer.formats.values()}
-
-
-@pytest.mark.slow
-def test_a_run_inside_another_one_leaves_the_layers_to_the_outer_run(tmp_path: Path) -> None:
-    inner = Inner(tmp_path / "inner")
-    run = train(tmp_path / "outer", callback=SnipCallback(CONFIG), callbacks=[inner], max_steps=8)
-    assert "fp4" in inner.formats
-    assert is_plain(run.model) and [line["status"] for line in run.refreshes] == ["applied"] * 2

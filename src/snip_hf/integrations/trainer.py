@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from ..layers.run_hooks import RunMark, marks_on
 from ..layers.state import snip_linears
 from ..parallel.sharding import gather_ahead, unwrap
 from ..records.run_folder import Tracker, check_tracker
-from ..text import WITHOUT_PROBE, printable
+from ..text import WITHOUT_PROBE
 from ..training.checks import check_launch, check_trainer
 from ..training.controller import SnipController
 from ..training.micro_batches import TrainingPasses
@@ -84,11 +83,7 @@ class SnipCallback(TrainerCallback):
         self._passes: TrainingPasses | None = None
         self._seam: LossSeam | None = None
         self._losses: Wrapped | None = None
-        self._outer_run: SnipCallback | None = None
-        """The callback of an outer run on the same model, inside which this run takes place."""
         self._logs = Trackers()
-        self._folder: str | None = None
-        """The real path of the run's output folder, on the process that writes to it."""
         self._is_restored = False
         """Whether `restore_model` has ended SNIP in mid-run."""
         self._state: TrainerState | None = None
@@ -109,12 +104,12 @@ class SnipCallback(TrainerCallback):
         check_launch(self.config, AcceleratorState())
         model = unwrap(kwargs["model"])
         was_plain = not snip_linears(model)
-        self._take_from_others(model, state)
+        self._release_ended_runs(model, state)
         try:
             self._begin(args, state, kwargs["model"], kwargs["optimizer"])
         except BaseException:
             self._release()  # Including the folder, for the next run.
-            if was_plain and self._outer_run is None:
+            if was_plain:
                 restore_model(model)
             raise
 
@@ -123,13 +118,6 @@ class SnipCallback(TrainerCallback):
         model = unwrap(outer)
         self._state, self._is_restored, self._logs = state, False, Trackers()
         output_dir = output_folder(args, state) if state.is_world_process_zero else None
-        self._folder = None if output_dir is None else os.path.realpath(output_dir)
-        if output_dir is not None and _writes_to(self._folder, self._outer_run):
-            logger.warning(
-                "snip-hf: the outer run records its plans in %s; this inner run records nothing there.",
-                printable(output_dir, 1000),
-            )
-            output_dir = None
         self.controller = SnipController(
             model,
             optimizer,
@@ -223,45 +211,37 @@ class SnipCallback(TrainerCallback):
 
     def _end(self) -> None:
         """Ends a run, also after an error (`_ends_runs`), and restores the plain model unless `keep_formats` is set."""
-        controller, outer_run, reference = self._running(), self._outer_run, self._reference
+        controller, reference = self._running(), self._reference
         kept = snip_linears(controller.model).values() if self._keeps_formats else ()
         in_force = {layer: layer.formats for layer in kept}
         self._files.keep_last()
         self._stop()
-        if outer_run is not None:  # which continues with its own layers and formats
-            outer_run._go_on()
-        elif self._keeps_formats:
+        if self._keeps_formats:
             for layer, formats in in_force.items():
                 layer.set_formats(formats)
         elif not self._is_restored:
             give_back(controller, reference)
 
-    def _take_from_others(self, model: nn.Module, state: TrainerState) -> None:
-        """Releases what earlier runs left on the model, and suspends an outer run.
+    def _release_ended_runs(self, model: nn.Module, state: TrainerState) -> None:
+        """Releases earlier runs of this callback and on this model.
 
         Raises:
-            ValueError: this callback drives a run that is still going on, or the Trainer has two SnipCallbacks.
+            ValueError: one of them has not ended, or the Trainer has two SnipCallbacks.
         """
         if self._is_training():
             raise ValueError(
-                "This SnipCallback drives a run that has not ended. Give the Trainer that runs inside it a "
-                "SnipCallback of its own, or none."
+                "This SnipCallback drives a run that has not ended. Give each Trainer its own SnipCallback."
             )
-        self._outer_run = None
         for run in _runs_on(model):
             if run is not self and run._state is state:
                 raise ValueError("The Trainer has two SnipCallbacks; expected one. Remove the other.")
-            if not run._is_training():
-                run._release()
-            elif run._passes is not None and not run._is_suspended:
-                run._passes.suspend()
-                self._outer_run = run
+            if run._is_training():
+                raise ValueError(
+                    "Another Trainer with a SnipCallback trains this model. Give a Trainer that runs inside it no "
+                    "SnipCallback."
+                )
+            run._release()
         self._release()
-
-    @property
-    def _is_suspended(self) -> bool:
-        """Whether an inner run uses the model."""
-        return self._passes is not None and self._passes.is_suspended
 
     def _is_training(self) -> bool:
         """Returns True if this run's training loop is on this thread's stack.
@@ -269,19 +249,6 @@ class SnipCallback(TrainerCallback):
         Events do not tell: `auto_find_batch_size` restarts the loop after an error, and `train` may be overridden.
         """
         return self._state is not None and find_trainer(self._state) is not None
-
-    def _go_on(self) -> None:
-        """Takes the model back when an inner run has ended, also by an error."""
-        controller, passes = self.controller, self._passes
-        assert controller is not None and passes is not None
-        passes.is_suspended = False
-        if self._is_restored:
-            return
-        for run in _runs_on(controller.model):
-            if run is not self and not run._is_suspended:
-                run._release()
-        controller.retake()
-        logger.info("snip-hf: another run on the same model has ended; this one goes on with its plan.")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds the FP4 share next to the loss, for all callbacks, `state.log_history` and the trackers."""
@@ -318,8 +285,6 @@ class SnipCallback(TrainerCallback):
             raise RuntimeError(
                 "SnipCallback got a training event before on_train_begin; add it before train() is called."
             )
-        if self._is_suspended:  # by an inner run that failed at its start
-            self._go_on()
         return self.controller
 
 
@@ -365,8 +330,3 @@ def _watch_losses(trainer: Trainer | None, controller: SnipController) -> Wrappe
         return loss
 
     return Wrapped(trainer, "training_step", note_loss)
-
-
-def _writes_to(folder: str | None, run: SnipCallback | None) -> bool:
-    """Returns True if a run, or one of its outer runs, writes to a folder."""
-    return run is not None and (run._folder == folder or _writes_to(folder, run._outer_run))

@@ -302,17 +302,6 @@ class SnipController:
         self._run.messages.end(self.step, self.plan)
         self._folder.release()
 
-    def lend(self) -> None:
-        """Leaves the model to another run, until `retake`."""
-        self._layers.lend()
-
-    def retake(self) -> None:
-        """Takes the model back after another run has trained it: the layers, kernels, formats and keys of this run."""
-        self._layers.retake(_replica)
-        self._run.in_force.apply()
-        self._layers.set_step(self.step + 1, self._micro_batch)
-        self._layers.share_inputs(self._run.in_force.setting, _replica)
-
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh.
 

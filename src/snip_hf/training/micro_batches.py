@@ -139,8 +139,6 @@ class TrainingPasses:
     ) -> None:
         self.is_open = False
         """True between the beginning of a step and its optimizer step; other passes never count."""
-        self.is_suspended = False
-        """True while another run inside this one uses the model."""
         self.known_loss = False
         """True if training follows the gradient of the model's own loss, or of one between `begin_loss` and
         `end_loss`; known when a step ends."""
@@ -156,11 +154,6 @@ class TrainingPasses:
             outer.register_forward_hook(RunHook(self._after_forward)),
         ]
 
-    def suspend(self) -> None:
-        """Leaves the model to a run inside this one."""
-        self.is_suspended = True
-        self._controller.lend()
-
     def end_step(self) -> None:
         """To be called when the gradients of a step are complete."""
         self.is_open = False
@@ -172,7 +165,7 @@ class TrainingPasses:
             inputs: the inputs of the loss.
             objective: computes it from them.
         """
-        if not self.is_open or self.is_suspended or not torch.is_grad_enabled():
+        if not self.is_open or not torch.is_grad_enabled():
             return None
         self._in_loss = self._controller.offer(inputs, objective)
         self._in_loss.labels = self._labels
@@ -186,7 +179,7 @@ class TrainingPasses:
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._offered = None
-        if self.is_suspended or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
         if not self.is_open:  # quantized weights are those of the last step
             self._controller.keep_weights()

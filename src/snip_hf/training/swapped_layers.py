@@ -56,10 +56,10 @@ class SwappedLayers:
         self._config = config
         self._processes = processes
         self._kernels = kernels
-        self._keeps_weights = self._is_owned = False
+        self._keeps_weights = False
         self.counters: dict[str, float] = {}
         """Counters of the kernels at the last `log_findings`."""
-        self._mark = RunMark(self.lend)
+        self._mark = RunMark(self.unclaim)
         if self._are_driven():
             gc.collect()  # an abandoned run may hold itself in a cycle
         if self._are_driven():
@@ -67,36 +67,28 @@ class SwappedLayers:
                 "Another SnipController drives this model, expected one at a time: call its close(), or "
                 "restore_model(model) if it is out of reach."
             )
-        self._take(mixed_precision, log)
+        swap(model, config, processes.pipeline)
+        self.all = snip_linears(model)
+        """Name -> layer."""
+        use_backend(self.present, kernels, processes.data, mixed_precision, config, log)
+        self._states = PackedStates(self.present)
+        self._is_owned = True
 
     def _are_driven(self) -> bool:
         return any(isinstance(mark.driver, SwappedLayers) for mark in marks_on(self._model))
 
     def claim(self) -> None:
-        """Refuses the layers to other runs until `lend` or `release`, or until this run is garbage."""
+        """Refuses the layers to other runs until `unclaim` or `release`, or until this run is garbage."""
         self._mark.put_on(self._marked)
 
-    def lend(self) -> None:
-        """Leaves the layers to another run, until `retake`."""
+    def unclaim(self) -> None:
+        """Leaves the layers to other runs."""
         self._mark.remove(self._marked)
 
     @property
     def _marked(self) -> nn.Module:
         """The module with the run's mark: the model, or the first part that this process holds."""
         return (parts_of(self._model) or [self._model])[0]
-
-    def _take(self, mixed_precision: str | None, log: logging.Logger) -> None:
-        swap(self._model, self._config, self._processes.pipeline)
-        self.all = snip_linears(self._model)
-        """Name -> layer."""
-        use_backend(self.present, self._kernels, self._processes.data, mixed_precision, self._config, log)
-        self._states = PackedStates(self.present)
-        self._is_owned = True
-
-    def retake(self, log: logging.Logger) -> None:
-        """Takes the layers back after another run has trained them."""
-        self._take(None, log)
-        self.claim()
 
     @property
     def present(self) -> dict[str, SnipLayer]:
@@ -165,7 +157,7 @@ class SwappedLayers:
 
     def release(self) -> None:
         """Gives the layers up: they compute plainly, and the kernels keep nothing of them."""
-        self.lend()
+        self.unclaim()
         if not self._is_owned:  # the user may have set formats since
             return
         self._is_owned = False

@@ -837,7 +837,7 @@ def test_a_layer_that_a_router_gives_other_tokens_keeps_the_rank_s_share_of_them
     plan = SamplePlan(512, 0, 0, 1, (1024, 1024))
     assert len(plan.kept(900)) == 256
     assert torch.equal(plan.kept(200), torch.arange(200))
-    assert len(plan._replace(every=(1024,) * 8).kept(900)) == 128  # never less than one run
+    assert len(plan._replace(tokens_by_rank=(1024,) * 8).kept(900)) == 128  # never less than one run
     assert torch.equal(plan._replace(probe_tokens=None).kept(900), torch.arange(900))
     # As much as one process with as many tokens: what other ranks have plays no part.
     assert torch.equal(plan.kept(900), SamplePlan(256, 0, 0, 0, (900,)).kept(900))

@@ -827,7 +827,7 @@ SIZE = "its update does not depend on the size of the gradient"
             "its step on a copy failed (RuntimeError: SparseAdam does not support dense gradients, please consider "
             "Adam instead)",
         ),
-        (lambda params: object(), "builtins.object", "it is no torch.optim.Optimizer"),
+        (lambda params: object(), "builtins.object", "it is not a torch.optim.Optimizer"),
     ],
 )
 def test_an_optimizer_that_cannot_be_differentiated_is_refused_by_name(
@@ -836,7 +836,7 @@ def test_an_optimizer_that_cannot_be_differentiated_is_refused_by_name(
     parameter = nn.Parameter(torch.ones(2, 2))
     message = (
         f"Cannot differentiate the update of {name}: {reason}. Expected an optimizer that docs/optimizers.md lists, or "
-        "one whose update of an element depends on that element's gradient alone. Use one of these (Trainer: "
+        "one whose update of an element depends on that element's gradient only. Use one of these (Trainer: "
         "optim='adamw_torch' or 'adamw_torch_fused'), or a policy that needs no probe, such as "
         "policy='layer-position'."
     )
@@ -925,7 +925,7 @@ def test_one_of_several_that_cannot_be_differentiated_is_refused_by_name() -> No
     weights, (first, _) = two()
     with pytest.raises(TypeError, match=r"^Cannot differentiate the update of torch\.optim\.rprop\.Rprop: "):
         check_optimizer([first, optim.Rprop([weights["second"]])])
-    with pytest.raises(TypeError, match=r"^Cannot differentiate the update of builtins\.str: it is no torch\.optim"):
+    with pytest.raises(TypeError, match=r"^Cannot differentiate the update of builtins\.str: it is not a torch\.optim"):
         check_optimizer([first, "adamw"])
 
 

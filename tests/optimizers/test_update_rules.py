@@ -257,7 +257,7 @@ def test_anyprecision_adamw_is_differentiated_by_its_own_steps() -> None:
         return stand_ins.AnyPrecisionAdamW(list(parameters), lr=1e-2)
 
     parameters, optimizer = trained(make, 5)
-    assert response.way(type(optimizer)) == "numerical"
+    assert response.differentiation(type(optimizer)) == "numerical"
     before, after = (real_update(make, parameters, optimizer, draw(seed)) for seed in (55, 56))
     answer = responses(optimizer, parameters)["wide"]
     got = answer.update(draw(56)["wide"]) - answer.update(draw(55)["wide"])

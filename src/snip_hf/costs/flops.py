@@ -72,7 +72,7 @@ def as_json(tokens: Tokens) -> dict[str, float | dict[str, float]]:
 def linear_flops(model: nn.Module) -> dict[str, dict[str, float]]:
     """Returns layer -> GEMM -> FLOPs per token (a multiplication and an addition count as two).
 
-    Each GEMM costs 2 * in_features * out_features per token. Where the weight is frozen there is no grad_weight, and no
+    Each GEMM costs 2 * in_features * out_features per token. A frozen weight has no grad_weight, and no
     entry for it.
     """
     flops = {}

@@ -21,7 +21,7 @@ GemmTimes = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How many times as fast as in BF16 one kind of hardware runs a GEMM in each format.
+    """The speed of one kind of hardware's GEMMs in each format, as a multiple of that in BF16.
 
     Raises:
         ValueError: a rate is not above 0.
@@ -136,6 +136,6 @@ def linear_times(flops: Work, formats: Iterable[str], rates: str | None, measure
 
 
 def speedup(layers: Iterable[str], assignment: Mapping[str, Mapping[str, str]], times: GemmTimes) -> float:
-    """Returns the time of all GEMMs of these layers in BF16, divided by their time under an assignment."""
+    """Returns the time that all GEMMs of these layers take in BF16, divided by their time under an assignment."""
     cells = [(times[layer][gemm], name) for layer in layers for gemm, name in assignment[layer].items()]
     return math.fsum(row[UNQUANTIZED.name] for row, _ in cells) / math.fsum(row[name] for row, name in cells)

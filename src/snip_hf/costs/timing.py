@@ -1,7 +1,7 @@
 """Measured time of each GEMM on this machine in each format, cached in a file, and the cost of plans by these times.
 
-Legend: T tokens of a micro-batch, I in_features, O out_features. Timed is what training runs: the quantization of the
-operands and the product (`Backend.gemm_call`), after warm-up, the median of several runs.
+Legend: T tokens of a micro-batch, I in_features, O out_features. A time covers the work of training: the quantization
+of the operands and the product (`Backend.gemm_call`). It is the median of several runs after a warm-up.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ KIND = "snip-hf GEMM times"
 _WARM_UP, _REPEATS = 3, 15
 # The first GPUs with BF16 tensor cores.
 _AMPERE = (8, 0)
-# Clock ticks (about a millisecond) for which the GPU waits before a run, so that Python has launched all of it by then:
-# what is timed is the GPU's work and not the launches, which a compiled model does not have.
+# Clock ticks (about a millisecond) for which the GPU waits before a run, so that Python has launched all of it by then.
+# The time is then that of the GPU's work without the launches, which a compiled model does not have.
 _HEAD_START = 2_000_000
 
 
@@ -102,7 +102,7 @@ class TimedGemm:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCost:
-    """How long each GEMM takes in each format, and where that was measured."""
+    """The time of each GEMM in each format, and the machine that it was measured on."""
 
     machine: Machine
     tokens: int
@@ -168,7 +168,7 @@ class CostShare:
     """The cost of one GEMM of all linears of one kind, in FLOPs and in time."""
 
     kind: str
-    """The end of their names, but for numbers, that tells them from other kinds."""
+    """The end of their names, without numbers, that distinguishes them from other kinds."""
     gemm: str
     flops: float
     """Share of the linear FLOPs, 0..1."""
@@ -334,7 +334,7 @@ def time_gemm(backend: str, device: torch.device, shape: GemmShape, format: str)
     """Returns the median seconds of one GEMM in one format: both operands' quantization and the product.
 
     On a GPU this is the GEMM's own time, from events, with operands read from memory and not from the cache: in
-    training, other layers run in between. On a CPU it is wall-clock time. The process's generators are left alone.
+    training, other layers run in between. On a CPU it is wall-clock time. The process's generators do not advance.
     """
     call = _prepared(backend, device, shape, format)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -345,7 +345,7 @@ def time_gemm(backend: str, device: torch.device, shape: GemmShape, format: str)
 
 
 def read_times(path: str | os.PathLike[str]) -> Times:
-    """Returns the times in a file that `write_times` wrote, of all machines in it; nothing if there is no file.
+    """Reads the times of all machines in a file that `write_times` wrote; returns nothing if there is no file.
 
     Raises:
         ValueError: it cannot be read, or is not exactly such a file. It may be anything, so it is not written over.

@@ -26,7 +26,7 @@ _BY_SEQUENCE = {
     "token_type_ids": (2,),
     "inputs_embeds": (3,),
 }
-# Inputs whose names end in "ids" and that are no tokens.
+# Inputs whose names end in "ids" but that hold no tokens.
 _NO_TOKENS = ("position_ids", "token_type_ids")
 LABELS = "labels"
 """The input of Hugging Face models that holds the labels."""
@@ -37,7 +37,7 @@ Compute = Callable[[nn.Module, dict[str, Any]], Tensor]
 
 
 class Labels(NamedTuple):
-    """Where a training loop keeps its labels."""
+    """The places in which a training loop keeps its labels."""
 
     names: Sequence[str] = ()
     """Inputs that may hold them if `labels` does not exist."""
@@ -50,7 +50,7 @@ LABELS_OF_LOOP = Labels()
 
 
 class _Called(BaseException):
-    """Ends a loss where it calls the model; handlers of `Exception` on the way must not catch it."""
+    """Stops the computation of a loss when it calls the model; no `except Exception` on the way catches it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.inputs = args, kwargs
@@ -66,7 +66,7 @@ class Objective:
     """Returns how many independent terms of a micro-batch the loss is a mean over; None: its tokens with a label, or
     its sequences if it has no labels."""
     can_be_cut: bool = False
-    """Whether the loss of some of the sequences is a loss of the same kind. Pairs of sequences must not be torn."""
+    """True if some of the sequences have a loss of the same kind; False if the loss compares pairs of sequences."""
 
     def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """Returns the loss of a micro-batch; `compute` may change its copy of the inputs.
@@ -138,7 +138,7 @@ def objective_of(compute_loss: Compute | None, terms: int | None = None) -> Obje
 
 
 class BatchCounts(NamedTuple):
-    """How many tokens a batch has, and how many of them have a label (`Batch.labelled`)."""
+    """The number of tokens in a batch, and of those with a label (`Batch.labelled`)."""
 
     tokens: int
     labelled: int
@@ -197,9 +197,9 @@ class Batch:
         return cls(kept, RandomState.now(), objective=objective, seen=seen, label_name=label_name)
 
     def part(self, tokens: int | None) -> Batch:
-        """Returns as many sequences as hold at most so many tokens, at least one; None: all of them.
+        """Returns a part of the batch: whole sequences with at most so many tokens, at least one; None: all of them.
 
-        They are spread evenly over the micro-batch, so that the parts of several ranks are together the part that one
+        They are spread evenly over the micro-batch, so that the parts of several ranks together are the part that one
         process with all their sequences would take. Packed sequences in a single row are chosen alike, up to the last
         of them that fits. A single sequence stays whole: a piece of it would be another text with other positions. The
         whole micro-batch is returned, and the log says why, if an input may belong to several sequences at once, if the
@@ -293,15 +293,15 @@ class Batch:
 
     @property
     def is_likelihood(self) -> bool:
-        """Whether the loss is a mean over labelled tokens, of minus the logarithms of their probabilities.
+        """True if the loss is the mean negative log-likelihood of the labelled tokens.
 
-        Any other loss may be 0 or negative, so its rise is not taken relative to it.
+        Any other loss may be 0 or negative, so its rise is not divided by it.
         """
         return self._labels is not None and (self.objective is None or self.objective.terms is None)
 
     @property
     def labelled(self) -> int:
-        """N: the number of terms that the loss is a mean over; tokens with a label, unless an objective has terms."""
+        """N: the number of terms that the loss is a mean over: labelled tokens, unless an objective counts terms."""
         if self.objective is not None and self.objective.terms is not None:
             return self.objective.terms(self.kwargs)
         if self._labels is None:
@@ -374,7 +374,7 @@ def _is_by_sequence(name: str, value: Any, sequences: int) -> bool:
 
 
 def _is_shared(value: Any) -> bool:
-    """Returns True for an input that is no list of anything: the same for all sequences."""
+    """Returns True for a scalar input, which all sequences share."""
     return (
         value.dim() == 0 if isinstance(value, Tensor) else value is None or isinstance(value, bool | int | float | str)
     )

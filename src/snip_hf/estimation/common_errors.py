@@ -1,4 +1,4 @@
-"""Sums over what the rounding errors of different tokens have in common across channels.
+"""The part of a sum of squares that rounding errors share across tokens and channels.
 
 Legend: n sampled tokens in R pieces of L, C channels; e (n, C) the errors of an operand, m (n, C) their factors, such
 as Gdot W for errors of X.
@@ -9,8 +9,8 @@ then do not cancel:
 
     sum over t != s and i != j of <m_ti m_sj> e_ti e_sj          <.>: the mean over random directions
 
-One direction alone is a poor estimate of this sum. So the mean is approximated by a product of what tokens share and
-what channels share:
+A single direction estimates this sum poorly. So the mean is approximated by a product of two factors, one for the
+tokens and one for the channels:
 
     <m_ti m_sj> = (m_t . m_s) (m^T m)_ij / |m|^2
 
@@ -29,7 +29,7 @@ from .products import rough_product, roughly
 
 
 def prepared(factors: Tensor) -> ByChannels | ByTokens:
-    """Returns the factors `factors` (R, L, C), prepared for the errors of any number of formats."""
+    """Prepares factors (R, L, C), FP32, for the errors of any number of formats; shorter pieces end in zeros."""
     tokens, channels = factors.shape[0] * factors.shape[1], factors.shape[2]
     # Both give the same sums; one multiplies (C, C), the other (n, n) matrices.
     return ByChannels(factors) if channels < tokens else ByTokens(factors)
@@ -42,10 +42,10 @@ class _Factors(ABC):
         self.factors = factors
 
     def across_channels(self, errors: Tensor, found_in_channel: Tensor | None = None) -> Tensor:
-        """As the function of this name.
+        """Returns the sum above over pairs of tokens of the same piece, and over all pairs, (2,).
 
         Args:
-            errors: the errors, (R, L, C).
+            errors: (R, L, C), laid out as the factors.
             found_in_channel: the exact sum over i = j, if it is known.
         """
         every, in_channel = self.product_form(errors)

@@ -1,4 +1,4 @@
-"""The coverage of a plan: which share of a model's matrix products it can decide on, and what is left and why.
+"""The coverage of a plan: the share of a model's matrix products that it can decide on, and the reasons for the rest.
 
 The FLOPs of one forward pass under gradients are counted by the weight that each product multiplies with. Gradients
 tell how many GEMMs a product takes in training: one forward, and one more for each operand that needs a gradient. A
@@ -60,7 +60,7 @@ _OTHER = "other products without a weight (masks, tables)"
 
 
 Formula = Callable[[Sequence[Any], Tensor], int]
-"""Takes all of an operator's arguments, and its result; returns the FLOPs of that one product."""
+"""(All arguments of an operator, its result) -> the FLOPs of that product."""
 
 # Nodes of autograd's graph: what they return are activations, or rows of a matrix.
 _PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Convolution", "Embedding", "NativeLayerNorm", "ScaledDotProduct")
@@ -85,15 +85,15 @@ class Coverage:
     """The matrix products of one micro-batch, and those that a plan can decide on."""
 
     flops: float
-    """FLOPs of a forward and a backward pass: those of all matrix products with a weight, by the tokens that it saw.
-    Each product counts as forward, as grad_input if its input needs a gradient, and as grad_weight if the weight is
-    trained. The output head and products without a weight are aside."""
+    """FLOPs of all matrix products with a weight in a forward and a backward pass, by the tokens that it saw. Each
+    product counts as forward, as grad_input if its input needs a gradient, and as grad_weight if the weight is trained.
+    The output head and products without a weight are in `aside`."""
     covered: float
     """The FLOPs that a plan decides on."""
     uncovered: list[Uncovered]
     """The others, the largest share first."""
     aside: dict[str, float] = field(default_factory=dict)
-    """Products that are left out of the share, by kind -> their FLOPs, counted likewise."""
+    """Kind of products that are no part of `flops`, so that they do not lower the share -> their FLOPs."""
 
     @property
     def share(self) -> float:
@@ -178,7 +178,7 @@ def coverage(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | No
             converted.
 
     Raises:
-        TypeError: the batch is no mapping of names to values, or the configuration no `SnipConfig`.
+        TypeError: the batch is not a mapping of names to values, or the configuration not a `SnipConfig`.
         ValueError: the model is already quantized by another method, or a name in `skip_modules` or `include_modules`
             matches nothing, as `convert_model` says.
     """
@@ -199,7 +199,7 @@ def coverage(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | No
 def count_pass(
     model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | None = None, autocast: torch.dtype | None = None
 ) -> PassCounts:
-    """As `coverage`, for a model without wrappers, with the tokens of each swapped layer.
+    """Counts the FLOPs of a model without wrappers, as `coverage` does, and the tokens of each swapped layer.
 
     Runs forward only, under gradients, and keeps nothing for a backward pass. Collective if weights are sharded.
 
@@ -342,7 +342,7 @@ def _output(layer: SnipLayer, x: Tensor, dispatch: Dispatch | None) -> Tensor:
 
 
 class Call(NamedTuple):
-    """A module that runs, and the weight of products in it whose operands do not tell."""
+    """A running module, and the weight that its products belong to if their operands do not show one."""
 
     name: str
     module: nn.Module
@@ -351,7 +351,7 @@ class Call(NamedTuple):
     weight: str | None
     """Name of the parameter, if the module is a linear, or holds frozen matrices and no layers."""
     is_fixed: bool
-    """Whether the weights are matrices of the module that are no parameters, or an adapter's."""
+    """True if its weights are matrices that are not parameters, or an adapter's."""
 
 
 class FlopsByWeight(TorchDispatchMode):
@@ -479,15 +479,15 @@ def calls_of(model: nn.Module) -> list[Call]:
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    """Returns True if a module holds a matrix that is no parameter, as a buffer or a plain attribute."""
+    """Returns True if a module holds a matrix as a buffer or a plain attribute instead of a parameter."""
     held = (*module._buffers.values(), *(value for value in vars(module).values() if type(value) is Tensor))
     return any(one is not None and one.is_floating_point() and sum(n > 1 for n in one.shape) > 1 for one in held)
 
 
 def needs_gradient(tensor: Tensor) -> bool:
-    """Returns True if a gradient flows back to a tensor, also where that cannot be told.
+    """Returns True if a gradient flows back to a tensor, or if that is unknown.
 
-    A part of the pass without gradients does not tell, such as one that is recomputed for its backward pass (reentrant
+    It is unknown in a part of the pass that runs without gradients because its backward pass recomputes it (reentrant
     gradient checkpointing).
     """
     return tensor.requires_grad or not torch.is_grad_enabled()

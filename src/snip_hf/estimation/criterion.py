@@ -30,8 +30,8 @@ class LayerCriterion:
     """
 
     along_noise: ClassVar[bool] = False
-    """Whether the probe moves all weights, also frozen ones, along random noise z itself. The derivatives then do not
-    depend on the optimizer, and `trace_of` gets them."""
+    """True if the probe moves all weights, including frozen ones, along random noise z itself. The derivatives then do
+    not depend on the optimizer, and `trace_of` gets them."""
     noise: ClassVar[float | None] = None
     """Relative size of the noise that the probe's passes add instead of moving weights (`noise.Noise`). The criterion
     then computes both divergences itself, and `trace_of` gets the changes by noise, without directions."""

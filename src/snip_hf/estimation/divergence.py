@@ -74,12 +74,12 @@ def estimate_divergence(
     config = config or SnipConfig(probe_tokens=None, probe_batch_tokens=None)
     with converted(model, config) as layers:
         captured = Batch.of(batch, objective_of(compute_loss, terms))
-        counted = compared_parameters(model, layers, trained_by(optimizer))
+        compared = compared_parameters(model, layers, trained_by(optimizer))
         POLICIES[config.policy].criterion.check_layers(layers, trained_by(optimizer))
-        answers = responses(optimizer, counted.parameters)
-        _, gradients = gradients_of(model, captured, layers, counted.others)
+        answers = responses(optimizer, compared.parameters)
+        _, gradients = gradients_of(model, captured, layers, compared.others)
         part = captured.part(config.probe_batch_tokens)
-        return divergences_at(model, part, OptimizerStep(gradients, answers, others=counted.others), config)
+        return divergences_at(model, part, OptimizerStep(gradients, answers, others=compared.others), config)
 
 
 def divergences_at(
@@ -146,7 +146,7 @@ class _Estimate:
     def table(self) -> DivergenceTable:
         """Returns the table, the same on all ranks."""
         processes, found = self._processes, None
-        # A loss of the user's may gather over the ranks.
+        # The user's loss may communicate between ranks.
         gathers = self._batch.objective is not None
         with self._attempt, failing_together(processes.everyone) if gathers else nullcontext():
             found = self._probe()
@@ -189,7 +189,7 @@ class _Estimate:
         return ties_of(groups, layers)
 
     def _warn_others_wait(self) -> None:
-        """Logs at once what failed on this rank, if the others may wait longer for its shards than to agree."""
+        """Logs this rank's failure at once if the others may wait for its shards before they can agree."""
         everyone = self._processes.everyone
         if everyone.size > 1 and any(is_sharded(layer.weight) for layer in self._layers.values()):
             assert self._attempt.error is not None
@@ -204,14 +204,14 @@ class _Estimate:
     def _probe(self) -> tuple[RelativeUpdates, Probe]:
         updates = RelativeUpdates.of(self._optimizer_step, self._layers)
         along_noise, moves = self._criterion.along_noise, self._settings.noise is None
-        pullbacks = dict.fromkeys(self._layers, _same) if along_noise else updates.pullbacks()
+        pullbacks = dict.fromkeys(self._layers, _identity) if along_noise else updates.pullbacks()
         pullbacks = pullbacks if moves else {}
         settings = replace(self._settings, savings=self._savings(self._settings.probes if pullbacks else 0))
         others = self._optimizer_step.others if moves and not along_noise else None
         return updates, run_probe(self._model, self._batch, pullbacks, settings, self._processes, self._tokens, others)
 
     def _savings(self, probes: int) -> Savings:
-        """Returns what the passes compute twice; the same on all ranks, which may gather weights for it together."""
+        """Returns the parts that passes compute twice; equal on all ranks, which may gather weights for them."""
         config, layers, tokens = self._config, self._layers, max(self._tokens)
         if self._processes.run is not None:  # which may cut backward passes in ways of its own
             return NO_SAVINGS
@@ -382,7 +382,7 @@ def _root(square: float) -> float:
     return math.sqrt(square) if square > 0 or math.isnan(square) else 0.0
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 

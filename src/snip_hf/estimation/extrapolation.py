@@ -41,7 +41,7 @@ class BatchSizes(NamedTuple):
 
     @classmethod
     def complete(cls, tokens: int, labelled: int) -> BatchSizes:
-        """Of a whole micro-batch."""
+        """Returns the sizes of a whole micro-batch."""
         return cls(tokens, labelled, tokens, labelled)
 
     @property
@@ -51,7 +51,7 @@ class BatchSizes(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The numbers that sums over a sample are extrapolated by."""
+    """The factors that extrapolate sums over a sample."""
 
     token_ratio: float
     """T / n"""

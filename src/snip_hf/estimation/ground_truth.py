@@ -45,7 +45,7 @@ def measure_divergence(
     fixed_routing: bool = False,
     compute_loss: Compute | None = None,
 ) -> DivergenceTable:
-    """Measures the divergences of every layer, GEMM and format, each quantized alone, on one batch.
+    """Measures the divergences of every layer, GEMM and format, quantizing one at a time, on one batch.
 
     The loss divergence is the measured relative rise of the loss, of either sign. "token-fisher" estimates it;
     the default, "saliency", does not.
@@ -81,7 +81,7 @@ def measure_divergence(
             for name, fmt, gemm in cells:
                 chosen = tuple(flops[name]) if gemm == LAYER else (gemm,)
                 count = draws if FORMATS[fmt].is_random else 1
-                rise, weight = measurement.damage({name: dict.fromkeys(chosen, fmt)}, count)
+                rise, weight = measurement.divergences({name: dict.fromkeys(chosen, fmt)}, count)
                 rows.append(Divergence(name, gemm, fmt, rise, weight, sum(flops[name][g] for g in chosen)))
                 tell()
         return DivergenceTable(measurement.loss, tuple(rows))
@@ -106,7 +106,7 @@ def measure_assignment(
     """
     config = config or SnipConfig(probe_tokens=None)
     with _Measurement.of(model, Batch.of(batch), optimizer, config) as measurement:
-        return [measurement.damage(assignment, draws) for assignment in assignments]
+        return [measurement.divergences(assignment, draws) for assignment in assignments]
 
 
 def measure_loss(
@@ -145,7 +145,7 @@ def measure_loss(
 
 
 class _Measurement:
-    """The updates in high precision that those of every quantized pass are compared with."""
+    """The updates in high precision, with which those of every quantized pass are compared."""
 
     def __init__(
         self,
@@ -158,15 +158,15 @@ class _Measurement:
     ) -> None:
         self._routing = routing
         self._model, self._batch, self._config, self.layers = model, batch, config, layers
-        counted = compared_parameters(model, layers, trained_by(optimizer))
-        self._answers: dict[str, Response] = responses(optimizer, counted.parameters)
-        self._others = counted.others
+        compared = compared_parameters(model, layers, trained_by(optimizer))
+        self._responses: dict[str, Response] = responses(optimizer, compared.parameters)
+        self._others = compared.others
         self.loss, base = self._gradients()
         self._base = {}
         counts = {id(gradient): name for name, gradient in base.items()}  # groups of experts share one
-        for name in (name for name in self._answers if name in base and counts[id(base[name])] == name):
-            update, meaningful = self._answers[name].update(base[name]), self._answers[name].meaningful(base[name])
-            size = counted.weights[name].detach().to(torch.float32) if counted.others is None else update
+        for name in (name for name in self._responses if name in base and counts[id(base[name])] == name):
+            update, meaningful = self._responses[name].update(base[name]), self._responses[name].meaningful(base[name])
+            size = compared.weights[name].detach().to(torch.float32) if compared.others is None else update
             norm = size.square().sum().sqrt()
             if norm != 0:  # as in `divergences_at`
                 self._base[name] = update, meaningful / norm
@@ -185,7 +185,7 @@ class _Measurement:
         with nullcontext() if self._routing is None else self._routing.one_pass(self._model):
             return gradients_of(self._model, self._batch, self.layers, self._others)
 
-    def damage(self, assignment: Assignment, draws: int) -> tuple[float, float]:
+    def divergences(self, assignment: Assignment, draws: int) -> tuple[float, float]:
         """Returns the rise of the loss and the weight divergence (root mean square over the draws).
 
         The rise is relative to the loss if that is a mean over tokens with a label (`Batch.is_likelihood`).
@@ -206,7 +206,7 @@ class _Measurement:
         total = 0.0
         for name, (update, meaningful_by_norm) in self._base.items():
             if name in gradients:  # an expert without tokens takes no part in a pass
-                moved = (self._answers[name].update(gradients[name]) - update) * meaningful_by_norm
+                moved = (self._responses[name].update(gradients[name]) - update) * meaningful_by_norm
                 total += float(moved.square().sum())
         return total
 

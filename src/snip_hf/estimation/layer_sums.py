@@ -1,4 +1,4 @@
-"""The sums that tell what a format does to one layer, over the tokens that the probe sampled there.
+"""The sums over one layer's sampled tokens from which the divergences of each format follow.
 
 Legend: T tokens that the layer saw, N tokens with a label in the batch that was run, E matrices of the layer, n sampled
 rows, sorted by matrix, I in_features, O out_features. X (n, I), G (n, O) and W_e (O, I) are the layer's input, output
@@ -62,9 +62,9 @@ _LEAST_ROWS = 32
 
 Result = TypeVar("Result")
 Pushforward = Callable[[Tensor], Tensor] | Sequence[Tensor]
-"""How a change of the gradient changes the optimizer's update, relative to |W|: the factors of each matrix's elements,
-(O, I), or a function of the changes of all matrices, (E, O, I), or (O, I) of one. An `UpdateChange` is linear to first
-order only; other functions are linear."""
+"""The change of the optimizer's update that a change of the gradient causes, relative to |W|: the factors of each
+matrix's elements, (O, I), or a function of the changes of all matrices, (E, O, I), or (O, I) of one. An `UpdateChange`
+is linear to first order only; other functions are linear."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class LayerSums:
         self._sample, self._pushforward, self._formats = sample, pushforward, list(formats)
         self._shape, self._probes = self.matrices[0].shape, len(sample.x_dot)
         count = self.x.shape[0]
-        self._tokens = _SingleRows(count, self._pieces(count)) if sample.rows is None else self._token_rows(sample.rows)
+        self._tokens = _DenseRows(count, self._pieces(count)) if sample.rows is None else self._routed_rows(sample.rows)
         # A part of a micro-batch, with a mean loss of its own, is to the step what one of more micro-batches is.
         batches = micro_batches * self.batch.parts
         self.sizes = Sizes(sample.tokens / max(1, count), sample.scale, self._tokens.pieces, batches)
@@ -137,8 +137,8 @@ class LayerSums:
         # (Probe, format) -> what `Sizes.of_pieces` takes, for eW in forward, in grad_input and in both, (3, 2).
         self._on_weight = self._weight_terms() if sample.rows is None else self._terms_of_several()
 
-    def _token_rows(self, rows: Rows) -> _TokenRows:
-        return _TokenRows(rows, len(self.matrices), self._pieces(rows.tokens))
+    def _routed_rows(self, rows: Rows) -> _RoutedRows:
+        return _RoutedRows(rows, len(self.matrices), self._pieces(rows.tokens))
 
     def _pieces(self, tokens: int) -> int:
         """Returns the number of pieces, R; fewer for several matrices, whose products repeat for each piece."""
@@ -226,10 +226,10 @@ class LayerSums:
         return g_w, met[: self._probes], met[self._probes :]
 
     def _weight_terms(self) -> dict[tuple[int, str], Tensor]:
-        """Returns what eW of a single matrix does along each probe's direction.
+        """Returns the sums of eW times its factors along each probe's direction, for a layer of one matrix.
 
-        In forward it is multiplied by Gdot^T X, in grad_input by G^T Xdot. These add before the square, since the
-        weight's error is the same for all tokens.
+        The factor is Gdot^T X in forward and G^T Xdot in grad_input. These add before the square, since the weight's
+        error is the same for all tokens.
         """
         # eW^2 if one quantized weight serves both GEMMs; else eW^2 of forward, that of grad_input, and the product of
         # both errors.
@@ -254,7 +254,7 @@ class LayerSums:
         return terms
 
     def _terms_of_several(self) -> dict[tuple[int, str], Tensor]:
-        """As `_weight_terms`, of several matrices, whose errors add before the square. Rounds one matrix at a time."""
+        """Does as `_weight_terms` for several matrices, whose errors add before the square; rounds one at a time."""
         shape, probes = (self.sizes.pieces, *self._shape), range(self._probes)
         met = {(probe, name): [self.x.new_zeros(shape) for _ in "fg"] for probe in probes for name in self._formats}
         self._weight_squares = {name: self.x.new_zeros(2) for name in self._formats}
@@ -309,7 +309,7 @@ class LayerSums:
 
     @cached_property
     def _gdot_w_prepared(self) -> list[ByChannels | ByTokens]:
-        """What eX is multiplied by along each probe's direction, prepared for all formats."""
+        """Gdot W along each probe's direction, prepared for the errors of all formats."""
         if self._has_equal_rows:
             return [prepared(self._tokens.by_piece(self._tokens.sums(factors))) for factors in self._gdot_w]
         return [prepared(self._tokens.rows_by_piece(factors)) for factors in self._gdot_w]
@@ -322,7 +322,7 @@ class LayerSums:
 
     @cached_property
     def _has_equal_rows(self) -> bool:
-        """Whether all rows of a token have the same X."""
+        """True if all rows of a token have the same X."""
         return self._sample.rows is None or torch.equal(self._tokens.first(self.x)[self._sample.rows.token], self.x)
 
     def _errors_times(
@@ -342,7 +342,7 @@ class LayerSums:
         return MetErrors(error, [products, products.sum(1), channels, channels.sum(0)])
 
     def _update_sums(self, name: str, key: int | None) -> Tensor:
-        """Returns what `Sizes.of_pieces` takes, for J (Q(G)^T Q(X) - G^T X); it needs no derivative of the model.
+        """Returns the sums of J (Q(G)^T Q(X) - G^T X) for `Sizes.of_pieces`; they need no derivative of the model.
 
         Updates of different matrices add as squares.
         """
@@ -376,7 +376,7 @@ class LayerSums:
         return _joined(g - exact_g, exact_g, lengths), _joined(x, x - exact_x, lengths)
 
     def _function_sums(self, push: Callable[[Tensor], Tensor], operands: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """As `_update_sums`, for a function of whole changes; holds those of all matrices in some pieces at once."""
+        """Does as `_update_sums` for a function of whole changes; holds all matrices of a few pieces at a time."""
         own: list[Tensor] = []
         totals: list[Tensor] = []
         at_once = max(1, AT_ONCE // max(1, self._shape.numel() * len(self.matrices)))
@@ -503,7 +503,7 @@ class LayerSums:
                 yield index, own, LayerSums(own.without_dots(), matrix, None, 1, self.batch, formats=self._formats)
 
 
-class _SingleRows:
+class _DenseRows:
     """Rows of a layer of one matrix: each is a token.
 
     Args:
@@ -529,7 +529,7 @@ class _SingleRows:
         return self.by_piece(rows)
 
 
-class _TokenRows(_SingleRows):
+class _RoutedRows(_DenseRows):
     """Rows of a layer of several matrices: a token has a row in each matrix that it is sent to.
 
     Args:
@@ -592,7 +592,7 @@ def _own_and_total(parts: Tensor) -> Tensor:
 
 
 def _of_two_errors(found: Tensor) -> Tensor:
-    """Returns what an error eW in forward and another one eW' in grad_input do, from `error_squares` of eW^2, eW'^2
+    """Returns the sums for an error eW in forward and another, eW', in grad_input, from `error_squares` of eW^2, eW'^2
     and eW eW'."""
     forward, grad_input, (of_first, of_second, of_both) = found
     # (a eW + b eW')^2 = a^2 eW^2 + b^2 eW'^2 + 2 a b eW eW', and 2 a b = (a + b)^2 - a^2 - b^2.

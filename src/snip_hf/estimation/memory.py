@@ -1,4 +1,4 @@
-"""The memory of a probe: what it holds, and what its passes compute twice so that they hold less.
+"""The memory of a probe, and the parts that its passes compute twice to stay within a bound.
 
 A pass in FP32 holds the activations of every block and a moved FP32 copy of every swapped weight. A block that is
 recomputed (activation checkpointing) holds its input only; if all blocks are, their moved weights can be made again
@@ -42,10 +42,10 @@ _PER_WORD = 12
 
 @dataclass(frozen=True)
 class Savings:
-    """What the passes of a probe compute twice in order to hold less."""
+    """The parts that the passes of a probe compute twice to save memory."""
 
     recomputed: tuple[str, ...] = ()
-    """Blocks, by their names in plans, whose activations are recomputed in the backward pass."""
+    """Blocks (named as in plans) whose activations are recomputed in the backward pass."""
     remade: frozenset[str] = frozenset()
     """Layers whose moved weights are made again, if that can be done (`moved_weights.can_be_remade`)."""
 
@@ -93,7 +93,7 @@ def step_memory(model: nn.Module, layers: Mapping[str, SnipLayer], tokens: int, 
 def find_savings(
     model: nn.Module, layers: Mapping[str, SnipLayer], remakeable: Collection[str], bound: float, sizes: PassSizes
 ) -> Savings:
-    """Returns what a probe has to compute twice to stay within `bound` bytes, or to come as near as it can.
+    """Returns the parts to compute twice so that a probe stays within `bound` bytes, or comes as near as it can.
 
     The first blocks are recomputed, as few as are needed: their backward passes come last, when the activations of all
     others are gone.
@@ -119,7 +119,7 @@ def find_savings(
     most = 0 if recomputes_already(model) else len(members)
 
     def peak(recomputed: int) -> float:
-        """Returns what is held when the loss is computed, or when the first block's backward pass runs."""
+        """Returns the larger number of bytes held: at the loss, or in the first block's backward pass."""
         count = recomputed if most else len(members)
         at_loss = sides * samples + sum(activations[count:]) + logits
         # Half as much again for the gradients within a block.

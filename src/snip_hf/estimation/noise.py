@@ -27,7 +27,7 @@ class Noise:
     of N is `relative` times that of the tensor that it is added to, in each call of the layer.
 
     The numbers are a function of the draw, the data rank and the layer's name, so a resumed run and a recomputed block
-    repeat them, and torch's own generators are left alone. A layer that is called twice in a pass with inputs of one
+    repeat them, and torch's own generators do not advance. A layer that is called twice in a pass with inputs of one
     shape adds the same numbers twice.
     """
 

@@ -49,7 +49,7 @@ Pushforward = UpdateChange | Tensor
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What a probe needs of the optimizer step that is about to be taken."""
+    """The optimizer step that is about to be taken, as a probe needs it."""
 
     gradients: Mapping[str, Tensor]
     """Layer, or name of another compared parameter -> the gradient that the optimizer is about to use,
@@ -70,7 +70,7 @@ class RelativeUpdates:
 
     step: OptimizerStep
     norms: Mapping[str, float]
-    """Name -> |W|, or the norm of the update, of what the step moves."""
+    """Parameter that the step moves -> |W|, or the norm of its update."""
     of_several: frozenset[str] = frozenset()
     """Layers of several matrices."""
 
@@ -191,9 +191,8 @@ class ComparedParameters:
     """The parameters whose next updates the weight divergence compares, by name.
 
     If the optimizer trains every swapped weight, these are the swapped weights, and each change is relative to the
-    weight. If it leaves some of them alone, as under adapters, they are all parameters that it trains, and each change
-    is relative to the next update of that parameter (docs/method.md, section 3). Swapped weights have their layers'
-    names.
+    weight. Otherwise, as under adapters, they are all parameters that it trains, and each change is relative to the
+    next update of that parameter (docs/method.md, section 3). Swapped weights have their layers' names.
     """
 
     weights: Mapping[str, Tensor]
@@ -230,7 +229,7 @@ def compared_parameters(
 def trained_beside(
     model: nn.Module, layers: Mapping[str, SnipLayer], is_trained: Callable[[Tensor], bool]
 ) -> dict[str, Tensor]:
-    """Returns the trained parameters beside the swapped weights, by their names in the bare model."""
+    """Returns name in the bare model -> each trained parameter beside the swapped weights."""
     swapped = {id(layer.weight) for layer in layers.values()}
     return {
         plain_name(name): parameter
@@ -250,7 +249,7 @@ def without_loss_scale(
     data: Ranks,
     attempt: Attempt,
 ) -> float:
-    """Returns the factor of clipping alone, also if a loss scale was divided out at the same time.
+    """Returns the factor of clipping only, even if a loss scale was divided out at the same time.
 
     Compares the gradient of the last layer with that of the probed loss: the optimizer must use its gradients, and not
     those of a multiple of it. Collective.

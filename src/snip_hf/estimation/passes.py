@@ -76,7 +76,8 @@ def traceless(model: nn.Module, has_been_through_hooks: bool = True) -> Iterator
 
     Args:
         model: without wrappers.
-        has_been_through_hooks: whether the inputs were captured by SNIP's hook, after the model's hooks before it.
+        has_been_through_hooks: whether the inputs are those that SNIP's hook captured, which the hooks before it have
+            already changed.
     """
     with _for_all_threads(), _everything_kept(model), without_sharding_hooks(model):
         _remove_own_hooks(model, has_been_through_hooks)
@@ -116,7 +117,7 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
             copy = copy.to(dtype, copy=id(parameter) in written).requires_grad_(id(parameter) not in frozen)
         stand_ins[id(parameter)] = copy
     for parameter in changed_by_adapters(model):
-        # torch's parametrization asks for a parameter, and writes it to itself: of a version counter of its own.
+        # torch's parametrization asks for a parameter and writes it to itself, so this one has its own version counter.
         used = stand_ins[id(parameter)]
         stand_ins[id(parameter)] = nn.Parameter(used.data, used.requires_grad)
     for buffer in model.buffers():
@@ -161,8 +162,7 @@ def run_forward(model: nn.Module, batch: Batch) -> float:
 
 @contextmanager
 def _everything_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards restores the attributes of every module, with parameters, buffers and hooks, and the state of
-    generators among them.
+    """Restores the attributes of every module afterwards: parameters, buffers, hooks and the state of generators.
 
     Raises:
         RuntimeError: a parameter of the model itself, and not its stand-in, was written to.
@@ -247,7 +247,7 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
 
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Keeps a model from caching keys and values, to which a recomputed block would add its own twice."""
+    """Stops a model from caching keys and values: a recomputed block would add its own a second time."""
     config: Any = getattr(model, "config", None)
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
     caching: list[Any] = [one for one in (config, text) if getattr(one, "use_cache", False)]
@@ -268,7 +268,7 @@ def recomputes_already(model: nn.Module) -> bool:
 
 @contextmanager
 def recomputing(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
-    """Makes blocks of the model, by their names in plans, recompute their activations in the backward pass.
+    """Makes blocks of the model (named as in plans) recompute their activations in the backward pass.
 
     The random generators start the second forward pass as they started the first, so the numbers are the same bits.
     """
@@ -295,7 +295,7 @@ def _recomputed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def call(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
-    """Returns the model's output, with its own hooks, but without the changes of wrappers; use inside `traceless`."""
+    """Calls the model with its own hooks but without its wrappers; use inside `traceless`."""
     _unwrap_forward(model)
     # With the model's own hooks, but without `model.compile()`.
     return model._call_impl(**kwargs)

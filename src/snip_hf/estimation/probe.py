@@ -41,10 +41,10 @@ logger = logging.getLogger(__name__)
 
 # |eps * d| / |W| over all swapped weights: small enough for first order, large enough for FP32 (section 3 there).
 RELATIVE_STEP = 1e-3
-# If other parameters move, the step is found by its effect. The first step is this times `relative_step`, per element.
+# If other parameters move too, the step is found by trial. The first one is this times `relative_step`, per element.
 _FIRST_STEP = 10.0
-# If it changes the X and G of layers by less than the first or by more than the last of these, in units of
-# `relative_step`, another step is taken, which aims at the second.
+# A step that changes X and G of the layers by less than the first or more than the last of these, in units of
+# `relative_step`, is replaced by one that aims at the second.
 _LEAST_CHANGE, _WANTED_CHANGE, _MOST_CHANGE = 0.5, 2.0, 10.0
 
 
@@ -62,13 +62,13 @@ class ProbeSettings:
     relative_step: float = RELATIVE_STEP
     """|eps * d| / |W| over all swapped weights."""
     whole_amax: bool = False
-    """Whether to measure the largest magnitudes over all tokens, for scales of whole tensors."""
+    """True to measure the largest magnitudes over all tokens, for scales of whole tensors."""
     noise: float | None = None
     """Relative size of noise (`noise.Noise`). With noise no weight moves: a probe is one pass with noise on the
     inputs of all layers and one with noise on their output gradients. Their differences from a pass without noise,
     divided by this size, take the place of the derivatives, in this order."""
     savings: Savings = NO_SAVINGS
-    """What the passes compute twice in order to hold less; it changes no number."""
+    """The parts that passes compute twice to save memory; they change no number."""
 
     @property
     def draws(self) -> list[Draw]:
@@ -133,7 +133,7 @@ def _samples(
     pullbacks: Mapping[str, Callable[[Tensor], Tensor]],
     others: Mapping[str, Tensor] | None,
 ) -> dict[str, LayerSample]:
-    """Runs the passes and returns a sample of each layer."""
+    """Runs the passes and samples every layer."""
     samples: dict[str, LayerSample] = {}
     if not draws:
         recorder = passes.record()

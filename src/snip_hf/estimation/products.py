@@ -3,7 +3,7 @@
 FP32 products run beside the tensor cores, more than ten times slower than BF16 ones. To 16 bits an FP32 number is the
 sum of two BF16 numbers, high + low, and so
 
-    left right = high high + high low + low high        (low low is of the size of what the two numbers leave out)
+    left right = high high + high low + low high        (low low is as small as the bits that the two parts leave out)
 
 which is one BF16 product three times as long, summed in FP32, with errors of about 2^-17 of its terms. A probe looks
 for differences of some 2^-10 of them (docs/method.md, section 3); one BF16 product errs by 2^-9, one TF32 product by
@@ -41,7 +41,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def rough_product(left: Tensor, right: Tensor, is_narrow: bool = False) -> Tensor:
-    """As `product`, but with one BF16 product where that takes three, with errors of 2^-9 of its terms.
+    """Returns left @ right as `product` does, but from one BF16 product, not three, with errors of 2^-9 of its terms.
 
     Use where only sums of squares matter: independent rounding errors average out.
 

@@ -83,7 +83,7 @@ class LayerSample:
 
     @property
     def is_part(self) -> bool:
-        """Whether the layer saw more tokens than were sampled."""
+        """True if the layer saw more tokens than were sampled."""
         return self.x.shape[0] < self.tokens
 
     @property
@@ -99,7 +99,7 @@ class LayerSample:
 
 
 def read(figures: Sequence[Tensor]) -> list[float]:
-    """Returns tensors of one element as numbers; waits for the device once."""
+    """Reads tensors of one element as numbers; waits for the device once."""
     if not figures:
         return []
     together: list[float] = torch.stack([figure.to(figures[0].device) for figure in figures]).tolist()
@@ -173,16 +173,16 @@ class Record(NamedTuple):
 
 
 class SamplePlan(NamedTuple):
-    """The tokens that ranks keep of a layer: all, or runs of 128 consecutive ones, spread over all tokens."""
+    """Chooses the tokens of a layer that ranks keep: all, or runs of 128 consecutive ones, spread over all tokens."""
 
     probe_tokens: int | None
     seed: int
     step: int
     rank: int
-    every: tuple[int, ...]
+    tokens_by_rank: tuple[int, ...]
     """Rank -> tokens of its batch."""
     whole_amax: bool = False
-    """Whether to measure the largest magnitudes of all tokens."""
+    """True to measure the largest magnitudes of all tokens."""
 
     def kept(self, tokens: int) -> Tensor:
         """Returns the positions that this rank keeps of a layer's tokens.
@@ -190,7 +190,7 @@ class SamplePlan(NamedTuple):
         If every rank has whole runs of 128 tokens, the ranks together keep the tokens that one process would keep of
         all of them.
         """
-        every, rank, most = self.every, self.rank, self.probe_tokens
+        every, rank, most = self.tokens_by_rank, self.rank, self.probe_tokens
         if tokens != every[rank]:
             # A router decides which tokens the layer gets, and those of other ranks are unknown; or a pipeline cuts the
             # batch into chunks.
@@ -287,7 +287,7 @@ def recording(layers: Mapping[str, SnipLayer], recorder: Recorder, noise: Noise 
     Args:
         layers: the swapped layers.
         recorder: keeps their samples, with the noise.
-        noise: added to what the layers read; they have one matrix each.
+        noise: added to the tensors that the layers read; they have one matrix each.
     """
 
     def recorded(name: str) -> ForwardRecorder:

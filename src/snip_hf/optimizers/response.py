@@ -291,7 +291,7 @@ def check_optimizer(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 def _check(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise _refusal(optimizer, "it is no torch.optim.Optimizer")
+        raise _refusal(optimizer, "it is not a torch.optim.Optimizer")
     if _tried.get(optimizer) == len(optimizer.param_groups):
         return
     if refused := refusal(optimizer):
@@ -307,7 +307,9 @@ def _check(optimizer: Any) -> None:
                 if reason:
                     raise _refusal(optimizer, reason)
     if optimizer not in _tried:
-        logger.info("snip-hf: the update of %s is differentiated by the %s rule.", shown_name(kind), way(kind))
+        logger.info(
+            "snip-hf: the update of %s is differentiated by the %s rule.", shown_name(kind), differentiation(kind)
+        )
     _tried[optimizer] = len(optimizer.param_groups)
 
 
@@ -315,13 +317,13 @@ def _refusal(optimizer: Any, reason: str, instead: str = DEFAULT) -> TypeError:
     return TypeError(
         f"Cannot differentiate the update of {type(optimizer).__module__}.{type(optimizer).__name__}: {reason}. "
         "Expected an optimizer that docs/optimizers.md lists, or one whose update of an element depends on that "
-        f"element's gradient alone. Use one of these (Trainer: optim='{instead}'), or {WITHOUT_PROBE}."
+        f"element's gradient only. Use one of these (Trainer: optim='{instead}'), or {WITHOUT_PROBE}."
     )
 
 
 def _try(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: tuple[int, int]) -> str | None:
     """Returns why the optimizer's own step on a throwaway weight cannot be differentiated; None if it can."""
-    if way(type(optimizer)) == "numerical":
+    if differentiation(type(optimizer)) == "numerical":
         return _not_elementwise(optimizer, group, shape)
     # Kernels of several packages need FP32.
     at, gradients = trial(optimizer, group, shape, torch.float32)
@@ -386,7 +388,7 @@ def shown_name(kind: type) -> str:
     return rule_name(kind).removeprefix("torch.")
 
 
-def way(kind: type) -> str:
+def differentiation(kind: type) -> str:
     """Returns how the updates of this class are differentiated: "analytic", "autograd" or "numerical"."""
     name = rule_name(kind)
     return "analytic" if name in ELEMENTWISE else "autograd" if name in AUTOGRAD else "numerical"
@@ -395,7 +397,7 @@ def way(kind: type) -> str:
 def is_tried(kind: type) -> bool:
     """Returns True if the step of this class is compared at the start with its rule."""
     name = rule_name(kind)
-    return name.split(".")[0] not in _TESTED_PACKAGES or way(kind) == "numerical"
+    return name.split(".")[0] not in _TESTED_PACKAGES or differentiation(kind) == "numerical"
 
 
 def refusal(optimizer: Any) -> tuple[str, str] | None:
@@ -404,7 +406,7 @@ def refusal(optimizer: Any) -> tuple[str, str] | None:
     name, package = rule_name(kind), kind.__module__.split(".")[0]
     if name in _REFUSED:
         return _REFUSED[name]
-    if way(kind) == "numerical":
+    if differentiation(kind) == "numerical":
         return (_NO_FP64, "adamw_8bit' or 'adamw_torch") if package == "bitsandbytes" else None
     if package in _UNSHARDED and any(is_sharded(one) for group in optimizer.param_groups for one in group["params"]):
         return "its states cannot be put together where FSDP2 shards the weights", DEFAULT

@@ -58,7 +58,9 @@ def plain_attention(model: nn.Module) -> Iterator[None]:
         # The language model in a composed one comes after it, and knows better if they share a config.
         supports_sdpa = getattr(module, "_supports_sdpa", None)
         if is_new or supports_sdpa is not None:
-            setattr(config, _ATTRIBUTE, "eager" if supports_sdpa is False else "sdpa")
+            # transformers 5.17 says that "sdpa" can compute Gemma 2, but leaves its soft caps out.
+            has_caps = getattr(config, "attn_logit_softcapping", None) is not None
+            setattr(config, _ATTRIBUTE, "eager" if supports_sdpa is False or has_caps else "sdpa")
     if before:
         model.register_forward_pre_hook(_describe_packs, with_kwargs=True)
     try:

@@ -48,7 +48,7 @@ def test_a_version_that_was_not_tested_is_told_and_is_no_error(monkeypatch: pyte
     problems: list[str] = []
     found = list(doctor._packages(problems))
     assert problems == []
-    assert found[0] == f"torch {metadata.version('torch')}, which is untested: expected <1"
+    assert found[0] == f"torch {metadata.version('torch')}, untested; expected <1"
     assert f"numpy {metadata.version('numpy')}" in found
 
 
@@ -61,8 +61,8 @@ def test_a_package_that_is_imported_and_not_installed_expects_no_versions(monkey
 
 
 def test_packages_that_it_works_with_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_OTHERS", {"numpy": "numbers", "no-such-package-anywhere": "nothing"})
-    assert list(doctor._others([])) == [
+    monkeypatch.setattr(doctor, "_SUPPORTED", {"numpy": "numbers", "no-such-package-anywhere": "nothing"})
+    assert list(doctor._supported([])) == [
         f"numpy {metadata.version('numpy')}",
         "no-such-package-anywhere: not installed, for nothing",
     ]

@@ -79,8 +79,8 @@ def test_a_file_that_differs_is_kept_and_nothing_is_copied_unless_it_may_be_over
     mine.write_text("mine\n")
     assert main(["recipe", "copy", "--to", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
-        f"snip-hf: {mine} is there already and differs (1 such files in all); nothing was copied. Give another folder "
-        "with --to, or --overwrite.\n"
+        f"snip-hf: {mine} exists and differs (1 such files in all); nothing was copied. Give another folder with --to, "
+        "or use --overwrite.\n"
     )
     assert copied(tmp_path) == {"recipes/quickstart.yaml"} and mine.read_text() == "mine\n"
     for _ in range(2):  # the second time everything is there already

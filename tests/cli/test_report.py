@@ -53,7 +53,7 @@ def test_the_files_of_several_runs_go_to_a_folder_each_below_the_one_that_is_nam
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--bf16", "elsewhere"], "--bf16 adds a run to the page; expected --html with it."),
+        (["--bf16", "elsewhere"], "--bf16 adds a run to the page, so it needs --html."),
         (["run"] * 8, "Got 9 runs, expected at most 8 in one report."),
         (
             ["--html", "--bf16", "."],

@@ -1,8 +1,8 @@
 """The command line `snip-hf`.
 
-Exit codes: 0 (done), 1 (the plan does not fit the model; no solution; an installed part does not work), 2 (bad input),
-141 (the reader of the output is gone, as with `head`). An error is one sentence on stderr. Commands import what they
-need when they run, so that help does not wait for torch.
+Exit codes: 0 (success), 1 (the plan does not fit the model; no solution; an installed part does not work), 2 (bad
+input), 141 (the reader of the output has closed it, as `head` does). An error is one sentence on stderr. Each command
+imports its modules when it runs, so that `--help` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import snip_hf
 
@@ -23,16 +23,15 @@ from ..text import printable
 # A shell reports this code for a program that SIGPIPE ended: 128 + 13.
 NO_READER = 141
 TARGETS = ("megatron", "torchao", "checkpoint")
-_REMOVED = {"completion": "your shell completes file names without it", "self-test": "use `snip-hf doctor`"}
 _MAX_ERROR = 4000
 _EXAMPLES = """examples:
-  snip-hf report runs/mine                   what a run did, as tables and figures
-  snip-hf report runs/a runs/b --html --csv  a page of several runs, and the data of their figures
-  snip-hf compare runs/mine runs/other       shares, settings, formats and losses of runs or plans
-  snip-hf inspect plan.json --model DIR      a plan, and whether it fits a model
-  snip-hf export plan.json --to torchao      a plan for another library
-  snip-hf recipe copy quickstart             a complete run, to try or to change
-  snip-hf doctor                             what runs here, and what is missing
+  snip-hf report runs/mine                   show a run as tables and figures
+  snip-hf report runs/a runs/b --html --csv  write a page on several runs, and the data of their figures
+  snip-hf compare runs/mine runs/other       compare shares, settings, formats and losses of runs or plans
+  snip-hf inspect plan.json --model DIR      show a plan, and check whether it fits a model
+  snip-hf export plan.json --to torchao      convert a plan for another library
+  snip-hf recipe copy quickstart             copy a complete run, to try or to change
+  snip-hf doctor                             check what works here, and what is missing
 
 `snip-hf COMMAND --help` shows the options of a command."""
 _RUN = "the Trainer's output_dir, one of its checkpoints, or a repository of the Hub (USER/NAME[@REVISION])"
@@ -48,12 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
         finally:
             sys.stdout.flush()
-    except SystemExit as left:  # argparse leaves so, and rich if its reader is gone
-        if not isinstance(left.__context__, BrokenPipeError):
+    except SystemExit as stop:  # from argparse, or from rich after a broken pipe
+        if not isinstance(stop.__context__, BrokenPipeError):
             raise
     except BrokenPipeError:
         pass
-    except OSError as error:  # e.g. a full disk, which a command that failed has already reported
+    except OSError as error:  # e.g. a full disk; a command that failed has already reported it
         _drop_output()
         return code or fail(error)
     _drop_output()
@@ -78,7 +77,7 @@ def fail(error: Exception, code: int = 2) -> int:
 
 
 def _drop_output() -> None:
-    """Redirects both streams to the null device, so that the interpreter does not fail when it flushes them at exit."""
+    """Redirects both streams to the null device, so that flushing them at exit does not fail."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -89,7 +88,7 @@ def _drop_output() -> None:
 
 
 def _import_modules(names: Iterable[str]) -> None:
-    """Imports the user's own modules, which register formats and policies, from the working directory or the path."""
+    """Imports the user's modules, which register formats and policies, from the working directory or the path."""
     if names and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in names:
@@ -97,40 +96,17 @@ def _import_modules(names: Iterable[str]) -> None:
             importlib.import_module(name)
         except Exception as error:  # a module may raise anything
             raise ValueError(
-                f"--import {name}: {type(error).__name__}: {error}. Expected the name of a module that can be imported "
-                "from here, such as my_formats for ./my_formats.py."
+                f"--import {name}: {type(error).__name__}: {error}. Expected a module that can be imported from here, "
+                "such as my_formats for ./my_formats.py."
             ) from error
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line with the closest known name."""
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """Refuses unknown arguments here, so that the error names the command."""
-        known, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            from ..registry import did_you_mean
-
-            self.error(
-                f"unrecognized arguments: {' '.join(unknown)}.{did_you_mean(unknown[0], self._option_string_actions)}"
-            )
-        return known, unknown
+    """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith((".", "?")) else "."
         self.exit(2, f"{self.prog}: {message}{end} See {self.prog} --help.\n")
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is None or value in action.choices:
-            return
-        if action.dest == "command" and value in _REMOVED:
-            raise argparse.ArgumentError(action, f"the command {value!r} was removed: {_REMOVED[value]}")
-        from ..registry import choices, did_you_mean
-
-        known = [str(choice) for choice in action.choices]
-        raise argparse.ArgumentError(action, f"unknown {value!r}{choices(known, did_you_mean(str(value), known))}")
 
 
 def at_least_one(text: str) -> int:
@@ -153,7 +129,7 @@ def _command(module: str, function: str) -> Callable[[argparse.Namespace], int]:
 def build_parser() -> Parser:
     parser = Parser(
         prog="snip-hf",
-        description="Look at runs and plans of adaptive FP4/FP8 training, compare them, and export them.",
+        description="Show, compare and export runs and plans of adaptive FP4/FP8 training.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -170,31 +146,33 @@ def build_parser() -> Parser:
                 action="append",
                 default=[],
                 metavar="MODULE",
-                help="import this module first, which registers formats or policies of your own; may be repeated",
+                help="first import this module, which registers your own formats or policies; may be repeated",
             )
         return command
 
     report = add(
         "report",
-        "tables, figures and a page of one run or several",
+        "show one or more runs as tables, figures and a page",
         "report",
-        "Print the tables of a run: refreshes, losses, the plan at its end, its stages, and why each layer has its "
-        "format. Write its figures as PNG files.",
+        "Print the tables of a run: refreshes, losses, the last plan, its stages, and why each layer has its format. "
+        "Write its figures as PNG files.",
     )
     report.add_argument("runs", nargs="+", metavar="RUN", help=_RUN)
-    report.add_argument("--html", action="store_true", help="also write report.html, one page of all runs")
-    report.add_argument("--csv", action="store_true", help="also write the figures' data as CSV files")
-    report.add_argument("--bf16", metavar="RUN", help="a run in BF16, with or without SNIP, whose losses the page adds")
+    report.add_argument("--html", action="store_true", help="also write report.html, one page on all runs")
+    report.add_argument("--csv", action="store_true", help="also write the data of the figures as CSV files")
     report.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder for the files (default: RUN/snip; of the Hub: ./snip-report)"
+        "--bf16", metavar="RUN", help="a BF16 run, with or without SNIP, whose losses the page also shows"
+    )
+    report.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for the files (default: RUN/snip; for the Hub: ./snip-report)"
     )
 
     inspect = add(
         "inspect",
         "show a plan; with --model, compare it with a model",
         "plans",
-        "Print a plan: the format of each GEMM, its stages, and the run and settings that it comes from. With --model, "
-        "check whether the plan fits the model; exit code 1 if it does not.",
+        "Print a plan: the format of each GEMM, its stages, and the run and settings behind it. With --model, check "
+        "whether the plan fits the model; the exit code is 1 if it does not.",
     )
     inspect.add_argument("plan", type=Path, metavar="plan.json", help=_PLAN)
     inspect.add_argument(
@@ -210,10 +188,10 @@ def build_parser() -> Parser:
 
     compare = add(
         "compare",
-        "two or more runs or plans: shares, settings, losses",
+        "compare shares, settings and losses of runs or plans",
         "report",
-        "Print the FP4 shares, the settings that differ, which layers have other formats, and the losses at common "
-        "steps. The others are compared with the first run or plan.",
+        "Print the FP4 shares, the settings and formats that differ, and the losses at common steps. All others are "
+        "compared with the first run or plan.",
     )
     compare.add_argument("sources", nargs="+", metavar="RUN_OR_PLAN", help=f"{_RUN}; or a plan.json")
 
@@ -221,15 +199,15 @@ def build_parser() -> Parser:
         "export",
         "write a plan for another library, or a checkpoint for inference",
         "plans",
-        "Write a plan for another library, or a checkpoint with quantized weights. If the target lacks formats of the "
-        "plan, list them, write nothing and exit with code 1.",
+        "Write a plan for another library, or a checkpoint with quantized weights. If the target does not support the "
+        "formats of some layers, list these layers, write nothing and exit with code 1.",
     )
     export.add_argument("plan", type=Path, metavar="plan.json", help=_PLAN)
     export.add_argument(
         "--to",
         required=True,
         choices=TARGETS,
-        help="the library that reads the file; or checkpoint, a folder with the model in quantized weights",
+        help="the library that reads the file; or checkpoint, a folder with the model and quantized weights",
     )
     export.add_argument(
         "-o",
@@ -242,37 +220,39 @@ def build_parser() -> Parser:
     export.add_argument(
         "--model",
         metavar="NAME_OR_DIR",
-        help="compare the plan with this model first; a checkpoint needs it, as a folder with weights",
+        help="first check that the plan fits this model; required for a checkpoint, as a folder with weights",
     )
 
     recipe = add(
         "recipe",
         "list the recipes (complete runs), or copy them here",
         "recipe",
-        "List complete runs, or copy them with everything that they need.",
+        "List the complete runs, or copy them with everything they need.",
         reads_plans=False,
     )
     actions = recipe.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("list", help="the names, and what each run is")
-    copy = actions.add_parser("copy", help="copy recipes with everything that they need into a folder")
-    copy.add_argument("names", nargs="*", metavar="NAME", help="as `list` shows them (default: all)")
+    actions.add_parser("list", help="show the name and purpose of each recipe")
+    copy = actions.add_parser("copy", help="copy recipes with everything they need to a folder")
+    copy.add_argument("names", nargs="*", metavar="NAME", help="names from `list` (default: all)")
     copy.add_argument("--to", type=Path, default=Path(), metavar="DIR", help="folder (default: the working directory)")
     copy.add_argument("--overwrite", action="store_true", help="replace files that differ")
 
     solve = add(
         "solve",
-        "solve an integer program, as JSON, in a process of its own",
+        "solve an integer program given as JSON",
         "solve",
-        "Solve an integer program that chooses one option per group, as a refresh does. docs/files.md describes the "
-        "program and the solution.",
+        "Solve an integer program that chooses one option per group, in a separate process as a refresh does. "
+        "docs/files.md describes the program and the solution.",
         reads_plans=False,
     )
     solve.add_argument("problem", type=Path, metavar="problem.json", help="the program, with its solver")
-    solve.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the solution here, not to stdout")
+    solve.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the solution to this file instead of stdout"
+    )
 
     add(
         "doctor",
-        "what runs here, and what is missing",
+        "check what works here, and what is missing",
         "doctor",
         "List packages, extras, devices, backends, formats and solvers, and how to install what is missing. Exit code "
         "1 if an installed part does not work; a missing extra is not an error.",

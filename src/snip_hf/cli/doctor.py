@@ -1,4 +1,4 @@
-"""`snip-hf doctor`: what runs here, what is missing, and how to install it."""
+"""`snip-hf doctor`: checks what works here, what is missing, and how to install it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CORE = {
     "pyyaml": "yaml",
 }
 # Optional packages that training supports -> their use.
-_OTHERS = {
+_SUPPORTED = {
     "triton": "kernels on a GPU",
     "peft": "adapters",
     "trl": "TRL's trainers",
@@ -56,7 +56,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         for line in _lines(section, problems):
             print(f"  {printable(line, _MAX_LINE)}", flush=True)
         if problems and section is _packages:
-            break  # The other sections need them.
+            break  # The other sections need the packages.
     if problems:
         return fail(RuntimeError(f"{len(problems)} of these do not work: {' '.join(problems)}"), 1)
     print("\nAll that is installed works.")
@@ -78,14 +78,14 @@ def _packages(problems: list[str]) -> Iterator[str]:
             importlib.import_module(module)
             version, versions = metadata.version(package), expected.get(package)
             fits = versions is None or versions.contains(version, prereleases=True)
-            yield f"{package} {version}{'' if fits else f', which is untested: expected {versions}'}"
+            yield f"{package} {version}{'' if fits else f', untested; expected {versions}'}"
         except Exception as error:  # A broken package may raise anything.
             problems.append(f"{package} does not load ({type(error).__name__}: {error}).")
             yield problems[-1]
 
 
 def _expected_versions() -> dict[str, SpecifierSet]:
-    """Returns package -> required versions; {} if snip-hf is imported without an installation."""
+    """Returns package -> required versions; {} if snip-hf is not installed."""
     from packaging.requirements import Requirement  # installed with transformers
 
     try:
@@ -96,8 +96,8 @@ def _expected_versions() -> dict[str, SpecifierSet]:
     return {one.name.lower(): one.specifier for one in requirements if one.marker is None}
 
 
-def _others(problems: list[str]) -> Iterator[str]:
-    for package, purpose in _OTHERS.items():
+def _supported(problems: list[str]) -> Iterator[str]:
+    for package, purpose in _SUPPORTED.items():
         try:
             yield f"{package} {metadata.version(package)}"
         except metadata.PackageNotFoundError:
@@ -125,7 +125,7 @@ def _backends(problems: list[str]) -> Iterator[str]:
             capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
             yield f"{device}: {torch.cuda.get_device_name(device)}, compute capability {capability}"
     if len(devices) == 1:
-        yield "no GPU that torch can use"
+        yield "torch finds no GPU"
     for backend in BACKENDS.values():
         able = [str(device) for device in devices if backend.lacks(device) is None]
         emulation = ", an emulation that is slower than BF16" if backend.is_emulation else ""
@@ -134,7 +134,7 @@ def _backends(problems: list[str]) -> Iterator[str]:
 
 
 def _devices() -> list[torch.device]:
-    """The first GPU, if there is one, and the CPU."""
+    """Returns the first GPU, if there is one, and the CPU."""
     import torch
 
     return [torch.device("cuda", 0)] * torch.cuda.is_available() + [torch.device("cpu")]
@@ -173,8 +173,8 @@ def _solvers(problems: list[str]) -> Iterator[str]:
 _SECTIONS: dict[str, Section] = {
     "Packages": _packages,
     "Extras": _extras,
-    "Others that it works with": _others,
+    "Supported packages": _supported,
     "Devices and backends": _backends,
     "Formats": _formats,
-    "Solvers (solver='auto' takes the first that works)": _solvers,
+    "Solvers (solver='auto' uses the first that works)": _solvers,
 }

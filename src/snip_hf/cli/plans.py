@@ -1,4 +1,4 @@
-"""`snip-hf inspect` and `snip-hf export`: a plan, whether it fits a model, and its form for another library."""
+"""`snip-hf inspect` and `snip-hf export`: show a plan, check it against a model, and convert it for another library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..records.run_folder import FOLDER
 from ..text import printable
 from . import fail
 
-# One mistake, such as another prefix, makes every layer a mismatch, so longer lists are cut.
+# One mistake, such as another prefix, makes all layers mismatch, so longer lists are cut.
 _MAX_LISTED = 20
 _MAX_PATH = 4096
 _MAX_VALUE = 4000
@@ -89,7 +89,7 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def load_plan(path: Path) -> PrecisionPlan:
-    """Reads a plan; the error for a folder names the plan in it."""
+    """Reads a plan; if the path is a folder, the error names the plan in it."""
     try:
         return PrecisionPlan.load(path)
     except FileNotFoundError as error:
@@ -105,7 +105,7 @@ def load_plan(path: Path) -> PrecisionPlan:
 def compare_with_model(plan: PrecisionPlan, name: str) -> int:
     """Prints the mismatches between a plan and a model; returns 1 if there are any."""
     model = empty_model(name)
-    # The plan's own config, because it must skip what the run skipped.
+    # The config of the plan, to skip the modules that the run skipped.
     config = SnipConfig() if plan.provenance.config is None else SnipConfig.from_dict(plan.provenance.config)
     layers = convert_model(model, config)
     flops = linear_flops(model)
@@ -136,9 +136,9 @@ def empty_model(name: str) -> nn.Module:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds
+    except Exception as error:  # transformers raises many types
         what = f"Cannot build the model {name!r} from its config"
         if not Path(name).is_dir():
-            what = f"There is no folder {name!r} here, and no model of the Hub can be built by this name"
+            what = f"There is no folder {name!r} here, and no such model could be built from the Hub"
         raise ValueError(f"{what}: {error}") from error
     return model

@@ -1,4 +1,4 @@
-"""`snip-hf recipe`: lists and copies the complete runs of the folder `recipes`."""
+"""`snip-hf recipe`: lists and copies the complete runs in the folder `recipes`."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _copy(arguments: argparse.Namespace) -> int:
     differ = [path for path in new if os.path.lexists(path)]
     if differ and not arguments.overwrite:
         raise FileExistsError(
-            f"{_shown(differ[0])} is there already and differs ({len(differ)} such files in all); nothing was "
-            "copied. Give another folder with --to, or --overwrite."
+            f"{_shown(differ[0])} exists and differs ({len(differ)} such files in all); nothing was copied. Give "
+            "another folder with --to, or use --overwrite."
         )
     for path in new:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def find_root() -> Path:
 
 
 def recipe_files(root: Path) -> dict[str, str]:
-    """Returns the files of the recipes by their names, the quickstart first."""
+    """Returns name -> file of each recipe, the quickstart first."""
     files = [PurePosixPath(file) for file in shipped_files(root)]
     files = [file for file in files if file.parent == _RECIPES and file.name not in _NO_RECIPES]
     files.sort(key=lambda file: (file.stem != _FIRST, file.suffix != ".yaml", file.stem))
@@ -80,7 +80,7 @@ def recipe_files(root: Path) -> dict[str, str]:
 
 
 def needed_files(root: Path, chosen: list[str]) -> list[str]:
-    """Returns the recipes' own files, their bases, and the code that runs and scores them."""
+    """Returns the chosen recipes, their bases, and the code that runs and scores them."""
     recipes = set(recipe_files(root).values())
     needed = {file for file in shipped_files(root) if file not in recipes}
     left = list(chosen)
@@ -110,7 +110,7 @@ def _known(name: str, recipes: dict[str, str]) -> str:
 def _content(root: Path, file: str) -> bytes:
     if not file.endswith(".md"):
         return (root / file).read_bytes()
-    # Relative links would lead to pages that are not copied.
+    # Relative links would point to pages that are not copied.
     return absolute_links((root / file).read_text(encoding="utf-8"), str(PurePosixPath(file).parent)).encode()
 
 
@@ -132,7 +132,7 @@ def _first_sentence(head: str) -> str:
 
 
 def _command(root: Path, file: str, folder: Path) -> str:
-    """Returns the command that runs a recipe in the folder that it was copied to."""
+    """Returns the command that runs a copied recipe."""
     script, runner = (shlex.quote(str(folder / name)) for name in (file, "recipes/pretrain.py"))
     if file.endswith(".py"):
         return f"python {script} --help"

@@ -1,4 +1,4 @@
-"""`snip-hf report` and `snip-hf compare`: tables, figures and a page of runs."""
+"""`snip-hf report` and `snip-hf compare`: show runs as tables, figures and a page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def report(arguments: argparse.Namespace) -> int:
     from ..reporting.tables import say
 
     if arguments.bf16 is not None and not arguments.html:
-        raise ValueError("--bf16 adds a run to the page; expected --html with it.")
+        raise ValueError("--bf16 adds a run to the page, so it needs --html.")
     if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
         raise NotADirectoryError(f"--out {arguments.out} is a file; expected a folder.")
     if len(arguments.runs) > _MAX_RUNS:
@@ -63,7 +63,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def _folder(given: str, name: str, out: Path | None, count: int) -> Path:
-    """Returns the folder for the files of a run: its own, --out, or ./snip-report for a run of the Hub."""
+    """Returns the folder for the files of a run: its own, --out, or ./snip-report for a run from the Hub."""
     if out is None and os.path.lexists(given):
         return Path(given) / FOLDER
     base = Path("snip-report") if out is None else out
@@ -71,11 +71,11 @@ def _folder(given: str, name: str, out: Path | None, count: int) -> Path:
 
 
 def _bf16_losses(name: str) -> dict[int, dict[str, float]]:
-    """Returns the losses of the run in BF16, which may be of a Trainer without SNIP.
+    """Returns the losses of the BF16 run, which may be a run without SNIP.
 
     Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: there are no losses.
+        FileNotFoundError: the folder does not exist.
+        ValueError: it has no losses.
     """
     from ..records.load import read_log
 
@@ -90,7 +90,7 @@ def _bf16_losses(name: str) -> dict[int, dict[str, float]]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Returns the shortest ending of each path that no other one has; equal paths get a number."""
+    """Returns the shortest ending of each path that no other path has; equal paths get a number."""
     from ..layers.labels import endings
 
     paths = ["/".join(part for part in _plain(name).parts if part != os.sep) or name for name in names]
@@ -99,6 +99,6 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def _plain(name: str) -> Path:
-    """Returns a path without "..", which would lead out of the folder that files are written to."""
+    """Returns a path without "..", which would point outside the output folder."""
     path = os.path.normpath(name)
     return Path(os.path.abspath(path) if path.split(os.sep)[0] == ".." else path)

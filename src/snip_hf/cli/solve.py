@@ -1,4 +1,4 @@
-"""`snip-hf solve`: an integer program, solved in a process of its own."""
+"""`snip-hf solve`: solves an integer program in a separate process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def solve(arguments: argparse.Namespace) -> int:
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{arguments.problem} does not exist; expected an integer program as JSON.") from error
     except ValueError as error:
-        raise ValueError(f"{arguments.problem} is not a usable problem: {error}") from error
+        raise ValueError(f"{arguments.problem} is not a valid problem: {error}") from error
     if not isinstance(problem, dict):
         raise ValueError(f"{arguments.problem} holds a {type(problem).__name__}, expected a JSON object with groups.")
     if arguments.output is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from rank_cases import FOLLOWING
-from rank_processes import assert_succeeded, launch_ranks, start_ranks
+from rank_processes import assert_succeeded, start_ranks
 from rank_runs import Following, OneOfTwo, OneProcess, found_by
 
 
@@ -29,7 +29,7 @@ def following(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """Returns what two or three ranks found that began every step with the weights and moments of one process."""
     folder = tmp_path_factory.mktemp("following")
     torch.save({name: one[name]["states"] for name in FOLLOWING}, folder / "states.pt")
-    launch_ranks("run_trainings.py", folder, "following", folder=folder, ranks=request.param)
+    assert_succeeded(start_ranks("run_trainings.py", folder, "following", folder=folder, ranks=request.param))
     return Following(request.param, found_by(0, folder))
 
 

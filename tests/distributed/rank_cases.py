@@ -84,14 +84,13 @@ ON_GPUS = {
 }
 # Begin every step with the weights and moments with which one process began it.
 FOLLOWING = {name: SHARED[name] for name in ("adamw",)}
-_OF_TWO = SHARED | SHARDED | TRACELESS
+_OF_TWO = SHARED | SHARDED | TRACELESS | JUDGED
 # One of each kind; the others are looked at by slow tests.
 _QUICK = ("sgd-gemm-accumulated-clipped", "uneven-labels", "fp4", "fsdp2-sgd-gemm-accumulated-clipped")
 CASES = {
     "two": {name: _OF_TWO[name] for name in _QUICK},
     "more": {name: training for name, training in _OF_TWO.items() if name not in _QUICK},
     "following": FOLLOWING,
-    "judged": JUDGED,
     "gpus": ON_GPUS,
     "gpu": {name: training for name, training in ON_GPUS.items() if training.wrapper == "ddp"},
 }

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from rank_cases import CASES, SHARDED, SHARED
-from rank_processes import assert_succeeded, launch_ranks, start_ranks
+from rank_processes import assert_succeeded, start_ranks
 from slow_cases import slow_but
 from trainings import train
 
@@ -43,10 +43,8 @@ class OneOfTwo(dict[str, dict[str, Any]]):
     def __missing__(self, name: str) -> dict[str, Any]:
         group = "more" if name in CASES["more"] else "two"
         folder = self._folder / group
-        if not folder.exists() and group == "two":  # without the seconds that Accelerate's launcher takes itself
+        if not folder.exists():
             assert_succeeded(start_ranks("run_trainings.py", folder, group, folder=folder))
-        elif not folder.exists():
-            launch_ranks("run_trainings.py", folder, group, folder=folder)
         self.update(found_by(self._rank, folder))
         return self[name]
 

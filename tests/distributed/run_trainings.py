@@ -1,8 +1,8 @@
 """Trains what `CASES` names, one after the other, on all ranks. Started by the tests in several processes.
 
-Arguments: a folder, for rank<N>.pt with {name: what `train` found}; the name of a group of `CASES`; "nccl" for GPUs,
-where the ranks are not started by Accelerate. What every step of a run begins with is read from states.pt, if the
-folder has one: {name: states as `train` takes them}.
+Arguments: a folder, for rank<N>.pt with {name: what `train` found}; the name of a group of `CASES`; "nccl" for GPUs.
+What every step of a run begins with is read from states.pt, if the folder has one: {name: states as `train` takes
+them}.
 """
 
 from __future__ import annotations

@@ -7,51 +7,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from comparing import CRITERION, LOSS, WEIGHT, errors
 from rank_cases import JUDGED, JUDGES
-from rank_processes import assert_succeeded, start_ranks
 from trainings import train
 
 pytestmark = pytest.mark.slow
 Runs = dict[str, dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> list[Runs]:
-    """Returns rank -> name -> what two ranks found."""
-    folder = tmp_path_factory.mktemp("judged")
-    assert_succeeded(start_ranks("run_trainings.py", folder, "judged", folder=folder))
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
-
-
 @pytest.mark.parametrize(("wrapper", "policy"), JUDGES[:4])
 def test_criteria_and_plans_are_those_of_one_process(
-    wrapper: str, policy: str, judged: list[Runs], tmp_path: Path
+    wrapper: str, policy: str, two: list[Runs], tmp_path: Path
 ) -> None:
     name = f"{wrapper}-{policy}"
     one = train(replace(JUDGED[name], wrapper="ddp"), tmp_path)
-    ours, theirs = judged[0][name]["tables"][1], one.tables[1]
+    ours, theirs = two[0][name]["tables"][1], one.tables[1]
     assert any(row[CRITERION] for row in theirs.values())
     # A trace is a sum with either sign of FP32 differences, the others differ by the order of their sums.
     assert max(errors(ours, theirs, CRITERION)) < (1e-2 if policy == "hessian-trace" else 1e-3)
-    for found in judged:
+    for found in two:
         assert found[name]["plans"] == one.plans
         assert found[name]["plans"][-1] != found[name]["plans"][0]
 
 
 def test_estimates_from_noise_are_the_same_on_all_ranks_and_whether_weights_are_sharded_or_not(
-    judged: list[Runs], tmp_path: Path
+    two: list[Runs], tmp_path: Path
 ) -> None:
     """Ranks draw noise of their own, so that one process finds other figures, but not by much."""
     one = train(JUDGED["ddp-snip-paper"], tmp_path).tables[1]
     names = ("ddp-snip-paper", "fsdp2-snip-paper")
-    tables = [judged[0][name]["tables"][1] for name in names]
+    tables = [two[0][name]["tables"][1] for name in names]
     for table in tables:
         ratios = [row[WEIGHT] / one[key][WEIGHT] for key, row in table.items() if one[key][WEIGHT]]
         assert min(ratios) > 0.6 and max(ratios) < 1.6
         assert max(errors(table, one, LOSS)) < 1e-3
     assert max(errors(*tables, WEIGHT)) < 1e-3
-    for found in judged:
+    for found in two:
         for name in names:
-            assert found[name]["plans"] == judged[0][names[0]]["plans"]
+            assert found[name]["plans"] == two[0][names[0]]["plans"]

@@ -16,7 +16,7 @@ from configs import fp4_config
 from conv1d_twins import as_conv1d
 from devices import accelerator as accelerator_of
 from devices import device
-from mixtures import build
+from expert_models import build
 from small import adamw_after, text, tiny_llama
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule

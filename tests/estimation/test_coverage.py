@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
-from families import (
+from models import (
     CHOSEN,
     EXPERTS,
     HIDDEN,
@@ -19,7 +19,6 @@ from families import (
     VISION_INNER,
     VOCABULARY,
     build,
-    send_all_tokens_to,
     text,
     with_images,
 )
@@ -49,6 +48,18 @@ BY_HAND = {
     "mamba": (LAYERS * MAMBA, 0, 0, LAYERS * TIME_STEP),
     "jamba": (MAMBA + MLP + ATTENTION, CHOSEN * MLP, ROUTER, TIME_STEP),
 }
+
+
+def send_all_tokens_to(model: nn.Module, experts: tuple[int, ...]) -> None:
+    """Lets the routers of a "mixtral" choose these experts for every token."""
+
+    def chosen(module: nn.Module, args: Any, output: Any) -> Any:
+        logits, weights, indices = output
+        return logits, weights, torch.tensor(experts, device=indices.device).expand_as(indices).contiguous()
+
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.gate"):
+            module.register_forward_hook(chosen)
 
 
 def flops(products: float, tokens: int = TOKENS) -> float:

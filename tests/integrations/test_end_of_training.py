@@ -13,7 +13,7 @@ import pytest
 import torch
 from configs import fp4_config
 from conv1d_twins import gpt2
-from mixtures import build
+from expert_models import build
 from safetensors.torch import load_file
 from slow_cases import slow_but
 from small import tiny_llama

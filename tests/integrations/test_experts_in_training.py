@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from configs import fp4_config
-from mixtures import build
+from expert_models import build
 from tiny_runs import FAST, Run, data, differing, train, weights
 from torch import nn
 from transformers import AutoModelForCausalLM

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
-from families import build
+from models import build
 from slow_cases import slow
 from small import convert_in_formats, text, tiny_llama
 from tiny_runs import SCHEDULE, Run, data, differing, one_thread, train, weights

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
-from families import HIDDEN, INNER, LAYERS, build, text
+from models import HIDDEN, INNER, LAYERS, build, text
 from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
-from mixtures import CONFIGS, EXPERTS, HIDDEN, INNER, VOCABULARY, build
+from expert_models import CONFIGS, EXPERTS, HIDDEN, INNER, VOCABULARY, build
 from small import convert_in_formats
 from torch import Tensor, nn
 from torch._dynamo.utils import counters

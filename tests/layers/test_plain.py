@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import mixtures
+import expert_models
 import pytest
 import torch
 from configs import fp4_config
@@ -22,8 +22,8 @@ from snip_hf.numerics.gemms import GEMMS
 MODELS: dict[str, Any] = {
     "llama": lambda: tiny_llama(hidden=32),
     "Conv1D": gpt2,
-    "experts": lambda: mixtures.build("qwen3-moe"),
-    "experts of one's own implementation": lambda: _eager(mixtures.build("gpt-oss")),
+    "experts": lambda: expert_models.build("qwen3-moe"),
+    "experts of one's own implementation": lambda: _eager(expert_models.build("gpt-oss")),
 }
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from causal_families import FAMILIES
 from configs import fp4_config
-from families import build
+from models import build
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor

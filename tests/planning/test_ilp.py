@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from oracles.brute_force import best_map
 from slow_cases import slow
-from speed_problems import make_speed_problem
+from solver_problems import make_speed_problem
 
 from snip_hf.planning.solver import ilp
 

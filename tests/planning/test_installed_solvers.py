@@ -10,7 +10,7 @@ import mip
 import pytest
 import scipy
 from configs import fp4_config
-from small_problem import make_problem
+from solver_problems import make_problem
 from tiny_runs import SCHEDULE, train
 
 from snip_hf.config import POLICIES

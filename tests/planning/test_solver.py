@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from processes import alive, wait_until
-from small_problem import make_problem
+from solver_problems import make_problem
 
 from snip_hf.planning.solver import ilp
 from snip_hf.planning.solver.process import SolverError, SolverProcess, SolverResult

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from configs import fp4_config
-from long_run import write_long_run
 from pages import Page, hash_of
 from written_runs import random_assignments, write_divergence, write_losses, write_run
 
 from snip_hf import SnipConfig
+from snip_hf.numerics.gemms import GEMMS
 from snip_hf.records.load import load_run
 from snip_hf.reporting.page import blocks, config_code, page, write_page
 from snip_hf.reporting.run_report import run_contents
@@ -155,6 +155,10 @@ def test_a_page_of_no_run_is_refused() -> None:
 
 @pytest.mark.slow
 def test_the_page_of_eighty_blocks_and_a_hundred_refreshes_is_below_two_megabytes(tmp_path: Path) -> None:
-    write_long_run(tmp_path)
-    run = load_run(tmp_path)
-    assert len(page({"long": run}).encode()) < 2e6
+    assignments = random_assignments(101, blocks=280)  # of two layers each, where a Llama has seven
+    write_run(tmp_path, assignments, kept=tuple(range(10, 101, 10)))
+    write_losses(tmp_path / "trainer_state.json", 10_100)
+    for step in range(100, 10_001, 100):
+        values = {(layer, gemm): (0.1 * step, 0.2) for layer in assignments[0] for gemm in (*GEMMS, "layer")}
+        write_divergence(tmp_path, step, values)
+    assert len(page({"long": load_run(tmp_path)}).encode()) < 2e6

@@ -1,7 +1,7 @@
-"""Small models of the causal-LM families of transformers, from their configs, and what of each one a plan covers.
+"""Small models of the causal-LM families of transformers, from their configs.
 
 Layers are in the proportions that large models have: what a router or a small projection takes of the FLOPs depends on
-them. Run as a program, it writes the table of docs/families.md.
+them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import transformers
+from models import built
 from packaging.version import Version
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCABULARY, HIDDEN, LAYERS = 96, 64, 2
@@ -243,10 +244,7 @@ def config_of(family: str) -> PretrainedConfig:
 
 
 def build(family: str) -> PreTrainedModel:
-    """A model in training mode; torch's random state is left alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config_of(family)).train()
+    return built(config_of(family))
 
 
 def class_of(family: str) -> str:

@@ -1,60 +1,78 @@
-"""Tiny models with experts, and the dense models that they are equal to."""
+"""Tiny models with experts, one per way in which transformers stores them, and dense models that they are equal to."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from models import built
 from torch import Tensor, nn
 from transformers import (
+    DeepseekV3Config,
     GptOssConfig,
-    GptOssForCausalLM,
-    PreTrainedConfig,
+    MixtralConfig,
+    PretrainedConfig,
     PreTrainedModel,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 from transformers.integrations import use_experts_implementation
 
+HIDDEN, INNER, EXPERTS, VOCABULARY = 64, 48, 4, 128
 _COMMON: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "num_experts_per_tok": 2,
     "max_position_embeddings": 256,
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
 }
+_SIZES: dict[str, Any] = {"intermediate_size": INNER, "moe_intermediate_size": INNER}
+_LATENT: dict[str, Any] = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+_ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+
+CONFIGS: dict[str, PretrainedConfig] = {
+    "mixtral": MixtralConfig(**_COMMON, num_local_experts=EXPERTS, intermediate_size=INNER),
+    "qwen2-moe": Qwen2MoeConfig(  # with a shared expert and its gate, a linear of one output
+        **_COMMON, **_SIZES, num_experts=EXPERTS, shared_expert_intermediate_size=INNER
+    ),
+    "qwen3-moe": Qwen3MoeConfig(**_COMMON, **_SIZES, num_experts=EXPERTS, head_dim=16),
+    "gpt-oss": GptOssConfig(  # transposed weights, gate and up interleaved, biases
+        **_COMMON,
+        num_local_experts=EXPERTS,
+        intermediate_size=INNER,
+        head_dim=16,
+        layer_types=["sliding_attention", "full_attention"],
+        **_ROPE,
+    ),
+    "deepseek-v3": DeepseekV3Config(  # one dense block; sigmoid routing by groups
+        **_COMMON, **_SIZES, **_LATENT, v_head_dim=16, n_routed_experts=EXPERTS, n_group=1, topk_group=1,
+        first_k_dense_replace=1,
+    ),
+}  # fmt: skip
+
+
+def build(family: str, seed: int = 0) -> PreTrainedModel:
+    return built(CONFIGS[family], seed, std=0.1)
 
 
 def tiny_qwen3_moe(seed: int = 0) -> PreTrainedModel:
     """Eight experts, two for each token; gate and up in one parameter (E, O, I)."""
-    config = Qwen3MoeConfig(
-        **_COMMON, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True
+    return built(
+        Qwen3MoeConfig(**_COMMON, head_dim=16, moe_intermediate_size=32, num_experts=8, norm_topk_prob=True), seed
     )
-    return _built(Qwen3MoeForCausalLM, config, seed)
 
 
 def tiny_gpt_oss(seed: int = 0) -> PreTrainedModel:
     """Eight experts, two for each token; parameters (E, I, O), gate and up by turns, biases, clamped activations."""
-    config = GptOssConfig(
-        **_COMMON,
-        intermediate_size=32,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        sliding_window=64,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    return built(
+        GptOssConfig(**_COMMON, **_ROPE, head_dim=16, intermediate_size=32, num_local_experts=8, sliding_window=64),
+        seed,
     )
-    return _built(GptOssForCausalLM, config, seed)
-
-
-def _built(kind: type[PreTrainedModel], config: Any, seed: int) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return kind(config)
 
 
 @use_experts_implementation(has_gate=False)
@@ -90,7 +108,7 @@ class RoutedBlock(nn.Module):
     def use_experts(self, count: int) -> None:
         """Replaces the MLP by so many experts, each with its weights."""
         weights = [linear.weight.detach().expand(count, -1, -1).clone() for linear in (self.up, self.down)]
-        self.experts = TinyExperts(PreTrainedConfig(experts_implementation="eager"), *weights)
+        self.experts = TinyExperts(PretrainedConfig(experts_implementation="eager"), *weights)
         del self.up, self.down
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from configs import fp4_config
+from models import built
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, PhiConfig, PreTrainedModel
 
 from snip_hf import SnipConfig
 from snip_hf.layers.convert import convert_model
@@ -21,6 +22,14 @@ from snip_hf.numerics.gemms import GEMMS
 
 Batch = dict[str, Tensor]
 Exact = dict[str, Tensor]
+_BYTES: dict[str, Any] = {
+    "vocab_size": 128,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 
 
 class Block(nn.Module):
@@ -86,42 +95,22 @@ def tokens(rows: int = 2, length: int = 9, vocabulary: int = 17, seed: int = 1) 
     return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
 
 
-def tiny_llama(seed: int = 0, hidden: int = 64, layers: int = 2, **options: Any) -> LlamaForCausalLM:
+def tiny_llama(seed: int = 0, hidden: int = 64, layers: int = 2, **options: Any) -> PreTrainedModel:
     """A byte-level Llama."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=128,
-            hidden_size=hidden,
-            intermediate_size=2 * hidden + hidden // 2,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-            **options,
-        )
-        return LlamaForCausalLM(config)
+    config = LlamaConfig(
+        **_BYTES,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden + hidden // 2,
+        num_hidden_layers=layers,
+        num_key_value_heads=2,
+        **options,
+    )
+    return built(config, seed)
 
 
-def tiny_phi(seed: int = 0) -> PhiForCausalLM:
+def tiny_phi() -> PreTrainedModel:
     """A byte-level Phi: in its first block the linears of the MLP see nothing of a token but which byte it is."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        config = PhiConfig(
-            vocab_size=128,
-            hidden_size=64,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=256,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-        return PhiForCausalLM(config)
+    return built(PhiConfig(**_BYTES, hidden_size=64, intermediate_size=256, num_hidden_layers=2))
 
 
 def convert_in_formats(model: nn.Module, config: SnipConfig | None = None) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
-from families import CHOSEN, build, text, with_images
+from models import CHOSEN, build, text, with_images
 from small import TinyLM
 from thread_ranks import on_ranks
 from tiny_runs import one_thread

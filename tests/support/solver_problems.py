@@ -1,4 +1,4 @@
-"""Integer programs with the shape of a large model, three GEMMs per linear and a demanded speed-up."""
+"""Problems for the solver: one that is solved by hand, and programs with the shape of a large model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from typing import Any
 BLOCK_FLOPS = (1.0, 0.125, 0.125, 1.0, 3.5, 3.5, 3.5)
 # Rates of the options relative to BF16, the most precise first, by the number of options.
 RATES = {3: (1.0, 2.0, 4.0), 4: (1.0, 2.0, 2.0, 4.0), 5: (1.0, 2.0, 2.0, 4.0, 4.0)}
+
+
+def make_problem(**fields: Any) -> dict[str, Any]:
+    def group(name: str, cost: float) -> dict[str, Any]:
+        options = [{"name": "fp8", "cost": 1.0, "weight": 0.0}, {"name": "fp4", "cost": cost, "weight": 0.5}]
+        return {"name": name, "options": options}
+
+    constraints = [{"name": "stage 0", "groups": None, "minimum": 0.5}]
+    return {"groups": [group("a", 4.0), group("b", 3.0)], "constraints": constraints, **fields}
 
 
 def make_speed_problem(

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from snip_hf import SnipConfig, SnipController, convert_model
 from snip_hf.kernels.emulated import EMULATED
-from snip_hf.kernels.tensor_core import keep_quantized
 from snip_hf.kernels.tensor_scaled import linear
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
 from snip_hf.kernels.tensor_scaled.exponents import LARGEST
@@ -161,13 +160,13 @@ def test_one_of_bf16_weights_and_inputs_does_so_too() -> None:
 
 def test_weights_that_are_kept_are_read() -> None:
     mlp, twin = mlp_of(), mlp_of()
-    keep_quantized(linears(mlp))
+    TENSOR_SCALED.before_pass(linears(mlp))
     graphs = Graphs()
     found = trained(mlp, torch.compile(mlp, backend=graphs.backend), steps=1)
     targets = [str(node.target) for graph in graphs.all for node in graph.graph.nodes]
     assert graphs.gated() == 2
     assert not any("tensor_scaled_weight_product" in target for target in targets)
-    keep_quantized(linears(twin))
+    TENSOR_SCALED.before_pass(linears(twin))
     check(found, trained(twin, lambda x: one_by_one(twin, x), steps=1))
 
 

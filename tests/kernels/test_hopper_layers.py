@@ -30,7 +30,7 @@ from snip_hf.kernels.backend import BACKENDS
 from snip_hf.kernels.emulated import EMULATED, STATE_SIZE
 from snip_hf.kernels.hopper import backend as hopper
 from snip_hf.kernels.hopper.backend import HOPPER, Hopper
-from snip_hf.kernels.tensor_core import TiedInput, drop_quantized, forget_inputs, keep_quantized, share_inputs
+from snip_hf.kernels.tensor_core import TiedInput
 from snip_hf.layers.state import pack_states, set_rank, set_step, snip_linears
 from snip_hf.numerics.formats import E2M1, format_of_code
 from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE, TILE
@@ -481,7 +481,7 @@ class TestSaved:
 
     def test_a_kept_weight_is_not_copied(self, device: str) -> None:
         layer, x = layer_of(linear(device=device), ("fp8", "fp8", "fp4"), "hopper"), randn(256, I, device=device)
-        keep_quantized({"layer": layer})
+        HOPPER.before_pass({"layer": layer})
         kept = {tensor.data_ptr() for tensor in layer.snip_cache.weights[2:]}
         saved = [tensor for tensor in self.saved(layer, x.requires_grad_()) if tensor.data_ptr() in kept]
         assert len(saved) == 2
@@ -498,7 +498,9 @@ def siblings(formats: tuple[str, str, str], count: int = 3, device: str = "cpu")
         with torch.no_grad():
             plain.weight.mul_(index + 1)
         layers.append(layer_of(plain, formats, "hopper"))
-    share_inputs({str(index): layer for index, layer in enumerate(layers)}, [[str(index) for index in range(count)]])
+    HOPPER.share_inputs(
+        {str(index): layer for index, layer in enumerate(layers)}, [[str(index) for index in range(count)]]
+    )
     tied = layers[0].snip_cache.tied
     assert tied is not None
     return layers, tied
@@ -629,12 +631,12 @@ class TestTied:
         layers, tied = siblings(("fp8", "fp8", "fp8"))
         layers[0](randn(T, I))
         assert tied._source is not None
-        forget_inputs({str(index): layer for index, layer in enumerate(layers)})
+        HOPPER.after_step({str(index): layer for index, layer in enumerate(layers)})
         assert tied._source is None and tied._quantized is None
 
     def test_each_group_shares_an_input_of_its_own_and_dropping_ends_that(self, stand_in: StandIn) -> None:
         layers = {str(index): layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper") for index in range(5)}
-        share_inputs(layers, [["0", "1"], ["2", "4"]])
+        HOPPER.share_inputs(layers, [["0", "1"], ["2", "4"]])
         tied = [layer.snip_cache.tied for layer in layers.values()]
         assert tied[0] is tied[1] is not None and tied[2] is tied[4] is not None and tied[3] is None
         assert tied[0] is not tied[2]
@@ -642,7 +644,7 @@ class TestTied:
         for layer in layers.values():
             layer(x)
         assert of_inputs(stand_in) == 3
-        drop_quantized(layers)
+        HOPPER.release(layers)
         assert [layer.snip_cache.tied for layer in layers.values()] == [None] * 5
 
     def test_the_quantized_input_is_the_one_of_quantize_input(self, stand_in: StandIn) -> None:
@@ -667,28 +669,28 @@ class TestKept:
         x = randn(T, I, dtype=dtype, device=device)
         with torch.autocast(device, BF16):
             expected = gradients(layer, x)
-            keep_quantized({"layer": layer})
+            HOPPER.before_pass({"layer": layer})
             assert bool(layer.snip_cache.weights) == (formats[:2] != ("bf16", "bf16"))
             assert_same(gradients(layer, x), expected)
-            drop_quantized({"layer": layer})
+            HOPPER.release({"layer": layer})
             assert layer.snip_cache.weights == ()
             assert_same(gradients(layer, x), expected)
 
     def test_passes_quantize_no_weight_that_is_kept(self, stand_in: StandIn) -> None:
         layer = layer_of(linear(), ("fp8", "fp4", "fp8"), "hopper")
-        keep_quantized({"layer": layer})
+        HOPPER.before_pass({"layer": layer})
         assert stand_in.names == ["quantize_weight"]
         for _ in range(2):
             gradients(layer, randn(T, I))
         assert stand_in.names.count("quantize_weight") == 1
-        drop_quantized({"layer": layer})
+        HOPPER.release({"layer": layer})
         gradients(layer, randn(T, I))
         assert stand_in.names.count("quantize_weight") == 3
 
     def test_they_are_refreshed_in_place_when_weights_or_formats_have_changed(self, device: str) -> None:
         """At the same addresses, where CUDA graphs read them."""
         layer, x = layer_of(linear(device=device), ("fp8", "fp8", "fp8"), "hopper"), randn(T, I, device=device)
-        keep_quantized({"layer": layer})
+        HOPPER.before_pass({"layer": layer})
         places = [tensor.data_ptr() for tensor in layer.snip_cache.weights]
         for change in (
             lambda: layer.weight.data.mul_(3),
@@ -696,38 +698,38 @@ class TestKept:
             lambda: layer.set_formats({"forward": "fp8", "grad_input": "fp4", "grad_weight": "fp4"}),
         ):
             change()
-            keep_quantized({"layer": layer})
+            HOPPER.before_pass({"layer": layer})
             assert [tensor.data_ptr() for tensor in layer.snip_cache.weights] == places
             kept = gradients(layer, x)
             twin = copy.deepcopy(layer)
-            drop_quantized({"layer": twin})
+            HOPPER.release({"layer": twin})
             assert_same(kept, gradients(twin, x))
 
     def test_a_change_of_the_weight_is_found_by_torch_s_count_and_only_then(self, stand_in: StandIn) -> None:
         layers = {str(index): layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper") for index in range(3)}
-        keep_quantized(layers)
+        HOPPER.before_pass(layers)
         stand_in.calls.clear()
-        keep_quantized(layers, everything=False)
+        HOPPER.before_pass(layers, everything=False)
         assert stand_in.calls == []
         with torch.no_grad():
             layers["1"].weight.add_(1)
-        keep_quantized(layers, everything=False)
+        HOPPER.before_pass(layers, everything=False)
         assert stand_in.names == ["quantize_weight_into"]
-        keep_quantized(layers, everything=False)
+        HOPPER.before_pass(layers, everything=False)
         assert stand_in.names == ["quantize_weight_into"]
         twin = copy.deepcopy(layers["1"])
-        drop_quantized({"twin": twin})
+        HOPPER.release({"twin": twin})
         assert torch.equal(layers["1"](randn(T, I)), twin(randn(T, I)))
         layers["2"].weight.data.add_(1)  # torch does not count it
-        keep_quantized(layers, everything=False)
+        HOPPER.before_pass(layers, everything=False)
         assert stand_in.names.count("quantize_weight_into") == 1
-        keep_quantized(layers)
+        HOPPER.before_pass(layers)
         assert stand_in.names.count("quantize_weight_into") == 4
 
     def test_a_pass_without_gradients_in_training_mode_quantizes_the_weight_as_it_is(self, stand_in: StandIn) -> None:
         """It may follow a fused optimizer's step, which torch does not count."""
         layer = layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper").train()
-        keep_quantized({"layer": layer})
+        HOPPER.before_pass({"layer": layer})
         layer.weight.data.add_(1)
         x, twin = randn(T, I), copy.deepcopy(layer)
         stale = layer(x)
@@ -738,11 +740,11 @@ class TestKept:
     @pytest.mark.parametrize("option", [{"foreach": False}, {"foreach": True}], ids=str)
     def test_an_optimizer_step_is_such_a_change(self, stand_in: StandIn, option: dict[str, bool]) -> None:
         layer = layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper")
-        keep_quantized({"layer": layer})
+        HOPPER.before_pass({"layer": layer})
         layer(randn(T, I)).sum().backward()
         torch.optim.AdamW(layer.parameters(), lr=0.1, **option).step()
         stand_in.calls.clear()
-        keep_quantized({"layer": layer}, everything=False)
+        HOPPER.before_pass({"layer": layer}, everything=False)
         assert stand_in.names == ["quantize_weight_into"]
 
     @pytest.mark.parametrize("option", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
@@ -750,15 +752,15 @@ class TestKept:
         self, stand_in: StandIn, option: dict[str, bool]
     ) -> None:
         layer = layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper")
-        keep_quantized({"layer": layer})
+        HOPPER.before_pass({"layer": layer})
         layer(randn(T, I)).sum().backward()
         torch.optim.AdamW(layer.parameters(), lr=0.1, **option).step()  # torch does not count fused ones
         for everything in (True, False):
             stand_in.calls.clear()
-            keep_quantized({"layer": layer}, everything=everything)
+            HOPPER.before_pass({"layer": layer}, everything=everything)
             assert stand_in.names == ["quantize_weight_into"] * everything
             twin = copy.deepcopy(layer)
-            drop_quantized({"twin": twin})
+            HOPPER.release({"twin": twin})
             assert torch.equal(layer(randn(T, I)), twin(randn(T, I)))
 
     def test_what_gemms_in_bf16_read_is_not_kept(self, stand_in: StandIn) -> None:
@@ -770,10 +772,10 @@ class TestKept:
             (("fp4", "fp8", "bf16"), (True, True)),
         ):
             layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
-            keep_quantized({"layer": layer})
+            HOPPER.before_pass({"layer": layer})
             assert tuple(tensor.numel() > 0 for tensor in layer.snip_cache.weights[::2]) == wanted
             twin = copy.deepcopy(layer)
-            drop_quantized({"twin": twin})
+            HOPPER.release({"twin": twin})
             assert_same(gradients(layer, randn(T, I)), gradients(twin, randn(T, I)))
 
     def test_layers_on_another_backend_or_with_sharded_weights_keep_nothing(self, stand_in: StandIn) -> None:
@@ -781,20 +783,20 @@ class TestKept:
             pass
 
         emulated, sharded = (layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper") for _ in range(2))
-        keep_quantized({"emulated": emulated})
+        HOPPER.before_pass({"emulated": emulated})
         emulated.use_backend(EMULATED)
         sharded.weight = Sharded(sharded.weight.detach())
-        keep_quantized({"sharded": sharded})
+        HOPPER.before_pass({"sharded": sharded})
         assert emulated.snip_cache is None and sharded.snip_cache.weights == ()
 
     def test_a_weight_that_changed_between_forward_and_backward_is_refused_by_torch(self, device: str) -> None:
         """As for nn.Linear: its quantized copy would be the new weight's."""
         layer, x = layer_of(linear(device=device), ("fp8", "fp8", "fp8"), "hopper"), randn(T, I, device=device)
-        keep_quantized({"layer": layer})
+        HOPPER.before_pass({"layer": layer})
         y = layer(x.requires_grad_())
         with torch.no_grad():
             layer.weight.mul_(2)
-        keep_quantized({"layer": layer}, everything=False)
+        HOPPER.before_pass({"layer": layer}, everything=False)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
 
@@ -828,7 +830,7 @@ def tie(model: nn.Module) -> None:
             names = [first.removesuffix(group[0]) + name for name in group]
             for name in names:
                 layers[name].set_formats(layers[first].formats)
-            share_inputs(layers, [names])
+            HOPPER.share_inputs(layers, [names])
 
 
 def of_formats(layers: dict[str, SnipLinear], *formats: str) -> None:
@@ -889,7 +891,7 @@ class TestModel:
         plain, model = (model_on("hopper", "llama", device, ("fp4", "fp4", "fp8"), torch.float32) for _ in range(2))
         tie(model)
         if kept:
-            keep_quantized(snip_linears(model))
+            HOPPER.before_pass(snip_linears(model))
         for _ in range(2):
             expected, got = (training_pass(one, device) for one in (plain, model))
             assert torch.equal(got[0], expected[0])
@@ -961,7 +963,7 @@ def output_of(layer: SnipLinear) -> Tensor:
 def alone(layer: SnipLinear) -> Tensor:
     """What the layer gives without anything kept or shared."""
     twin = copy.deepcopy(layer)
-    drop_quantized({"": twin})
+    HOPPER.release({"": twin})
     return output_of(twin)
 
 
@@ -1119,7 +1121,7 @@ def test_layers_are_one_graph_and_new_plans_and_steps_compile_nothing(
         if kept:
             layer.snip_cache.weights = Unrounded.quantize_weight(layer.weight.detach(), layer.snip_state, True, True)
     if tied:
-        share_inputs(layers, [list(layers)])
+        HOPPER.share_inputs(layers, [list(layers)])
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled, x = torch.compile(model, fullgraph=True, backend="aot_eager"), randn(8, 64, dtype=torch.float32)
@@ -1238,7 +1240,7 @@ class TestCompiled:
     def test_cuda_graphs_read_new_formats_keys_and_weights(self, tied: bool, kept: bool) -> None:
         layer, layers, run = self.block(tied)
         if kept:
-            keep_quantized(layers)
+            HOPPER.before_pass(layers)
         compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
         for step, formats in enumerate([*self.PLANS, *self.PLANS]):
             of_formats(layers, *formats)
@@ -1247,7 +1249,7 @@ class TestCompiled:
                 for weight in layer.parameters():
                     weight.mul_(1.05)
             if kept:
-                keep_quantized(layers)
+                HOPPER.before_pass(layers)
             assert max(distances(run(compiled), run(layer))) < CLOSE["cuda"], (step, formats)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
         assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0

@@ -18,7 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from snip_hf import convert_model
-from snip_hf.kernels.tensor_core import share_inputs
 from snip_hf.kernels.tensor_scaled import linear
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
 from snip_hf.kernels.tensor_scaled.encoding import PARAMETERS
@@ -63,7 +62,9 @@ class Block:
             layer.use_backend(TENSOR_SCALED)
             layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
         if tied:
-            share_inputs(self.layers, [[name for name in self.layers if name.endswith(tie)] for tie in TIES])
+            TENSOR_SCALED.share_inputs(
+                self.layers, [[name for name in self.layers if name.endswith(tie)] for tie in TIES]
+            )
         if gated:
             assert put_gates(model, logging.getLogger("snip_hf.test")) == 1
         block = model.model.layers[0]

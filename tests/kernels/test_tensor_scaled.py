@@ -357,8 +357,8 @@ def test_a_trial_notices_wrong_products_and_other_bytes(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(operators, "encoded", other)
     assert fault("mxfp4", CPU) == (
-        "the trial of 'mxfp4' failed: the kernel rounds otherwise than the reference (activation of forward, weight of "
-        "forward, gradient of grad_input)"
+        "the trial of 'mxfp4' failed: the kernel and the reference round differently (activation of forward, weight "
+        "of forward, gradient of grad_input)"
     )
 
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from snip_hf import SnipController
 from snip_hf.kernels.backend import BACKENDS, Backend
 from snip_hf.kernels.emulated import EMULATED
-from snip_hf.kernels.tensor_core import keep_quantized
 from snip_hf.kernels.tensor_scaled import trial
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
 from snip_hf.kernels.tensor_scaled.encoding import table_on
@@ -267,13 +266,13 @@ def test_a_layer_computes_what_the_emulated_backend_does(formats: tuple[str, ...
 def test_kept_weights_give_the_same_bits(transposed: bool, where: str) -> None:
     layer: Any = Experts(("mxfp4", "fp8-tensor", "mxfp4"), TENSOR_SCALED, transposed, torch.bfloat16, where)
     expected = layer.gradients()
-    keep_quantized({"": layer})
+    TENSOR_SCALED.before_pass({"": layer})
     with Operators() as seen:
         assert_same(layer.gradients(), expected)
     assert seen.names.count("encode_operand") == 2
     with torch.no_grad():
         layer.weight.mul_(2)
-    keep_quantized({"": layer}, everything=False)
+    TENSOR_SCALED.before_pass({"": layer}, everything=False)
     doubled = layer.gradients()
     layer.snip_cache.weights = ()
     assert_same(layer.gradients(), doubled)

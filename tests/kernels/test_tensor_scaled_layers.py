@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from snip_hf import SnipController, SnipLinear
 from snip_hf.kernels.backend import BACKENDS
-from snip_hf.kernels.tensor_core import drop_quantized, keep_quantized, share_inputs
 from snip_hf.kernels.tensor_scaled import exponents, operators, trial
 from snip_hf.kernels.tensor_scaled import linear as scaled_linear
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED, TensorScaled
@@ -173,7 +172,7 @@ def test_a_small_weight_is_folded_once_for_both_passes_and_gives_the_same_bits(
 
 def siblings(formats: tuple[str, ...], device: str) -> dict[str, SnipLinear]:
     layers = {str(index): layer_of(linear(device=device), formats, NAME) for index in range(3)}
-    share_inputs(layers, [list(layers)])
+    TENSOR_SCALED.share_inputs(layers, [list(layers)])
     return layers
 
 
@@ -195,17 +194,17 @@ def test_tied_layers_fold_a_common_input_once(device: str, folds: list[tuple[Any
 def test_kept_weights_are_folded_once_and_give_the_same_bits(device: str, folds: list[tuple[Any, ...]]) -> None:
     layer, x = layer_of(linear(device=device), OTHER, NAME), randn(T, I, device=device)
     expected = gradients(layer, x)
-    keep_quantized({"": layer})
+    TENSOR_SCALED.before_pass({"": layer})
     folds.clear()
     assert_same(gradients(layer, x), expected)
     assert [one[0] for one in folds] == [0, 1]
     with torch.no_grad():
         layer.weight.mul_(2)
     addresses = [tensor.data_ptr() for tensor in layer.snip_cache.weights]
-    keep_quantized({"": layer}, everything=False)
+    TENSOR_SCALED.before_pass({"": layer}, everything=False)
     assert [tensor.data_ptr() for tensor in layer.snip_cache.weights] == addresses
     doubled = gradients(layer, x)
-    drop_quantized({"": layer})
+    TENSOR_SCALED.release({"": layer})
     assert_same(gradients(layer, x), doubled)
 
 
@@ -215,7 +214,7 @@ def test_kept_weights_are_folded_once_and_give_the_same_bits(device: str, folds:
 def test_a_gated_mlp_trains_as_its_three_layers_do(formats: Any, ties: bool, keeps: bool) -> None:
     mlp, twin = mlp_of(formats, ties), mlp_of(formats, ties)
     if keeps:
-        keep_quantized(linears(mlp))
+        TENSOR_SCALED.before_pass(linears(mlp))
     found = trained(mlp, lambda x: TENSOR_SCALED.gated_forward(gate_up_down(mlp), x), steps=1 if keeps else 3)
     check(found, trained(twin, lambda x: one_by_one(twin, x), steps=1 if keeps else 3))
 

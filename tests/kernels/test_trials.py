@@ -75,7 +75,7 @@ def test_a_format_of_the_same_name_but_another_content_is_tried(trial: FakeTrial
 
 def test_a_trial_that_failed_is_tried_again(trial: FakeTrial) -> None:
     trial.is_wrong = True
-    assert all("rounds otherwise than the reference (weight)" in str(trial()) for _ in range(2))
+    assert all("the kernel and the reference round differently (weight)" in str(trial()) for _ in range(2))
     trial.is_wrong = False
     assert [trial(), trial(), trial.runs] == [None, None, 3]
 

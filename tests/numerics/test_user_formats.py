@@ -55,8 +55,8 @@ FP32 = {"scale": "fp32", "tensor_scale": None}
         ({"activation": Operand((1, 16.0))}, "activation=.*; expected a block of two integers"),  # type: ignore[arg-type]
         ({"weight": Operand(64)}, "weight=.*; expected a block of two integers, .across, along., or None for the"),  # type: ignore[arg-type]
         ({"weight": Operand((16,))}, "weight=.*; expected a block of two integers"),  # type: ignore[arg-type]
-        ({"scale": "e9m0"}, "scale: 'e9m0' is no kind of scales; expected 'fp32', 'e8m0' or 'eYmZ', e.g. 'e4m3'"),
-        ({"scale": "fp16"}, "scale: 'fp16' is no kind of scales"),
+        ({"scale": "e9m0"}, "scale: 'e9m0' is not a kind of scale; expected 'fp32', 'e8m0' or 'eYmZ', e.g. 'e4m3'"),
+        ({"scale": "fp16"}, "scale: 'fp16' is not a kind of scale"),
         ({"scale": "e8m7"}, "scale: 'e8m7' has values beyond FP32; expected 2 to 7 exponent bits, e.g. 'e4m3', or"),
         ({"scale": "e1m0"}, "scale: 'e1m0' has no value above 0; expected 2 to 7 exponent bits"),
         ({"scale_rule": "floor"}, "scale_rule='floor'; expected one of nearest, up for scale='e4m3'"),

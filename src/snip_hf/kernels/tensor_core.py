@@ -40,7 +40,7 @@ class Cache:
     tied: TiedInput | None = None
     """Shared with the tied layers that take the same input; None: the input is quantized for this layer only."""
     weights: tuple[Tensor, ...] = ()
-    """The weight as last quantized by `keep_quantized`; empty: every pass quantizes it."""
+    """The weight as last quantized by `before_pass`; empty: every pass quantizes it."""
     weight_version: int = -1
     """torch's count of the weight's changes at that time."""
     records: Any = None
@@ -296,16 +296,48 @@ class TensorCoreBackend(Backend):
             cache.tied.set_formats(id(layer), (formats[0].code, formats[2].code))
 
     def share_inputs(self, layers: Mapping[str, Layer], groups: Sequence[Sequence[str]]) -> None:
-        share_inputs(layers, groups)
+        """Lets the layers of each group quantize a common input once while they have the same formats."""
+        for group in groups:
+            tied = TiedInput(len(group))
+            for name in group:
+                layers[name].snip_cache.tied = tied
+                layers[name].set_formats(layers[name].formats)
 
-    def before_pass(self, layers: Mapping[str, Layer], everything: bool) -> None:
-        keep_quantized(layers, everything)
+    def before_pass(self, layers: Mapping[str, Layer], everything: bool = True) -> None:
+        """Quantizes the weights of the layers for all passes until the next call.
+
+        Call it whenever weights or formats have changed. Passes quantize sharded weights themselves.
+
+        Args:
+            layers: the layers.
+            everything: False leaves out layers whose weight has not changed since the last call as far as torch knows
+                (it misses changes by fused optimizers and through `weight.data`).
+        """
+        for layer in layers.values():
+            cache: Cache = layer.snip_cache
+            weight, uses = layer.weight, tuple(not high for high in cache.high[:2])
+            if type(weight) is not nn.Parameter or not any(uses):
+                cache.weights = ()
+                continue
+            used = tuple(tensor.numel() > 0 for tensor in cache.weights[::2])
+            if used != uses or cache.weights[0].device != weight.device:
+                cache.weights = self.quantize_weight(layer, *uses)
+                for tensor in cache.weights:  # so that CUDA graphs read the same addresses
+                    torch._dynamo.mark_static_address(tensor)
+            elif everything or cache.weight_version != weight._version:
+                self.quantize_weight_into(layer, cache.weights)
+            cache.weight_version = weight._version
 
     def after_step(self, layers: Mapping[str, Layer]) -> None:
-        forget_inputs(layers)
+        """Drops shared inputs that some layer did not ask for."""
+        for layer in layers.values():
+            if layer.snip_cache.tied is not None:
+                layer.snip_cache.tied.forget()
 
     def release(self, layers: Mapping[str, Layer]) -> None:
-        drop_quantized(layers)
+        """Undoes `before_pass` and `share_inputs`: every pass of every layer quantizes its operands again."""
+        for layer in layers.values():
+            layer.snip_cache.weights, layer.snip_cache.tied = (), None
 
 
 def weights_of(layer: Layer | GroupedLayer) -> tuple[Tensor, ...]:
@@ -317,52 +349,3 @@ def weights_of(layer: Layer | GroupedLayer) -> tuple[Tensor, ...]:
     cache: Cache = layer.snip_cache
     is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
     return cache.weights if layer.training and torch.is_grad_enabled() and is_kept else ()
-
-
-def keep_quantized(layers: Mapping[str, Layer], everything: bool = True) -> None:
-    """Quantizes the weights of the layers by their backend, for all passes until the next call.
-
-    Call it whenever weights or formats have changed. Passes quantize sharded weights themselves.
-
-    Args:
-        layers: the layers.
-        everything: False leaves out layers whose weight has not changed since the last call as far as torch knows
-            (it misses changes by fused optimizers and through `weight.data`).
-    """
-    for layer in layers.values():
-        cache: Cache = layer.snip_cache
-        backend: Any = layer.snip_backend
-        weight, uses = layer.weight, tuple(not high for high in cache.high[:2])
-        if type(weight) is not nn.Parameter or not any(uses):
-            cache.weights = ()
-            continue
-        used = tuple(tensor.numel() > 0 for tensor in cache.weights[::2])
-        if used != uses or cache.weights[0].device != weight.device:
-            cache.weights = backend.quantize_weight(layer, *uses)
-            for tensor in cache.weights:  # so that CUDA graphs read the same addresses
-                torch._dynamo.mark_static_address(tensor)
-        elif everything or cache.weight_version != weight._version:
-            backend.quantize_weight_into(layer, cache.weights)
-        cache.weight_version = weight._version
-
-
-def share_inputs(layers: Mapping[str, Layer], groups: Sequence[Sequence[str]]) -> None:
-    """Lets the layers of each group quantize a common input once while they have the same formats."""
-    for group in groups:
-        tied = TiedInput(len(group))
-        for name in group:
-            layers[name].snip_cache.tied = tied
-            layers[name].set_formats(layers[name].formats)
-
-
-def forget_inputs(layers: Mapping[str, Layer]) -> None:
-    """Drops shared inputs that some layer did not ask for."""
-    for layer in layers.values():
-        if layer.snip_cache.tied is not None:
-            layer.snip_cache.tied.forget()
-
-
-def drop_quantized(layers: Mapping[str, Layer]) -> None:
-    """Undoes `keep_quantized` and `share_inputs`: every pass of every layer quantizes its operands again."""
-    for layer in layers.values():
-        layer.snip_cache.weights, layer.snip_cache.tied = (), None

@@ -1,9 +1,9 @@
 """The trial that a backend's kernels must pass on a device before a run, and the cache of trials that passed.
 
 A trial compares encoded operands with the reference's bytes, and small products with the emulated ones. It takes
-seconds, so one that passed is not repeated with the same versions on the same kind of GPU: the folder `snip_hf` of
+seconds, so a trial that passed is not repeated with the same versions on the same kind of GPU: the folder `snip_hf` of
 torch's compiler cache (TORCHINDUCTOR_CACHE_DIR) holds an empty file for each. Failures are not cached, since their
-cause may be gone the next time.
+cause may disappear.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..numerics.random_streams import stream_key
 from .backend import Backend
 from .emulated import EMULATED
 
-# T, I, O: no multiples of the sizes that products and runs of scales are padded to.
+# T, I, O: not multiples of the sizes to which products and runs of scales are padded.
 _SIZE = (296, 176, 208)
 # Both results are BF16 of FP32 sums of the same products. Another format is at least 3% off, a wrong scale 100%.
 TOLERANCE = 0.005
@@ -67,7 +67,7 @@ Products = Iterable[tuple[str, Tensor, Tensor]]
 
 
 def products_of(backend: Backend, given: Operands) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yields each GEMM of a backend with the emulated result from a CPU, where no kernel need be compiled."""
+    """Yields each GEMM of a backend with the emulated result from the CPU, which needs no compiled kernel."""
     arguments = given.x, given.weight, given.grad_output, given.state
     on_cpu = [tensor.cpu() for tensor in arguments]
     for gemm in GEMMS:
@@ -91,7 +91,7 @@ def fault_of(
         products: yields the GEMMs.
 
     Raises:
-        RuntimeError: the trial has left the device unusable, so that emulation would not run there either.
+        RuntimeError: the trial made the device unusable, so that emulation cannot run there either.
     """
     passed = passed_file(trial, format, device) if device.type == "cuda" else None
     if passed is not None and passed.exists():
@@ -119,7 +119,7 @@ def _difference(
 ) -> str | None:
     others = differing(encode(None), encode(False))
     if others:
-        return f"the kernel rounds otherwise than the reference ({', '.join(others)})"
+        return f"the kernel and the reference round differently ({', '.join(others)})"
     for gemm, result, wanted in products():
         error = deviation(result.cpu(), wanted.cpu())
         if not error < TOLERANCE:
@@ -128,7 +128,7 @@ def _difference(
 
 
 def differing(found: Mapping[str, Sequence[Tensor]], expected: Mapping[str, Sequence[Tensor]]) -> list[str]:
-    """Returns the operands whose tensors are not those that are expected."""
+    """Returns the operands whose tensors differ from the expected ones."""
     return [
         operand
         for operand, tensors in found.items()
@@ -142,7 +142,7 @@ def deviation(got: Tensor, expected: Tensor) -> float:
 
 
 def is_lost(device: torch.device) -> bool:
-    """Returns True if nothing can run on a device until the process ends, as after some CUDA errors."""
+    """Returns True if the device is unusable until the process ends, as after some CUDA errors."""
     try:
         torch.zeros(1, device=device).item()
     except torch.OutOfMemoryError:

@@ -72,7 +72,7 @@ def bits_of_runs(state, run, channel, tokens, channels):
 
 @triton.jit
 def bits_of_key(key, state, run, channel, tokens, channels):
-    """As `bits_of_runs`, with another key than the state's."""
+    """`bits_of_runs` with a given key instead of the state's."""
     low, high, first_run = rank_stream(key, state, tokens)
     run = run.to(tl.uint32) + first_run
     bits = run[:, None] * channels + channel[None, :].to(tl.uint32)
@@ -146,7 +146,7 @@ def random_of_runs(bits):
 @triton.jit
 def to_fp8(x):
     """To E4M3: to nearest, ties to even, saturating; NaN stays NaN."""
-    if INTERPRETED:  # which rounds otherwise, and knows neither saturation nor NaN
+    if INTERPRETED:  # the interpreter rounds differently, and neither saturates nor handles NaN
         power = tl.maximum(power_of_two(x), _LEAST_NORMAL_FP8)
         rounded = to_grid(x, 0.0, power, _SPACING_FP8)
         rounded = tl.where(tl.abs(rounded) > _MAX_FP8, tl.where(x > 0, _MAX_FP8, -_MAX_FP8), rounded)

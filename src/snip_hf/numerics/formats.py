@@ -2,7 +2,7 @@
 
 A plan names a format for each GEMM. The registry `FORMATS` defines the names; users add their own with
 `register_format`. Kernels, estimates, the integer program and figures loop over the formats of a run
-(`SnipConfig.formats`) and read what they need from the entries. The device tensors that kernels read hold a format's
+(`SnipConfig.formats`) and read its properties from the entries. The device tensors that kernels read hold a format's
 `code`, its place in the registry. docs/formats.md has the table of built-in formats.
 """
 
@@ -26,7 +26,7 @@ from .rotation import LARGEST
 _E8M0 = "e8m0"
 _RULES = {"fp32": ("amax",), _E8M0: ("rceil", "ceil", "floor", "even")}
 _RULES_OF_A_GRID = ("nearest", "up")
-# Under these no element is above the grid's largest value, which would be cut off: a bias.
+# Under these rules no element exceeds the grid's largest value. Cutting it off would be a bias.
 _UNSATURATED = ("amax", "rceil", "ceil", "up")
 _MOST_BITS = 32
 _COLOUR = re.compile("#[0-9a-fA-F]{6}")
@@ -34,21 +34,21 @@ _COLOUR = re.compile("#[0-9a-fA-F]{6}")
 
 @dataclass(frozen=True)
 class Operand:
-    """How one operand of a GEMM is rounded."""
+    """The rounding of one operand of a GEMM."""
 
     block: tuple[int, int] | None
-    """Elements that share a scale: across and along the contracted dimension. None: all elements of the tensor."""
+    """Elements that share a scale: (across, along) the contracted dimension. None: all elements of the tensor."""
     stochastic: bool = False
-    """Round up or down at random, without bias; otherwise to nearest, ties to even. For gradients."""
+    """True rounds up or down at random, without bias, for gradients; False to nearest, ties to even."""
     grid: ElementGrid | None = None
     """Values of an element; None: `NumberFormat.grid`."""
     scale_rule: str | None = None
     """None: `NumberFormat.scale_rule`."""
     targets: tuple[float, ...] = ()
-    """Values that a block's largest magnitude may become; each block takes the one with the smallest squared error,
-    the first of equal ones. (): the grid's largest value."""
+    """Values to which a block's largest magnitude may be scaled; each block uses the one with the smallest squared
+    error, the first of equal ones. (): the grid's largest value."""
     noise: bool = False
-    """Add Gaussian noise of the variance that rounding would have, instead of rounding. For weights."""
+    """True adds Gaussian noise with the variance of rounding instead of rounding, for weights."""
     quantized: bool = True
     """False: the operand stays in the compute dtype."""
 
@@ -57,7 +57,7 @@ class Operand:
 
         Args:
             contracts: 0 or 1.
-            shape: of the matrix, needed where the block is the whole of it.
+            shape: of the matrix, needed if the block is the whole matrix.
         """
         if self.block is None:
             rows, columns = shape
@@ -67,49 +67,49 @@ class Operand:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is rounded in blocks with one scale each, which depends only on the largest magnitude."""
+        """True if it is rounded in blocks, each with one scale that depends only on the largest magnitude."""
         return self.block is not None and self.quantized and not self.targets and not self.noise
 
 
 @dataclass(frozen=True, kw_only=True)
 class NumberFormat:
-    """What runs under one name of a plan.
+    """A number format, which a plan names for a GEMM.
 
     Raises:
-        ValueError: a field is out of range; the message names the format, the field and what is expected.
+        ValueError: a field is out of range; the message names the format, the field and the expected values.
     """
 
     name: str
     grid: ElementGrid | None
     """None: the operands are not quantized, the GEMM runs in the compute dtype."""
     bits: int
-    """Bits of an element with its sign, without its share of the scale (`stored_bits` has it); the most of the
-    operands' where these have grids of their own."""
+    """Bits of an element with its sign, without its share of the scale (see `stored_bits`); the maximum over operands
+    with their own grids."""
     activation: Operand = Operand((1, TILE))
     gradient: Operand = Operand((1, TILE))
     weight: Operand = Operand((TILE, TILE))
-    """With square blocks one quantized weight serves the forward and the grad_input GEMM; with others each of the two
-    quantizes it for itself, along the dimension that it contracts."""
+    """With square blocks the forward and the grad_input GEMM share one quantized weight; otherwise each quantizes it
+    along the dimension that it contracts."""
     scale: str = "fp32"
     """Kind of the scales: "fp32", "e8m0" (powers of two), or "eYmZ", a floating-point format with Y exponent and Z
     mantissa bits."""
     scale_rule: str | None = None
-    """How a block's scale is found from its largest magnitude, amax (docs/formats.md). fp32: "amax". e8m0: "rceil"
-    (the default), "ceil", "floor" or "even". eYmZ: "nearest" (the default) or "up" (for stochastic operands)."""
+    """Rule for a block's scale from its largest magnitude, amax (docs/formats.md). fp32: "amax". e8m0: "rceil" (the
+    default), "ceil", "floor" or "even". eYmZ: "nearest" (the default) or "up" (for stochastic operands)."""
     tensor_scale: float | None = None
-    """With scales eYmZ: one more scale, FP32, for the whole tensor, such that a block with the tensor's largest
-    magnitude gets this block scale. None: no such scale."""
+    """With scales eYmZ: adds an FP32 scale of the whole tensor, such that the block with the tensor's largest magnitude
+    gets this block scale. None: there is no such scale."""
     rotation: int = 0
     """Size of the random Hadamard transform of both operands of the GEMMs in `rotated`; 0: none."""
     rotated: tuple[str, ...] = ()
     speed: float
-    """Rate of its GEMMs on a modelled machine whose FP8 has the rate 1 (ours; an idea, not a device)."""
+    """Rate of its GEMMs on a modelled machine relative to FP8 there (our model, not a device)."""
     label: str
-    """In texts and legends."""
+    """Name in texts and legends."""
     colour: str
-    """In figures: "#rrggbb"."""
+    """Colour in figures: "#rrggbb"."""
     style: str = ""
-    """In terminals, as `rich` writes it."""
+    """Style in terminals, in the notation of `rich`."""
 
     def __post_init__(self) -> None:
         if not self.name or not all(part.isalnum() for part in self.name.split("-")):
@@ -181,7 +181,7 @@ class NumberFormat:
     def _check_targets(self, name: str, rule: Operand) -> None:
         grid, kind = rule.grid or self.grid, scale_grid(self.scale)
         if grid is None or self.scale == _E8M0 or rule.stochastic or rule.block is None:
-            self._refuse(name, "targets=(): they need blocks, rounding to nearest and scales that are no powers of two")
+            self._refuse(name, "targets=(): they need blocks, rounding to nearest, and scales other than powers of two")
         elif any(not 0 < target <= grid.max for target in rule.targets):
             self._refuse(name, f"targets above 0 and at most {grid.max:g}, the grid's largest value")
         elif kind and self.tensor_scale and self.tensor_scale * grid.max / min(rule.targets) > kind.max:
@@ -193,13 +193,13 @@ class NumberFormat:
         return found
 
     def rule_of(self, operand: Operand) -> str:
-        """Returns how the scales of an operand are found: its own rule, the format's, or the default."""
+        """Returns the rule for the scales of an operand: its own, the format's, or the default."""
         of_a_grid = "up" if operand.stochastic else "nearest"
         default = _RULES.get(self.scale, (of_a_grid,))[0]
         return operand.scale_rule or self.scale_rule or default
 
     def stored_bits(self, operand: str = "activation") -> float:
-        """Returns the bits that a value of an operand takes in memory, with its share of a block's scale."""
+        """Returns the bits of a value of an operand in memory, with its share of a block's scale."""
         rule = self.operand(operand)
         if self.grid is None or not rule.quantized:
             return float(UNQUANTIZED.bits)
@@ -209,7 +209,7 @@ class NumberFormat:
         across, along = rule.block
         if self.scale in _RULES:
             scale_bits = 32 if self.scale == "fp32" else 8
-        else:  # with the sign that it does not use
+        else:  # with an unused sign
             kind = scale_grid(self.scale)
             assert kind is not None
             scale_bits = 1 + kind.exponent_bits + kind.mantissa_bits
@@ -217,19 +217,19 @@ class NumberFormat:
 
     @property
     def shares_weight(self) -> bool:
-        """Whether one quantized weight serves the forward and the grad_input GEMM."""
+        """True if the forward and the grad_input GEMM share one quantized weight."""
         block = self.weight.block
         return (block is None or block[0] == block[1]) and not {"forward", "grad_input"} & set(self.rotated)
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether a part of a tensor is rounded otherwise than the whole is: it has another largest magnitude."""
+        """True if rounding depends on the whole tensor's largest magnitude, so that a part is rounded differently."""
         is_whole = any(self.operand(name).block is None for name in OPERANDS)
         return self.grid is not None and (is_whole or self.tensor_scale is not None)
 
     @property
     def is_random(self) -> bool:
-        """Whether results depend on the seed."""
+        """True if results depend on the seed."""
         return any(self.operand(name).stochastic or self.operand(name).noise for name in OPERANDS)
 
     @property
@@ -243,7 +243,7 @@ class NumberFormat:
 
     @property
     def counts_as_fp4(self) -> bool:
-        """Whether its FLOPs count towards `target_fp4_fraction`: both operands in elements of at most 4 bits."""
+        """True if its FLOPs count towards `target_fp4_fraction`: all operands have elements of at most 4 bits."""
         operands = map(self.operand, OPERANDS)
         return self.bits <= 4 and all(operand.quantized and not operand.noise for operand in operands)
 
@@ -273,18 +273,18 @@ _FP4 = FORMATS.register(
 
 
 def _variant(of: NumberFormat, name: str, label: str, colour: str, **changes: object) -> NumberFormat:
-    """Registers a built-in format that differs from another one by some fields."""
+    """Registers a built-in format that differs from another one in some fields."""
     return FORMATS.register(replace(of, name=name, label=label, colour=colour, **changes))  # type: ignore[arg-type]
 
 
-# Older entries keep their places: device tensors hold them.
+# Entries keep their order, since device tensors hold their indices.
 _WHOLE = Operand(None)
 _FP8_TENSOR = _variant(
     REFERENCE, "fp8-tensor", "FP8 tensor", "#0072b2", activation=_WHOLE, gradient=_WHOLE, weight=_WHOLE
 )
 _variant(_FP8_TENSOR, "fp8-tensor-e5m2", "FP8 tensor, E5M2 gradients", "#004c78", gradient=Operand(None, grid=E5M2))
 
-# OCP Microscaling (MX) v1.0; the rule of the scales is cuBLAS's (docs/formats.md explains why).
+# OCP Microscaling (MX) v1.0 with cuBLAS's rule for the scales (docs/formats.md explains why).
 _B32, _B32_RANDOM = Operand((1, 32)), Operand((1, 32), stochastic=True)
 _MXFP8 = _variant(
     REFERENCE, "mxfp8", "MXFP8", "#009e73", scale=_E8M0, activation=_B32, gradient=_B32, weight=_B32, style="green"
@@ -313,8 +313,8 @@ _NVFP4 = _variant(
     style="bold magenta",
 )
 _variant(_NVFP4, "nvfp4-1x16", "NVFP4 1x16", "#a8507f", weight=_B16)
-# Four over six (arXiv:2512.02010). A block whose largest magnitude becomes 4 has 1.5 times the scale, for which
-# 256 leaves room: 384 is an E4M3 value.
+# Four over six (arXiv:2512.02010). A block whose largest magnitude is scaled to 4 has 1.5 times the scale. With 256 as
+# the largest scale this is 384, an E4M3 value.
 _FOUR_SIX = (6.0, 4.0)
 _variant(
     _NVFP4,
@@ -330,7 +330,7 @@ _variant(_NVFP4, "nvfp4-rht128", "NVFP4 RHT128", "#5c1d40", weight=_B16, rotatio
 
 _variant(REFERENCE, "int8", "INT8", "#f0e442", grid=integers(127))
 _variant(_FP4, "int4", "INT4", "#b8ad1c", grid=integers(7))
-# The grid of UFP4 (arXiv:2606.20381) in MX's blocks, so that nothing but the grid differs from MXFP4.
+# The grid of UFP4 (arXiv:2606.20381) in MX's blocks, so that only the grid differs from MXFP4.
 _UFP4 = _variant(_MXFP4, "ufp4", "UFP4", "#7f7710", grid=integers(7))
 _variant(_UFP4, "ufp4-rht", "UFP4 RHT", "#5a540a", rotation=128, rotated=GEMMS)
 
@@ -342,7 +342,7 @@ _variant(
     activation=Operand((1, TILE), targets=_FOUR_SIX),
     weight=Operand((TILE, TILE), targets=_FOUR_SIX),
 )
-# Pseudo-quantization training: Gaussian noise on the weights, everything else as it is.
+# Pseudo-quantization training: Gaussian noise on the weights, other operands unquantized.
 _KEPT = Operand((1, TILE), quantized=False)
 _variant(
     _FP4,
@@ -358,7 +358,7 @@ _variant(
 
 
 def register_format(format: NumberFormat) -> NumberFormat:
-    """Adds a user's own format, which plans and `SnipConfig.formats` may then name. Returns it.
+    """Registers a user's format, which plans and `SnipConfig.formats` may then name. Returns it.
 
     Every process of a run must register the same formats in the same order.
 
@@ -369,12 +369,12 @@ def register_format(format: NumberFormat) -> NumberFormat:
 
 
 def format_of_code(code: int) -> NumberFormat:
-    """Returns the format that a device tensor's number stands for."""
+    """Returns the format with this code."""
     return list(FORMATS.values())[code]
 
 
 def check_format(name: object, where: str) -> str:
-    """Returns `name` if it is a format that a plan may use; raises ValueError naming `where` otherwise."""
+    """Returns `name` if it is a registered format; otherwise raises ValueError naming `where`."""
     try:
         return FORMATS.checked(name, where)
     except UnknownName as error:

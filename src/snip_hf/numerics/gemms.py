@@ -5,7 +5,7 @@ Legend: T tokens, I in_features, O out_features; X (T, I) activations, W (O, I) 
 
 from __future__ import annotations
 
-# In the order of the format codes that a layer's state tensor holds (docs/method.md, section 1).
+# In the order of the format codes in a layer's state tensor (docs/method.md, section 1).
 GEMMS = ("forward", "grad_input", "grad_weight")
 OPERANDS = ("activation", "gradient", "weight")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Formats of users: as many bits as FP32 arithmetic rounds exactly.
+# Limits of users' formats: FP32 arithmetic rounds exactly up to these bits.
 _MOST_EXPONENT_BITS, _MOST_MANTISSA_BITS = 8, 10
 _EXPONENT_MASK = 0x7F800000
 _SCALE_KIND = re.compile(r"e([1-8])m([0-7])")
@@ -19,8 +19,8 @@ class ElementGrid:
     """The values of one element, before its scale: a small floating-point format with a sign bit.
 
     Values are `significand * 2**exponent` with `mantissa_bits` fractional bits, subnormals included. Rounding
-    saturates: a magnitude above `max` becomes `max`. Infinity and NaN are outside the domain of rounding. Integers
-    -n..n are such a grid too (`integers`).
+    saturates: a magnitude above `max` becomes `max`. Infinity and NaN are not values of a grid. Integers -n..n form a
+    grid, too (`integers`).
     """
 
     name: str
@@ -31,7 +31,7 @@ class ElementGrid:
     max: float
     """Largest finite value."""
     subnormals: bool = True
-    """False: between 0 and the smallest normal number there is nothing."""
+    """False: there are no values between 0 and the smallest normal number."""
 
     @property
     def smallest(self) -> float:
@@ -40,7 +40,7 @@ class ElementGrid:
 
     @property
     def bits(self) -> int:
-        """Bits of an element: sign, exponent and mantissa; of integers -n..n as many as tell 2n + 1 values apart."""
+        """Bits of an element: sign, exponent and mantissa; for integers -n..n, enough for 2n + 1 values."""
         if self.exponent_bits == 0:
             return int(2 * self.max).bit_length()
         return 1 + self.exponent_bits + self.mantissa_bits
@@ -71,12 +71,12 @@ def floats(
     Args:
         exponent_bits: 1 to 8.
         mantissa_bits: 0 to 10.
-        subnormals: False: the lowest exponent stands only for 0.
-        infinities: True: the highest exponent is taken by infinity and NaN, as in IEEE 754 and E5M2.
-        nans: True: the largest number's code is taken by NaN, as in E4M3.
+        subnormals: False reserves the lowest exponent for 0.
+        infinities: True reserves the highest exponent for infinity and NaN, as in IEEE 754 and E5M2.
+        nans: True reserves the largest number's code for NaN, as in E4M3.
 
     Raises:
-        ValueError: the bits are out of range, no number is left, or the largest one is beyond FP32.
+        ValueError: the bits are out of range, no number remains, or the largest one exceeds FP32.
     """
     name = "e" + str(exponent_bits) + "m" + str(mantissa_bits)
     if not (1 <= exponent_bits <= _MOST_EXPONENT_BITS and 0 <= mantissa_bits <= _MOST_MANTISSA_BITS):
@@ -111,18 +111,18 @@ E5M2 = floats(5, 2, infinities=True)
 
 
 def scale_grid(kind: str) -> ElementGrid | None:
-    """Returns the grid of block scales of a kind "eYmZ"; None for "fp32" and "e8m0", which take no grid.
+    """Returns the grid of block scales of a kind "eYmZ"; None for "fp32" and "e8m0", which have no grid.
 
-    A sign is not used. "e4m3" and "e5m2" are OCP's; the others keep one code for NaN.
+    The sign is unused. "e4m3" and "e5m2" are OCP's; the others reserve one code for NaN.
 
     Raises:
-        ValueError: the kind is none of these.
+        ValueError: the kind is unknown.
     """
     if kind in ("fp32", "e8m0"):
         return None
     found = _SCALE_KIND.fullmatch(kind)
     if found is None:
-        raise ValueError(f"{kind!r} is no kind of scales; expected 'fp32', 'e8m0' or 'eYmZ', e.g. 'e4m3'.")
+        raise ValueError(f"{kind!r} is not a kind of scale; expected 'fp32', 'e8m0' or 'eYmZ', e.g. 'e4m3'.")
     if kind == E5M2.name:
         return E5M2
     try:
@@ -135,8 +135,8 @@ def scale_grid(kind: str) -> ElementGrid | None:
 def spacing_of(x: Tensor, grid: ElementGrid) -> Tensor:
     """Returns the spacing of the grid around each element of x, FP32.
 
-    It is 2**(exponent of x - mantissa bits), not below that of the subnormals. All of these are powers of two, so that
-    dividing and multiplying by them is exact.
+    It is 2**(exponent of x - mantissa bits), at least that of the subnormals. Multiplying and dividing by such powers
+    of two is exact.
     """
     power = (x.view(torch.int32) & _EXPONENT_MASK).view(torch.float32)
     least = 2.0**grid.min_exponent
@@ -146,7 +146,7 @@ def spacing_of(x: Tensor, grid: ElementGrid) -> Tensor:
 
 
 def _ties_by_exponent(steps: Tensor, spacing: Tensor, grid: ElementGrid) -> Tensor:
-    """Sends ties between two powers of two to the even code, which without mantissa bits is an even exponent's."""
+    """Rounds ties between two powers of two to the even code; without mantissa bits, that of an even exponent."""
     field = (spacing.view(torch.int32) >> 23) - 127 - grid.min_exponent + 1
     return torch.where((steps.abs() == 1.5) & (field % 2 == 0), steps.sign(), steps)
 
@@ -157,9 +157,8 @@ def round_to_grid(x: Tensor, grid: ElementGrid, random: Tensor | None = None) ->
     Args:
         x: any shape, FP32.
         grid: the values that an element can take.
-        random: None for nearest, ties to even. Otherwise numbers of x's shape as `uniform` gives them: x + (random -
-            1/2) * (spacing of the grid around x) is rounded to nearest, so that x goes to either neighbour with the
-            probability that keeps its mean.
+        random: None rounds to nearest, ties to even. Otherwise numbers from `uniform` in x's shape: x + (random - 1/2)
+            * (spacing of the grid around x) is rounded to nearest, so that the mean is x.
 
     Returns: x's shape, FP32.
     """

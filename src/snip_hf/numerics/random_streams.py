@@ -16,8 +16,8 @@ _TERMS = 12
 def stream_key(seed: int, step: int, micro_batch: int, layer: Any, operand: int) -> Any:
     """Returns the 64-bit key of one operand's stream of random numbers; for an array of layers (uint64), an array.
 
-    The same five numbers give the same stream, in a resumed run and in the recomputation of activation checkpointing
-    alike; a change of any of them gives another one.
+    The same five numbers give the same stream, also in a resumed run and in the recomputation of activation
+    checkpointing. Other numbers give another stream.
     """
     low, high = 0x243F6A88, 0x85A308D3  # the first bits of pi
     for word in (seed, seed >> 32, step, micro_batch, layer, operand):
@@ -27,7 +27,7 @@ def stream_key(seed: int, step: int, micro_batch: int, layer: Any, operand: int)
 
 
 def matrix_keys(key: int, matrices: int) -> list[int]:
-    """Returns a key of its own for each matrix of a layer that has several, whose own key is `key`."""
+    """Returns a key for each matrix of a layer, from the layer's key."""
     keys: list[int] = stream_key(key, 0, 0, np.arange(matrices, dtype=np.uint64), 0).tolist()
     return keys
 
@@ -41,19 +41,19 @@ def uniform(
 ) -> Tensor:
     """Returns numbers (k + 1/2) / 256, k = 0 ... 255, one per element: a pure function of (key, rank, ranks, element).
 
-    One 32-bit hash serves four neighbours in a column, a run, which a kernel holds together: rows 4 i ... 4 i + 3
-    take its bytes, the lowest first, at position i * C + c after that of `rank_stream`; positions count modulo 2**32.
-    NVIDIA's stochastic conversion to FP4 takes eight bits, too; they leave the mean of a rounded number within
-    2**-9 spacings of it. The hash is a finaliser of two multiplications (constants of Wellons' `lowbias32`) with the
-    key's halves put in before and between them. Integer operations wrap, so that a kernel in any language can repeat it
-    bit for bit.
+    One 32-bit hash serves a run of four neighbours in a column, which a kernel holds together: rows 4 i ... 4 i + 3
+    take its bytes, the lowest first, at position i * C + c after that of `rank_stream`, modulo 2**32. NVIDIA's
+    stochastic conversion to FP4 also uses eight bits. With them, the mean of a rounded number is within 2**-9 spacings
+    of the number. The hash consists of two multiplications (constants of Wellons' `lowbias32`), with the halves of the
+    key inserted before and between them. Integer operations wrap, so that a kernel in any language can repeat it bit
+    for bit.
 
     Args:
         key: 64 bits.
         shape: (R, C).
-        device: where the numbers are wanted.
-        rank: which of `ranks` parts of a tensor, split along its rows, the numbers are for; counted from 0.
-        ranks: how many parts there are.
+        device: of the numbers.
+        rank: index, from 0, of the part of a tensor, split along its rows, that gets the numbers.
+        ranks: number of parts.
     """
     rows, columns = shape
     runs = (rows + 3) // 4
@@ -65,8 +65,8 @@ def uniform(
 def normal(key: int, shape: tuple[int, int] | torch.Size, device: torch.device | str = "cpu") -> Tensor:
     """Returns numbers of mean 0 and variance 1, one per element: sums of twelve uniform ones, minus 6.
 
-    Their distribution is that of N(0, 1) up to a kurtosis of -0.1 and nothing beyond 6. A pure function of (key,
-    element), on every device the same, and independent of `uniform(key, ...)`.
+    Their distribution is N(0, 1) except for an excess kurtosis of -0.1 and a largest magnitude of 6. They are a pure
+    function of (key, element), the same on every device, and independent of `uniform(key, ...)`.
     """
     low, high = key & _MASK32, key >> 32
     total = torch.full(tuple(shape), -float(_TERMS // 2), device=device)
@@ -86,8 +86,8 @@ def rank_stream(key: int, shape: tuple[int, int] | torch.Size, rank: int, ranks:
     """
     runs = (shape[0] + 3) // 4
     all_runs = ranks * runs
-    # Odd constants of the golden ratio and of MurmurHash3, one for each half. The plain number in the high half would
-    # give correlated streams (up to 0.6) for similar numbers.
+    # Odd constants from the golden ratio and from MurmurHash3, one for each half. Without the second constant, similar
+    # numbers would give correlated streams (up to 0.6).
     low = (key ^ all_runs * 0x9E3779B9) & _MASK32
     high = ((key >> 32) + all_runs * 0x85EBCA6B) & _MASK32
     return (high << 32) | low, rank * runs * shape[1] & _MASK32
@@ -112,7 +112,7 @@ def _signed(word: int) -> int:
 
 
 def _mix(x: Any) -> Any:
-    """Wellons' `lowbias32` on a Python integer, or on an array of uint64 that are below 2**32."""
+    """Computes Wellons' `lowbias32` of a Python integer, or of a uint64 array of numbers below 2**32."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK32
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK32
     return x ^ (x >> 16)

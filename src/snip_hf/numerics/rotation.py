@@ -1,6 +1,6 @@
 """The random Hadamard transform of an operand: x H along the contracted dimension, in runs of 2^k elements.
 
-Rotating both operands of a product leaves the product as it is, because a rotation is orthogonal. It spreads an outlier
+Rotating both operands of a product does not change the product, because a rotation is orthogonal. It spreads an outlier
 over its run, so that the other elements of its block keep more bits. As in NVIDIA's recipe (arXiv:2509.25149), the
 random signs are drawn once and are the same for all layers and steps; here they are the first bits of pi.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# 128 bits of the fraction of pi: 1 turns the sign.
+# 128 bits of the fraction of pi: 1 flips the sign.
 _BITS = 0x243F6A8885A308D313198A2E03707344
 LARGEST = 128
 
@@ -21,8 +21,8 @@ LARGEST = 128
 def rotate(x: Tensor, size: int, dim: int) -> Tensor:
     """Returns x (R, C), FP32 or FP64, rotated along `dim` in runs of `size` elements, a power of two.
 
-    A last, shorter run is rotated in runs of smaller powers of two. Sums and differences only, and one product with
-    1 / sqrt(size): the same numbers on every device.
+    A last, shorter run is rotated in runs of smaller powers of two. The transform consists of sums, differences and one
+    product with 1 / sqrt(size), so that every device gives the same numbers.
     """
     return _along_last(_rotated, x, size, dim)
 

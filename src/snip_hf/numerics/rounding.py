@@ -5,9 +5,9 @@ Legend: R rows, C columns of a 2-D tensor; a tile is a (tile_rows, tile_columns)
 format's grid, and multiplied by the scale again to get a value. A last, shorter tile uses its own elements.
 
 Edge cases: an all-zero tile stays zero. A tile that holds a NaN or an infinity comes out as NaN in full, never as a
-clipped number; where a scale belongs to the whole tensor, so does the whole tensor. FP32 scales below the smallest
-normal number are raised to it, so that a tile of tiny values rounds towards zero instead of dividing by a subnormal
-number, which not every device can do.
+clipped number; if a scale belongs to the whole tensor, the whole tensor does. FP32 scales below the smallest normal
+number are raised to it, so that tiles of tiny values round towards zero without dividing by subnormal numbers, which
+some devices cannot do.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def quantize(x: Tensor, format: str, operand: str = "activation", seed: int | No
         x: (rows, contracted), a floating-point tensor; blocks lie along the last dimension.
         format: name of a registered format.
         operand: "activation", "weight" or "gradient".
-        seed: of stochastic rounding, needed only for operands that the format rounds so.
+        seed: for stochastic rounding; needed only for operands that the format rounds stochastically.
 
     Returns: x's shape, FP32.
 
     Raises:
-        ValueError: an unknown format or operand, no seed where one is needed, or x is not a 2-D floating-point tensor.
+        ValueError: the format or operand is unknown, a seed is missing, or x is not a 2-D floating-point tensor.
     """
     fmt = FORMATS[FORMATS.checked(format, "format")]
     if operand not in OPERANDS:
@@ -81,13 +81,13 @@ def round_operand(
     Args:
         x: (R, C).
         format: of the GEMM.
-        operand: which of its operands x is (`gemms.OPERANDS`).
+        operand: name of x in `gemms.OPERANDS`.
         contracts: the dimension of x that the GEMM contracts, 0 or 1.
-        key: of the random numbers of operands that are rounded stochastically or get noise; without one they are
-            rounded to nearest.
-        rank, ranks: x is part number `rank`, from 0, of `ranks` parts of a tensor, for its random numbers.
-        amax: the largest magnitude of the tensor that x is a part of, one element; None: x is the whole. Where the
-            GEMM's operands are rotated, x counts as the whole.
+        key: of the random numbers, for operands that are rounded stochastically or get noise; None: rounding to
+            nearest.
+        rank, ranks: x is part `rank`, from 0, of `ranks` parts of a tensor, for its random numbers.
+        amax: the largest magnitude of the tensor of which x is a part, one element; None: x is the whole tensor. If the
+            GEMM's operands are rotated, x counts as the whole tensor.
     """
     rule, x_fp32 = format.operand(operand), x.to(torch.float32)
     if not format.is_quantized or not rule.quantized or x.numel() == 0:
@@ -112,7 +112,7 @@ def quantize_operand(
     amax: Tensor | None = None,
     random: Tensor | None = None,
 ) -> Quantized:
-    """Quantizes by an operand's rule, without rotation; each tile takes the best of several targets.
+    """Quantizes by an operand's rule, without rotation; each tile uses the best of several targets.
 
     Args:
         x_fp32: (R, C), rotated if the GEMM's operands are.
@@ -142,7 +142,7 @@ def quantize_operand(
 
 
 def _squared_errors(quantized: Quantized, x_fp32: Tensor) -> Tensor:
-    """Returns every tile's sum of squared errors, in FP64, where the order of the sums does not decide."""
+    """Returns every tile's sum of squared errors in FP64, so that the order of summation rarely matters."""
     return _blocks((quantized.dequantize().double() - x_fp32.double()).square_(), quantized.tile).sum(dim=(1, 3))
 
 
@@ -169,17 +169,17 @@ def _scales(
 
 
 def tile_scales(x_fp32: Tensor, grid: ElementGrid, tile: tuple[int, int]) -> Tensor:
-    """Returns amax / max(grid) of every tile of x_fp32 (R, C), NaN where the tile holds a NaN or an infinity."""
+    """Returns amax / max(grid) of every tile of x_fp32 (R, C); NaN for a tile with a NaN or an infinity."""
     return fp32_scales(tile_amax(x_fp32, tile), grid.max)
 
 
 def tile_amax(x_fp32: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Returns the largest magnitude of every tile of x_fp32 (R, C), NaN where the tile holds a NaN."""
+    """Returns the largest magnitude of every tile of x_fp32 (R, C); NaN for a tile with a NaN."""
     return _blocks(x_fp32.abs(), tile).amax(dim=(1, 3))  # keeps NaN
 
 
 def _blocks(x: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Returns x (R, C), zeros after its ends, as (tiles along R, rows, tiles along C, columns)."""
+    """Returns x (R, C), padded with zeros, as (tiles along R, rows, tiles along C, columns)."""
     rows, columns = _within(tile, x.shape)
     if x.shape[0] % rows or x.shape[1] % columns:
         x = torch.nn.functional.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
@@ -187,9 +187,9 @@ def _blocks(x: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def _within(tile: tuple[int, int], shape: torch.Size) -> tuple[int, int]:
-    """Returns a tile no larger than x (R, C): of a tile that reaches beyond its ends nothing but zeros is cut off.
+    """Returns a tile cut to the size of x (R, C), which only removes padding.
 
-    A dimension of x that is empty has tiles of 1.
+    An empty dimension of x has tiles of 1.
     """
     return min(tile[0], max(1, shape[0])), min(tile[1], max(1, shape[1]))
 
@@ -204,6 +204,6 @@ def _scale_tiles(x: Tensor, factors: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def _spread(of_tiles: Tensor, tile: tuple[int, int], shape: torch.Size) -> Tensor:
-    """Returns every tile's entry at each of its elements."""
+    """Returns every tile's entry repeated for each of its elements."""
     rows, columns = tile
     return of_tiles.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]

@@ -1,7 +1,7 @@
 """Scales of blocks: from a block's largest magnitude to the number that its elements are divided by.
 
-A NaN scale marks a block that holds a NaN or an infinity. Scales have a smallest value above 0; smaller ones, as of
-blocks of zeros, are raised to it.
+A NaN scale marks a block with a NaN or an infinity. Scales have a smallest value above 0; smaller ones, such as those
+of blocks of zeros, are raised to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LEAST_POWER = 1 << (_MANTISSA_BITS - 1)
 
 
 class Scales(NamedTuple):
-    """For each block, the factor of its rounded elements, and the factor of its elements before rounding."""
+    """The factors of each block's elements after rounding (`scales`) and before it (`factors`)."""
 
     scales: Tensor
     factors: Tensor
@@ -38,12 +38,12 @@ def block_scales(
     """Returns the scales of blocks.
 
     Args:
-        amax: of each block, the largest magnitude, FP32; NaN or infinity where the block holds one.
+        amax: the largest magnitude of each block, FP32; NaN or infinity if the block contains one.
         format: gives the kind of the scales.
         rule: of the operand.
-        target: value that the largest magnitude of a block becomes: the grid's largest value, or one that is tried
-            besides it (`Operand.targets`).
-        tensor_amax: the largest magnitude of the whole tensor, one element, for formats with a tensor's scale.
+        target: value to which the largest magnitude of a block is scaled: the grid's largest value, or an alternative
+            (`Operand.targets`).
+        tensor_amax: the largest magnitude of the whole tensor, one element, for formats with a scale of the tensor.
     """
     grid = rule.grid or format.grid
     assert grid is not None
@@ -60,9 +60,9 @@ def block_scales(
 
 
 def fp32_scales(amax: Tensor, target: float) -> Tensor:
-    """Returns amax / target, not below the smallest normal number; NaN where amax is not finite."""
+    """Returns amax / target, at least the smallest normal number; NaN if amax is not finite."""
     # The floor keeps an all-zero tile's scale above 0 (and its elements from 0 * inf = NaN).
-    # Divided by a tensor: by a Python number, CUDA multiplies by its rounded reciprocal, one bit off.
+    # Divided by a tensor, since for a Python number CUDA multiplies by its rounded reciprocal, one bit off.
     scales = (amax / amax.new_full((1,), target)).clamp_min(_SMALLEST_NORMAL)
     return torch.where(torch.isfinite(amax), scales, torch.nan)
 
@@ -70,7 +70,7 @@ def fp32_scales(amax: Tensor, target: float) -> Tensor:
 def _two_level(
     amax: Tensor, format: NumberFormat, grid: ElementGrid, how: str, target: float, tensor_amax: Tensor | None
 ) -> Scales:
-    """Returns block scales on a grid of their own, times one FP32 scale of the tensor if the format has one.
+    """Returns block scales on their own grid, times one FP32 scale of the tensor if the format has one.
 
     The order of the operations is torchao's (`nvfp4_quantize`).
     """
@@ -105,7 +105,7 @@ def _exponents(amax: Tensor, grid: ElementGrid, how: str) -> Tensor:
         exponents = _ceil_log2(amax) - top
     else:
         bits = amax.view(torch.int32)
-        if how == "even":  # as the largest element will be rounded; a carry goes into the exponent
+        if how == "even":  # rounds as the largest element will be rounded; a carry goes into the exponent
             bits = bits + (1 << (_MANTISSA_BITS - grid.mantissa_bits - 1))
         exponents = (bits >> _MANTISSA_BITS) - _BIAS - top
     return exponents.clamp(-_BIAS, _BIAS)

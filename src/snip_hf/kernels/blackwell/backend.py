@@ -3,20 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...numerics.formats import FORMATS, NumberFormat, format_of_code
 from ...numerics.gemms import CONTRACTIONS, GEMMS
 from ..backend import Backend, Layer, missing_for_kernels, not_in_bf16, register_backend
 from ..emulated import EMULATED
+from ..linear import Gradients, kept_for_backward, linear_function
 from ..trials import fault_of, operands, products_of
 from . import operators
-from .linear import Cache, block_scaled_linear, keep_quantized, new_cache
-from .packing import Packed, kind_of
+from .packing import kind_of
 from .quantization import quantize
+
+
+@dataclass
+class Cache:
+    """State of one layer."""
+
+    device: str
+    """Type of the device that the backend was chosen for; on another one the layer runs emulated."""
+    codes: Tensor
+    """Codes of the three GEMMs' formats, on the CPU. Written in place, so that graphs read the new ones."""
+    kept: Tensor
+    """The weight as last quantized by `before_pass`; empty: every pass quantizes it."""
+    weight_version: int = -1
+    """torch's count of the weight's changes at that time."""
+
+    def forget(self) -> None:
+        """Drops the quantized weight."""
+        self.kept, self.weight_version = self.kept.new_empty(0), -1
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, how: None, tensors: Sequence[Tensor]
+) -> tuple[Tensor, Sequence[Tensor]]:
+    state, codes, kept = tensors
+    y = operators.forward_gemm(x, weight, bias, kept, state, codes)
+    return y, (x, kept_for_backward(state), kept_for_backward(codes), kept)
+
+
+def _backward(
+    grad: Tensor, weight: Tensor, how: None, saved: Sequence[Tensor], needs: tuple[bool, bool, bool]
+) -> Gradients:
+    x, state, codes, kept = saved
+    needs_x, needs_weight, needs_bias = needs
+    return (
+        operators.grad_input_gemm(grad, weight, kept, state, codes) if needs_x else None,
+        operators.grad_weight_gemm(grad, x.reshape(-1, x.shape[-1]), state, codes) if needs_weight else None,
+        grad.sum(0) if needs_bias else None,
+    )
+
+
+block_scaled_linear = linear_function(_forward, _backward)
+"""x (..., I) BF16, weight (O, I) FP32 or BF16, bias (O) BF16 or None, None; state, codes, kept as in `operators`.
+
+x is saved for the backward pass unquantized: the size of its encoding would depend on the plan.
+"""
 
 
 class Blackwell(Backend):
@@ -50,22 +96,18 @@ class Blackwell(Backend):
         self, gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor
     ) -> Callable[[], Tensor]:
         """Does as `Backend.gemm_call`, with the weight quantized before: training does so once per optimizer step."""
-        format = format_of_code(int(state[GEMMS.index(gemm)]))
-        if not format.is_quantized:
-            return EMULATED.gemm_call(gemm, x, weight, grad_output, state)
-
-        def packed(operand: Tensor, name: str, contracts: int) -> Packed:
-            return quantize(operand, format, name, contracts, state)
-
-        if gemm == "grad_weight":
-            return lambda: operators.multiply(packed(grad_output, "gradient", 0), packed(x, "activation", 0), x.dtype)
-        contracts = 1 if gemm == "forward" else 0
-        right = packed(weight.to(x.dtype), "weight", contracts)
-        left, name = (x, "activation") if gemm == "forward" else (grad_output, "gradient")
-        return lambda: operators.multiply(packed(left, name, 1), right, x.dtype)
+        codes = state[: len(GEMMS)].cpu()
+        kept = operators.keep(weight.to(x.dtype), state, codes)
+        return {
+            "forward": lambda: operators.forward_gemm(x, weight, None, kept, state, codes),
+            "grad_input": lambda: operators.grad_input_gemm(grad_output, weight, kept, state, codes),
+            "grad_weight": lambda: operators.grad_weight_gemm(grad_output, x, state, codes),
+        }[gemm]
 
     def attach(self, layer: Layer) -> None:
-        layer.snip_cache = new_cache(layer)
+        device = layer.weight.device
+        codes = torch.zeros(len(GEMMS), dtype=torch.int64, device="cpu")  # independent of the default device
+        layer.snip_cache = Cache(device.type, codes, torch.empty(0, dtype=torch.uint8, device=device))
         self.note_formats(layer, [format_of_code(code) for code in layer.snip_state[: len(GEMMS)].tolist()])
 
     def cache_of_copy(self, layer: Layer) -> Cache:
@@ -78,7 +120,30 @@ class Blackwell(Backend):
         cache.forget()  # the kept weight is in other formats
 
     def before_pass(self, layers: Mapping[str, Layer], everything: bool) -> None:
-        keep_quantized(layers, everything)
+        """Quantizes weights for all passes until the next call, for both GEMMs that read them.
+
+        Passes quantize sharded weights themselves, and weights that are neither FP32 nor BF16.
+
+        Args:
+            layers: the layers.
+            everything: False leaves out layers whose weight has not changed since the last call as far as torch knows
+                (it misses changes by fused optimizers and through `weight.data`).
+        """
+        for layer in layers.values():
+            cache: Cache = layer.snip_cache
+            weight = layer.weight
+            is_taken = type(weight) is nn.Parameter and weight.dtype in (torch.float32, torch.bfloat16)
+            if not is_taken or weight.device.type != cache.device:
+                cache.forget()
+            elif everything or cache.weight_version != weight._version:
+                kept = operators.keep(layer.matrix.detach().to(torch.bfloat16), layer.snip_state, cache.codes)
+                if kept.shape == cache.kept.shape:
+                    cache.kept.copy_(kept)  # compiled graphs and saved tensors refer to this memory
+                else:
+                    # Its size depends on the formats, which must not recompile the layer.
+                    torch._dynamo.maybe_mark_dynamic(kept, 0)
+                    cache.kept = kept
+                cache.weight_version = weight._version
 
     def release(self, layers: Mapping[str, Layer]) -> None:
         for layer in layers.values():
@@ -101,14 +166,12 @@ def fault(name: str, device: torch.device) -> str | None:
 
     A machine may have the right GPU and still lack a product: only some builds of torch have MXFP4's.
     """
-    format = FORMATS[name]
-
+    given = FORMATS[name], device
     return fault_of(
         BLACKWELL.name,
-        format,
-        device,
-        lambda by_kernel: encoded(format, device, by_kernel),
-        lambda: products_of(BLACKWELL, operands(format, device)),
+        *given,
+        lambda by_kernel: encoded(*given, by_kernel),
+        lambda: products_of(BLACKWELL, operands(*given)),
     )
 
 

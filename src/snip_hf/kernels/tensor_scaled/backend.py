@@ -29,10 +29,10 @@ from .operators import ACTIVATION, WEIGHT, encode_into, gemm_call
 from .reference import Layer as LayerTensors
 from .slots import slots_of
 
-# Shares of blocks that are worth a line of the log.
+# Shares of blocks that deserve a line in the log.
 _MUCH_SATURATED, _MUCH_SMALL = 1e-4, 1e-2
 _MOST_NAMED = 3
-# Of torch's grouped FP8 product.
+# The limit of torch's grouped FP8 product.
 _MOST_MATRICES = 1023
 
 
@@ -44,7 +44,7 @@ class TensorScaled(TensorCoreBackend):
     quantizes_late = True
     runs_groups = runs_gates = True
     fuses_gates = True
-    """Whether `gated_forward` does so, for timings without it."""
+    """False makes `gated_forward` return None, for timings without it."""
     measured_speeds = {2048: 1.30, 4096: 1.48}  # noqa: RUF012
 
     def lacks(self, device: torch.device) -> str | None:
@@ -57,7 +57,7 @@ class TensorScaled(TensorCoreBackend):
         return trial.fault(format.name, device)
 
     def quantize_input(self, layer: Layer, x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
-        counts = torch.is_grad_enabled()  # a pass that may be trained on determines the next exponents
+        counts = torch.is_grad_enabled()  # passes that may be trained on determine the next exponents
         return quantize_input(x, _tensors(layer, x.device), (row_gemm, column_gemm), counts)
 
     def gated_forward(self, layers: Sequence[Layer], input: Tensor) -> Tensor | None:
@@ -72,7 +72,7 @@ class TensorScaled(TensorCoreBackend):
         x, up_x = input.to(dtype), None if input.dtype == dtype else input.to(dtype)
         gemms = 0, 2 if trains else -1
         inputs = [self.shared_input(layer, input, x, gemms) for layer in layers[:2]]
-        # A tensor may be given to an autograd function once in a compiled graph.
+        # In a compiled graph, an autograd function may receive a tensor only once.
         inputs = inputs[:1] if tied[0] is not None and tied[0] is tied[1] and not tied[0].parted else inputs
         weights = [weights_of(layer) for layer in layers]
         given = len(inputs), tuple(map(len, weights))
@@ -88,7 +88,7 @@ class TensorScaled(TensorCoreBackend):
         if layer.out_features % BLOCK or layer.in_features % BLOCK:
             return f"grouped FP8 products need features that are multiples of {BLOCK}"
         if layer.num_matrices > _MOST_MATRICES:
-            return f"grouped FP8 products take {_MOST_MATRICES} matrices at most"
+            return f"grouped FP8 products support at most {_MOST_MATRICES} matrices"
         device = layer.weight.device
         return trial.grouped_fault(device) if device.type == "cuda" else None
 
@@ -219,7 +219,7 @@ def _stored(layer: GroupedLayer) -> Tensor:
 
 
 def _of_all(layers: Mapping[str, Layer]) -> dict[str, Records]:
-    """Returns the records of the layers that run here; another run may have put some on another backend."""
+    """Returns the records of the layers on this backend; another run may have moved some to another backend."""
     here = {name: layer for name, layer in layers.items() if layer.snip_backend is TENSOR_SCALED}
     return {name: layer.snip_cache.records for name, layer in here.items()}
 

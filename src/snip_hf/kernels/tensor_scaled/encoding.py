@@ -5,11 +5,11 @@ scales are powers of two ("block formats"), a rounded element is value * 2**e fo
 exponent e. It is encoded as value * 2**(e - s), with one exponent s for the whole tensor, and the product is multiplied
 by 2**s.
 
-E4M3 holds value * 2**(e - s) exactly for all e - s from `Encoding.lowest` to `Encoding.highest`. For E2M1 these are -8
-to 6, 15 binades: 6 * 2**6 = 384 is at most 448, and 0.5 * 2**-8 is E4M3's smallest number. For the integers -7..7 they
-are -9 to 6. Inside this range s changes no bit of a result. A block with a larger exponent saturates: its elements are
-cut off at 448 * 2**s. A block with a smaller one is rounded as if its exponent were s + lowest. Its small elements lose
-bits, without a bias if the format rounds stochastically.
+E4M3 represents value * 2**(e - s) exactly for all e - s from `Encoding.lowest` to `Encoding.highest`. For E2M1 these
+are -8 to 6, 15 binades: 6 * 2**6 = 384 is at most 448, and 0.5 * 2**-8 is E4M3's smallest number. For the integers
+-7..7 they are -9 to 6. Inside this range s changes no bit of a result. A block with a larger exponent saturates: its
+elements are cut off at 448 * 2**s. A block with a smaller one is rounded as if its exponent were s + lowest. Its small
+elements lose bits, without a bias if the format rounds stochastically.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from ...numerics.formats import E4M3, FORMATS, ElementGrid, NumberFormat
 from ...numerics.gemms import OPERANDS
 
 BLOCK = 32
-# The largest magnitude of a tensor becomes at most this: 1.5 * 2**8, E2M1's largest number in its highest block. The
-# integers' 7 * 2**6 is above it.
+# Upper limit of a tensor's encoded magnitudes: 1.5 * 2**8, E2M1's largest number in its highest block. The integers'
+# limit would be higher, 7 * 2**6.
 TOP = 384.0
 _TOP_EXPONENT, _TOP_MANTISSA = 8, 0x400000
 # A grid with fewer binades would lose bits that MXFP4 keeps.
 _LEAST_BINADES = 15
 
 # Fields of an encoded layout's parameters, which products and kernels read: the scale of the tensor and its inverse;
-# the factor that makes a block's exponent of its largest magnitude; the power of two below which the grid of the lowest
-# block has one spacing; the spacing between 1 and 2, 0 if E4M3 itself is the grid; the largest magnitude of a block
-# that fits, and of one that is too small to fit.
+# the factor that turns a block's largest magnitude into its exponent; the power of two below which the spacing in the
+# lowest block is constant; the spacing between 1 and 2, 0 if E4M3 itself is the grid; the largest magnitude of a block
+# that fits, and of a block that is too small to fit.
 SCALE, INVERSE, CEILING, LEAST, SPACING, MOST, LOST = range(7)
 PARAMETERS = 8
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a format's blocks are encoded as E4M3."""
+    """The encoding of a format's blocks as E4M3."""
 
     grid: ElementGrid
     lowest: int
-    """Exponent of the smallest block scale whose values E4M3 holds, relative to the tensor's."""
+    """Exponent of the smallest block scale whose values E4M3 represents, relative to the tensor's."""
     highest: int
 
 
@@ -99,8 +99,8 @@ def _row(format: NumberFormat) -> list[float]:
     if encoding is None:
         return [0.0] * PARAMETERS
     grid = encoding.grid
-    # The largest power of two in amax * ceiling is the block's exponent by the rule "rceil", raised by the grid's least
-    # one: amax is BF16, so that amax / max is either a power of two or at least 1 + 2**-8 times one.
+    # The largest power of two in amax * ceiling is the block's scale by the rule "rceil" times 2**min_exponent: amax is
+    # BF16, so that amax / max is either a power of two or at least 1 + 2**-8 times one.
     ceiling = (2.0 - 2.0**-10) / grid.max * 2.0**grid.min_exponent
     return [
         0.0,

@@ -1,13 +1,13 @@
-"""Delayed exponents: those in force for a layer's operands, how they follow the magnitudes of passes, and losses.
+"""Delayed exponents of a layer's operands: their values, their updates between steps, and losses outside their range.
 
 A layer's record is a row of int64 per operand (`OPERANDS`: activation, gradient, weight), on its device. Kernels read
 the exponent s in force and record the largest magnitude of passes that are trained on. `follow` derives the next s from
 it between optimizer steps. So all micro-batches of a step use the same s, and so does the recomputation of activation
-checkpointing. Without an s, each pass uses that of its own tensor.
+checkpointing. While no s is in force, each pass uses the exponent of its own tensor.
 
 `HostView` is the host's knowledge of a layer, so that operators launch only the kernels that are needed. An operator
 receives only tensors, in compiled graphs too: the address of the record identifies the layer. The view never changes a
-bit of an operand: without one, an operator lets the device find out.
+bit of an operand: without one, the device reads the same facts itself.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ...numerics.gemms import GEMMS, OPERANDS
 from ..launching import kept_on_device
 from .encoding import TOP, encoding_of, exponents_of, table_on
 
-# Fields of a record: the exponent in force; the largest magnitude since it was set (FP32 bits); blocks that were
-# counted, those that saturated and those that lost bits; a pass's amax so far and its programs that are done; steps in
-# which anything saturated.
+# Fields of a record: the exponent in force; the largest magnitude since it was set (FP32 bits); the numbers of counted
+# blocks, of saturated ones and of those that lost bits; the amax of the current pass and its finished programs; the
+# number of steps in which anything saturated.
 EXPONENT, LARGEST, BLOCKS, SATURATED, SMALL, AMAX, ARRIVED, CLIPPED = range(8)
 FIELDS = 8
 UNSET = 1000
@@ -38,28 +38,28 @@ LIMIT = 60
 # weights, and of gradients. Gradients grew by more than 2 binades in 1 to 2% of the steps of a small model, by 6 at
 # most, and the two more binades that this takes at the lower end hold next to no energy (docs/log.md).
 HEADROOM, GRADIENT_HEADROOM = 2, 4
-# Binades by which s falls at most in a step. Not more than the headroom: after one step of unusually small numbers,
-# those of usual size still fit.
+# Most binades by which s falls in a step. Not more than the headroom: after one step of unusually small numbers,
+# numbers of the usual size still fit.
 FALL = 2
-# Blocks outside the range are counted in one of so many optimizer steps; each count takes a launch per operand.
+# Blocks outside the range are counted once in this many optimizer steps, since a count takes a launch per operand.
 COUNT_EVERY = 16
 _INFINITY = 0x7F800000
 
 
 @dataclass(eq=False)
 class HostView:
-    """What the host knows of one layer."""
+    """The host's knowledge of one layer."""
 
     encoded: list[bool] = field(default_factory=lambda: [False] * len(GEMMS))
-    """GEMM -> whether its format is a block format."""
+    """GEMM -> True if its format is a block format."""
     known: list[bool] = field(default_factory=lambda: [False] * len(OPERANDS))
-    """Operand -> whether an exponent is in force. Once there is one, it stays until `load`."""
+    """Operand -> True if an exponent is in force. It then stays in force until `load`."""
     steps: int = 0
     """Optimizer steps of this process."""
     address: int = 0
-    """Address of the record that `view_of` finds it by; 0: none."""
+    """Address of the record, by which `view_of` finds the view; 0: none."""
     rows: tuple[Tensor, ...] = ()
-    """The record by operand: making these views anew takes the host a microsecond each."""
+    """The record by operand: creating such a view takes the host a microsecond."""
 
     def set_formats(self, formats: Sequence[NumberFormat]) -> None:
         """Updates the formats of the three GEMMs."""
@@ -72,7 +72,7 @@ class HostView:
 
     @property
     def counts_now(self) -> bool:
-        """Whether blocks outside the range are counted in this step."""
+        """True if blocks outside the range are counted in this step."""
         return self.steps % COUNT_EVERY == 1
 
     def copy(self) -> HostView:
@@ -85,7 +85,7 @@ _VIEWS: WeakValueDictionary[int, HostView] = WeakValueDictionary()
 
 
 def _register(view: HostView, record: Tensor) -> None:
-    """Lets `view_of` find the view of a record."""
+    """Makes `view_of` find the view of a record."""
     if view.address and _VIEWS.get(view.address) is view:
         del _VIEWS[view.address]
     view.address, view.rows = record.data_ptr(), record.unbind()
@@ -97,16 +97,22 @@ def view_of(record: Tensor) -> HostView | None:
     return _VIEWS.get(record.data_ptr())
 
 
+def row_of(record: Tensor, operand: int) -> Tensor:
+    """Returns an operand's row of a layer's record."""
+    view = view_of(record)
+    return record[operand] if view is None else view.rows[operand]
+
+
 @dataclass
 class Records:
-    """What the backend keeps of one layer."""
+    """A layer's record with its table and its host view."""
 
     record: Tensor
-    """(operands, FIELDS) int64. Written by kernels without torch's knowledge."""
+    """(operands, FIELDS) int64. Kernels write it without torch's knowledge."""
     table: Tensor
     """`encoding.table_on` its device."""
     everything: Tensor | None = None
-    """The tensor of all layers' records, of which `record` is a row; None: it stands alone."""
+    """The tensor of all layers' records that contains `record` as a row; None: there is none."""
     view: HostView = field(default_factory=HostView)
 
     def __post_init__(self) -> None:
@@ -139,7 +145,7 @@ class Records:
 
 
 def pack(records: Sequence[Records]) -> None:
-    """Makes the records on each device rows of one tensor, so that `follow` takes few launches."""
+    """Makes the records on each device rows of one tensor, so that `follow` needs few launches."""
     devices: dict[torch.device, list[Records]] = {}
     for one in records:
         devices.setdefault(one.record.device, []).append(one)
@@ -152,7 +158,7 @@ def pack(records: Sequence[Records]) -> None:
 
 
 def follow(records: Sequence[Records]) -> None:
-    """Sets the next step's exponents from the largest magnitudes seen since the last call, if there were any."""
+    """Sets the next step's exponents from the largest magnitudes since the last call, if there were any."""
     tensors = [one.record if one.everything is None else one.everything for one in records]
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         _follow(tensor.data)  # unseen by compiled graphs and autograd
@@ -192,7 +198,7 @@ def next_exponents(exponent: Tensor, largest: Tensor, headroom: Tensor | int) ->
     """Returns the exponents after a step, from those in force in it and the largest magnitudes (FP32 bits, int64)."""
     wanted = exponents_of(largest) + headroom
     wanted = torch.where(exponent == UNSET, wanted, torch.maximum(wanted, exponent - FALL)).clamp_(-LIMIT, LIMIT)
-    # A step without numbers, or with numbers that are not finite, says nothing about the next one.
+    # A step without numbers, or with an infinity or NaN, changes nothing.
     return torch.where((largest > 0) & (largest < _INFINITY), wanted, exponent)
 
 
@@ -203,7 +209,7 @@ def saved(records: Mapping[str, Records]) -> dict[str, Any]:
 
 
 def load(records: Mapping[str, Records], given: Mapping[str, Any]) -> None:
-    """Puts the exponents of `saved` in force; layers that it does not name have none.
+    """Puts the exponents of `saved` in force; layers without an entry have none.
 
     Raises:
         ValueError: an entry is not a list of three exponents; the message names the layer.
@@ -228,7 +234,7 @@ def _is_exponent(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Losses:
-    """What did not fit of a layer's operand since the last reset."""
+    """The losses of a layer's operand since the last reset."""
 
     layer: str
     operand: str
@@ -236,7 +242,7 @@ class Losses:
     """Share of the counted blocks that are not zero; 0..1."""
     small: float
     clipped_steps: int
-    """Optimizer steps in which any block saturated."""
+    """Number of optimizer steps in which any block saturated."""
 
     def __str__(self) -> str:
         return (

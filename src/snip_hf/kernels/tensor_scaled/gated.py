@@ -1,8 +1,8 @@
 """Three linears of E4M3 operands around a gate, Y = (silu(X G^T) * (X U^T)) D^T, as one function.
 
 The launch that computes silu(gate) * up, or its gradients, also encodes them: they exist only as E4M3. There are two
-exceptions: operands whose scales are not known before they are read, and operands whose blocks are counted in this
-step, are written in BF16 by that launch and encoded by others.
+exceptions: if an operand's scales are unknown before it is read, or its blocks are counted in this step, that launch
+writes it in BF16, and other launches encode it.
 
 Legend: T tokens, I channels of X and Y, C channels of gate and up; x (..., I), weights of gate and up (C, I), of down
 (I, C); T', C' are rounded up as in `operators`. Numerics are those of three linears (`linear`), with silu(gate) * up
@@ -23,7 +23,7 @@ from ..launching import launch, relaunch
 from ..linear import is_differentiated_again, refusal
 from ..tensor_core import Layout, Quantized
 from . import operators
-from .exponents import view_of
+from .exponents import row_of
 from .linear import forward_product, grad_input_product
 from .operators import (
     ACTIVATION,
@@ -43,8 +43,8 @@ if TYPE_CHECKING or find_spec("triton") is not None:
     from .gated_tiles import encode_gated_gradients_kernel, encode_gated_kernel
 
 _FORWARD, _GRAD_INPUT, _GRAD_WEIGHT = range(3)  # in `gemms.GEMMS`
-# Of forward and of backward, as `operators.TILES`: the fastest of those tried on an H200 (docs/log.md). No thread
-# spills its registers on compute capability 9.0.
+# For forward and backward: the fastest of those tried on an H200 (docs/log.md). No thread spills registers on compute
+# capability 9.0.
 TILES: tuple[Tile, Tile] = ((8, 64, 2, None), (8, 32, 1, 168))
 LAYERS = 3
 """Gate, up and down."""
@@ -61,7 +61,7 @@ _library.define(
 
 
 class Operand(NamedTuple):
-    """An operand of one layer, to be encoded: the arguments of `operators.encode_into` except its values."""
+    """The arguments of `operators.encode_into` for an operand of one layer, except its values."""
 
     layer: Layer
     operand: int
@@ -72,13 +72,11 @@ class Operand(NamedTuple):
     @property
     def row(self) -> Tensor:
         """The operand's row of the record."""
-        record = self.layer[1]
-        view = view_of(record)
-        return record[self.operand] if view is None else view.rows[self.operand]
+        return row_of(self.layer[1], self.operand)
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is written in BF16 first."""
+        """True if it is written in BF16 first."""
         return needs_scales(self.layer[1], self.operand, self.gemms, self.counts)
 
     def encode(self, values: Tensor, by_kernel: bool) -> None:
@@ -126,7 +124,7 @@ def encoded_gated_gradients(
     has_rows, counts = how
     gemms = _GRAD_INPUT if has_rows else -1, _GRAD_WEIGHT
     operands = [Operand(layer, GRADIENT, gemms, counts, empty_layouts(gate, *gemms)) for layer in layers[:-1]]
-    # The forward pass has recorded the activation.
+    # The forward pass has already recorded the activation.
     last = Operand(layers[-1], ACTIVATION, (-1, _GRAD_WEIGHT), False, one_layout(gate, -1, _GRAD_WEIGHT))
     operands.append(last)
     if _by_kernel(gate, by_kernel):
@@ -149,7 +147,7 @@ def launch_forward(gate: Tensor, up: Tensor, one: Operand, tile: Tile | None = N
     values = torch.empty_like(gate) if one.is_plain else None
     rows, parameters, *_ = one.outputs
     state, _, table = one.layer
-    # Without values to write, any tensor takes their place.
+    # If no values are written, any tensor fills the argument.
     tensors = gate, up, state, one.row, table, parameters, rows, gate if values is None else values
     _launch(encode_gated_kernel, tensors, int(values is not None), gate.shape, (one.counts,), tile or TILES[0])
     return values
@@ -187,7 +185,7 @@ def launch_backward(
 def _launch(
     kernel: Any, tensors: Sequence[Tensor], plain: int, shape: torch.Size, flags: tuple[bool, ...], tile: Tile
 ) -> None:
-    """Launches a kernel for operands (T, C); `plain`: bits of those whose values it writes; `flags`: constants."""
+    """Launches a kernel for operands (T, C). `plain` has a bit for each operand whose values it writes."""
     first, (runs, width, warps, registers) = tensors[0], tile
     key = kernel.fn, first.get_device(), first.dtype, shape, flags, tile
     if relaunch(key, tensors, (plain,)):
@@ -254,8 +252,8 @@ Args:
     has_rows: whether there are grad_input GEMMs of gate and up.
     counts: whether the pass is trained on.
 
-Returns: rows, their parameters, columns (C', T') and their parameters of the gradient of gate; likewise of up; columns
-    of silu(gate) * up and theirs.
+Returns: rows, their parameters, columns (C', T') and their parameters of the gradient of gate; the same of up; the
+    columns of silu(gate) * up and their parameters.
 """
 
 
@@ -266,12 +264,12 @@ class How(NamedTuple):
     """Python constants of a pass: changing one recompiles."""
 
     counts: bool
-    """Whether the pass is trained on."""
+    """True in a pass that is trained on."""
     has_backward: bool
     has_grad_input: bool
-    """Whether the backward pass computes the gradient of x."""
+    """True if the backward pass computes the gradient of x."""
     inputs: int
-    """1: x is quantized once for gate and up. 2: for each."""
+    """1: x is quantized once for gate and up; 2: once for each."""
     kept: tuple[int, ...]
     """Number of given layout tensors of each weight: four or none."""
 
@@ -279,17 +277,17 @@ class How(NamedTuple):
 class GatedGemms(torch.autograd.Function):
     """All nine GEMMs of gate, up and down, none of them in BF16.
 
-    Saved for backward are x's columns, a byte per element, and gate and up in BF16.
+    The columns of x, a byte per element, and gate and up in BF16 are saved for the backward pass.
 
     Args of forward:
         x: (..., I), BF16.
         up_x: the same for up, if x is cast from FP32: the gradients of both are then added in FP32, as those of two
-            layers are. None: x is the input itself.
+            layers are. None if x is the input itself.
         gate_weight, up_weight, down_weight: the parameters themselves, FP32 or BF16; all are trained.
         table: of the records.
         how: Python constants of the pass.
-        tensors: the states of the three layers, and their records; x as `quantize_input` gives it, once or for gate and
-            for up; the layouts of the weights that are kept, in the order of the layers.
+        tensors: the states of the three layers; their records; x as `quantize_input` returns it, once, or once each for
+            gate and up; the layouts of the kept weights, in the order of the layers.
     """
 
     @staticmethod
@@ -356,7 +354,7 @@ class GatedGemms(torch.autograd.Function):
 
 
 def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Layout]:
-    """Returns consecutive parts of so many tensors."""
+    """Splits a sequence into consecutive parts of these lengths."""
     found = []
     for count in counts:
         found.append(tensors[:count])
@@ -365,7 +363,7 @@ def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Layout]:
 
 
 def _weight_gradient(left: Layout, right: Layout, weight: Tensor, dtype: torch.dtype, record: Tensor) -> Tensor:
-    """Returns the gradient of a weight in its own precision, as `tensor_core_linear` does."""
+    """Returns the gradient of a weight in the weight's precision, as `tensor_core_linear` does."""
     rows, columns = weight.shape
     summed = dtype if weight.dtype == dtype else torch.float32
     return multiply("grad_weight", left, right, (rows, columns), summed, record).to(weight.dtype)

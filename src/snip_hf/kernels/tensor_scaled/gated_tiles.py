@@ -126,7 +126,7 @@ def _place(RUNS: tl.constexpr, CHANNELS: tl.constexpr):
     return run, tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
 
 
-# As `encode_kernel`: a single token must not be a constant.
+# As in `encode_kernel`, tokens = 1 must not be a constant.
 @triton.jit(do_not_specialize=["plain", "tokens"])
 def encode_gated_kernel(
     gate,

@@ -1,10 +1,11 @@
-"""A linear layer of E4M3 operands: when operands are encoded, and which are kept for the backward pass.
+"""A linear layer of E4M3 operands: encodes each operand when it is needed, and saves some for the backward pass.
 
 Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I). Layers of several matrices have S tokens,
 sorted by matrix, E matrices, and P slots (`slots`); their weight is (E, O, I), or (E, I, O) if it is stored transposed.
 Numerics are those of `kernels.emulated` inside the range of `encoding`, with two exceptions: gradients of FP32 weights
-are not rounded to BF16; and several matrices add a bias to the product rounded to BF16, as torch's grouped product
-returns nothing else. A layer's tensors are its state, record and table; of several matrices, its `Slots` follow.
+are not rounded to BF16; and layers of several matrices add a bias to a product in BF16, the only dtype that torch's
+grouped product returns. A layer's tensors are its state, record and table, followed by its `Slots` if there are several
+matrices.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from .operators import (
 )
 from .slots import Slots
 
-# Elements of the largest weight that one launch encodes for forward and grad_input from one read. Until grad_input, its
-# second layout takes a byte per element, too much for larger ones.
+# Most elements of a weight that one launch encodes for forward and grad_input from one read. Its second layout takes a
+# byte per element until grad_input, too much for larger weights.
 SMALL = 2**22
 
 
@@ -56,7 +57,7 @@ def forward_product(
         weight: (O, I).
         layer: its tensors.
         kept: both layouts of the weight, or nothing.
-        how: whether there will be a grad_input GEMM that is quantized; whether the record is updated.
+        how: True if there will be a quantized grad_input GEMM; True if the record is updated.
         dtype: of the product.
         tokens: T.
     """
@@ -78,7 +79,7 @@ def grad_input_product(
         weight: (O, I).
         layer: its tensors.
         kept: the weight's layout for grad_input, or nothing.
-        counts: whether the record is updated.
+        counts: True if the record is updated.
         tokens: T.
         dtype: of the product.
     """
@@ -114,13 +115,13 @@ class _Dense(Kernels):
         return multiply("grad_weight", grad, x, (out_features, in_features), dtype, layer[1])
 
     def late_columns(self, x: Tensor, grad: Tensor, weight: Tensor, layer: Layout, how: How, after: Tensor) -> Layout:
-        # What depends on a gradient stays in the backward pass. Otherwise torch.compile would encode X in the forward
-        # pass and save the result, or save X; so it computes X again from what is saved anyway. The input of a square
-        # linear is usually attention's output, which is saved as it is: no copy then.
+        # Operations that depend on a gradient stay in the backward pass. Without the dependence, torch.compile would
+        # encode X in the forward pass and save the result, or save X. With it, it recomputes X from tensors that are
+        # saved anyway. The input of a square linear is usually attention's output, which is saved: no copy then.
         is_saved = weight.shape[0] == weight.shape[1]
         late = x if is_saved else torch.where(grad[0, 0] == 0, x, x)
-        # `after` and not the gradient: if that is cast from FP32, each operator that reads it would get its own copy.
-        counts = how.counts and how.high[0]  # else the forward pass has updated the record
+        # `after` instead of the gradient: each operator that reads a gradient cast from FP32 would get its own copy.
+        counts = how.counts and how.high[0]  # otherwise the forward pass has updated the record
         columns: Layout = encode_operand(late.reshape(-1, x.shape[-1]), *layer, ACTIVATION, (-1, 2), counts, after)[2:]
         return columns
 
@@ -141,13 +142,13 @@ def encode_tokens(
 
 
 def quantize_matrices(weight: Tensor, layer: Layout, uses: tuple[bool, bool], transposed: bool) -> Quantized:
-    """Returns a weight encoded for the forward and for the grad_input GEMM, if they use it.
+    """Returns a weight encoded for those of the forward and the grad_input GEMM that use it.
 
     Args:
         weight: (E, O, I), or (E, I, O) if `transposed`.
         layer: begins with its state, record and table.
-        uses: whether the forward and the grad_input GEMM read it.
-        transposed: its rows are then those of grad_input, which contracts O, and its columns those of forward.
+        uses: True for each of the forward and the grad_input GEMM that reads it.
+        transposed: True makes its rows those of grad_input, which contracts O, and its columns those of forward.
     """
     stored = weight.detach().reshape(-1, weight.shape[2])
     rows, scales, columns, column_scales = encode_operand(
@@ -157,7 +158,7 @@ def quantize_matrices(weight: Tensor, layer: Layout, uses: tuple[bool, bool], tr
 
 
 def weight_gemms(uses: tuple[bool, bool], transposed: bool) -> tuple[int, int]:
-    """Returns the GEMMs that read the rows and the columns of a stored weight, -1 for one that does not use it."""
+    """Returns the GEMMs that read the rows and the columns of a stored weight, -1 for none."""
     forward, grad_input = (gemm if used else -1 for gemm, used in enumerate(uses))
     return (grad_input, forward) if transposed else (forward, grad_input)
 
@@ -208,14 +209,14 @@ class _Grouped(Kernels):
         return functional.grouped_mm(first.t(), second, offs=Slots(*layer[3:]).ends)
 
     def bias_gradient(self, grad: Tensor, weight: Tensor, layer: Layout) -> Tensor:
-        """Returns the sums over the tokens of each matrix, (E, O): a product always adds them in the same order."""
+        """Returns the sums over the tokens of each matrix, (E, O), by a product, which fixes the order of summation."""
         matrix = Slots(*layer[3:]).matrix
         own = torch.arange(weight.shape[0], device=matrix.device)[:, None] == matrix
         return own.to(grad.dtype) @ grad
 
 
 def _finished(y: Tensor, bias: Tensor | None, slots: Slots, matrices: int) -> Tensor:
-    """Returns y (S, *) plus the bias of each token's matrix, zeros for tokens that belong to none."""
+    """Returns y (S, *) plus the bias of each token's matrix; zeros for tokens without a matrix."""
     if bias is not None:
         y = y + bias[slots.matrix.clamp(max=matrices - 1)]
     return torch.where((slots.matrix < matrices)[:, None], y, 0)

@@ -25,7 +25,7 @@ from ..launching import launch, relaunch
 from ..tensor_core import Quantized
 from . import reference
 from .encoding import BLOCK, PARAMETERS
-from .exponents import HostView, Records, follow, view_of
+from .exponents import Records, follow, row_of, view_of
 from .reference import Layer
 
 if TYPE_CHECKING or find_spec("triton") is not None:
@@ -36,17 +36,17 @@ MULTIPLE = 64
 
 Tile = tuple[int, int, int, int | None]
 """(runs of 4 tokens, channels, num_warps, maxnreg) of a program of `encode_kernel`."""
-# For activations, gradients and weights: the fastest of those tried on an H200 (docs/log.md), except for weights.
+# For activations, gradients and weights. The first two are the fastest of those tried on an H200 (docs/log.md).
 TILES: tuple[Tile, Tile, Tile] = ((8, 64, 1, None), (8, 32, 1, None), (8, 64, 1, None))
-# Rows, columns and warps of a program of `scales_kernel`, the most programs, and the most that count blocks.
+# Rows, columns and warps of a program of `scales_kernel`; most programs; most programs that count blocks.
 _PART = (8, 512, 4, 1056, 64)
-# Of several matrices: channels of a program of `encode_matrices_kernel` at most, by operand; channels and warps of a
-# program of `matrix_scales_kernel`, the most programs, and the most that count blocks.
+# For several matrices: most channels of a program of `encode_matrices_kernel`, by operand; channels and warps of a
+# program of `matrix_scales_kernel`, most programs, and most programs that count blocks.
 _WIDTHS = (64, 32, 64)
 _MATRIX_PART = (128, 4, 1056, 64)
 
 BY_ROWS, BY_COLUMNS, OVER_TOKENS = range(3)
-"""How `grouped_product` reads its right operand."""
+"""Layouts of the right operand of `grouped_product`."""
 
 # Through `Library` and not `custom_op`, which costs 35 microseconds more per call on the host.
 _library = torch.library.Library("snip_hf", "FRAGMENT")
@@ -73,7 +73,7 @@ def padded(size: int) -> int:
 
 
 def parts_of(size: int, width: int) -> int:
-    """Returns how many parts of a width a size has. `triton.cdiv` takes over a microsecond."""
+    """Returns the number of parts of a width, rounded up; `triton.cdiv` takes over a microsecond."""
     return (size + width - 1) // width
 
 
@@ -84,7 +84,7 @@ def empty_layouts(x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
 
 
 def _layouts_of(x: Tensor, gemms: Sequence[int], matrices: int = 0, blocks: Tensor | None = None) -> Quantized:
-    """As `empty_layouts`; for several matrices with one scale each, and rows for all slots."""
+    """Returns `empty_layouts`, or for several matrices memory with one scale each and rows for all slots."""
     if not matrices:
         return empty_layouts(x, *gemms)
     slots = x.shape[0] if blocks is None else blocks.shape[0] * BLOCK
@@ -104,7 +104,7 @@ def _layouts(x: Tensor, shape: tuple[int, int], numbers: int, row_gemm: int, col
 
 
 def one_layout(x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
-    """As `empty_layouts` for one GEMM, if the caller drops the other layout: all share one empty one."""
+    """Returns `empty_layouts` for one GEMM; the layout that the caller drops is an empty one that all share."""
     tokens, channels = padded(x.shape[0]), padded(x.shape[1])
     parameters = x.new_empty(PARAMETERS, dtype=torch.float32)
     if row_gemm >= 0:
@@ -165,17 +165,17 @@ Args:
     x: (R, C), BF16 or FP32, which is rounded to BF16 first.
     state: the layer's, on x's device.
     record, table: the layer's (`exponents.Records`).
-    operand: which of `gemms.OPERANDS` x is. A gradient is rounded stochastically in block formats.
-    gemms: the GEMM that contracts C, numbered as in `gemms.GEMMS`, or -1: rows are left out, and come back empty; and
-        the one that contracts R, likewise.
-    counts: whether the pass is trained on, so that the record is updated.
-    after: not read; a compiled graph runs the operator after this is computed.
-    matrices: 0: x belongs to one matrix. Otherwise the number of matrices, each with a scale and random numbers of its
-        own (`random_streams.matrix_keys`); C and the rows of each matrix are multiples of 32.
+    operand: index of x in `gemms.OPERANDS`. A gradient is rounded stochastically in block formats.
+    gemms: the GEMM that reads rows and contracts C, and the one that reads columns and contracts R, numbered as in
+        `gemms.GEMMS`; -1: there is none, and the layout is empty.
+    counts: True in a pass that is trained on, so that the record is updated.
+    after: not read; a compiled graph runs the operator after computing it.
+    matrices: 0: x belongs to one matrix. Otherwise the number of matrices, each with its own scale and random numbers
+        (`random_streams.matrix_keys`); C and the rows of each matrix are multiples of 32.
     blocks: of `Slots`, for tokens sorted by matrix; None: x holds the matrices, one after the other.
 
-Returns: rows (R', C') E4M3 and their parameters (`encoding`), columns (C', R') and theirs; of several matrices rows
-    (P, C) and the scale of each matrix (E,), columns (C, P) and theirs, zeros in slots without a token.
+Returns: rows (R', C') E4M3 and their parameters (`encoding`), columns (C', R') and theirs. For several matrices rows
+    (P, C) and the scale of each matrix (E,), columns (C, P) and theirs, with zeros in slots without a token.
 """
 
 
@@ -190,12 +190,12 @@ def encode_into(
     blocks: Tensor | None = None,
     by_kernel: bool | None = None,
 ) -> None:
-    """As `encode_operand`, into the tensors that it returned.
+    """Does as `encode_operand`, into the tensors that it returned.
 
     Args:
         x, operand, gemms, counts, outputs, blocks: as there.
         layer: state, record and table.
-        is_grouped: whether there are several matrices.
+        is_grouped: True if there are several matrices.
         by_kernel: None leaves the choice to the device.
     """
     if max(gemms) < 0 or (x.numel() == 0 and not is_grouped):
@@ -204,9 +204,7 @@ def encode_into(
     elif runs_kernels(x) if by_kernel is None else by_kernel:
         x = x if x.stride(1) == 1 else x.contiguous()
         state, record, table = layer
-        view = view_of(record)
-        row = record[operand] if view is None else view.rows[operand]
-        needs = _needs_scales(view, record, operand, gemms, counts)
+        row, needs = row_of(record, operand), needs_scales(record, operand, gemms, counts)
         if is_grouped:
             _launch_matrices(x, blocks, (state, row, table), operand, gemms, counts, needs, outputs)
         elif needs:
@@ -241,14 +239,11 @@ def encoded(
 
 
 def needs_scales(record: Tensor, operand: int, gemms: tuple[int, int], counts: bool) -> bool:
-    """Returns True if an operand's scales need a launch of their own, or its blocks are counted in this step.
+    """Returns True if an operand's scales need a separate launch, or its blocks are counted in this step.
 
-    While a graph is captured they always have one: it is replayed under other plans too.
+    True while a graph is captured, which is replayed under other plans too.
     """
-    return _needs_scales(view_of(record), record, operand, gemms, counts)
-
-
-def _needs_scales(view: HostView | None, record: Tensor, operand: int, gemms: tuple[int, int], counts: bool) -> bool:
+    view = view_of(record)
     if view is None or not view.is_settled(operand, gemms):
         return True
     return (counts and view.counts_now) or is_captured(record)
@@ -292,8 +287,8 @@ def launch_encode(
         x, state, operand, counts, outputs: as in `encode_into`.
         record: of the operand.
         tile: None: the fastest known.
-        known: the table, and the row and the column GEMM, if the kernel finds and writes the parameters from the
-            exponent in force; None: `scales_kernel` has written them.
+        known: the table, and the row and the column GEMM: the kernel computes and writes the parameters from the
+            exponent in force. None: `scales_kernel` has written them.
     """
     rows, row_parameters, columns, column_parameters = outputs
     table, gemms = known or (row_parameters, (-1, -1))
@@ -368,7 +363,7 @@ def sums_fast(record: Tensor | None, gemm: int) -> bool:
     """Returns True if partial sums of a layer's GEMM stay in the tensor cores' 14 bits over the whole contraction,
     instead of 128 elements of it: if its format is known to be a block format (docs/log.md has the errors).
 
-    Not while a graph is captured: it is replayed under other plans too.
+    False while a graph is captured, which is replayed under other plans too.
     """
     view = None if record is None else view_of(record)
     return record is not None and view is not None and view.encoded[gemm] and not is_captured(record)
@@ -457,20 +452,20 @@ def multiply_weight(
     rows: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Returns the product of an operand with a layer's weight, which is encoded for it; and the weight for grad_input.
+    """Encodes a layer's weight, and returns its product with an operand, and perhaps the weight for grad_input.
 
-    One operator instead of two: each takes the host some microseconds, over a hundred times per step.
+    One operator instead of two, since each costs the host some microseconds, over a hundred times per step.
 
     Args:
         gemm: "forward" or "grad_input".
         left: (M', K') E4M3 and its parameters.
         weight: (O, I).
         layer: its state, record and table.
-        how: whether the forward GEMM encodes the weight for grad_input, too; whether the record is updated.
+        how: True if the forward GEMM also encodes the weight for grad_input; True if the record is updated.
         rows: M without the padding.
         dtype: of the product, BF16 or FP32.
 
-    Returns: the product, and, if it is asked for, (I', O') E4M3 with its parameters.
+    Returns: the product, then the weight for grad_input if requested, (I', O') E4M3 and its parameters.
     """
     found: list[Tensor] = torch.ops.snip_hf.tensor_scaled_weight_product(
         list(left), weight.detach(), list(layer), GEMMS.index(gemm), how, rows, dtype
@@ -524,19 +519,19 @@ def multiply_grouped(
     Args:
         gemm: one of `gemms.GEMMS`.
         left: E4M3 and the scale of each matrix: (P, K), or (M, P) if tokens are contracted.
-        right: likewise: by rows (E * N, K), by columns (N, E * K), over tokens (N, P).
+        right: E4M3 and the scale of each matrix: by rows (E * N, K), by columns (N, E * K), over tokens (N, P).
         ends: matrix -> end of its slots, int32.
-        kind: which of these three.
+        kind: one of these three layouts.
         record: the layer's; None: sums are not fast (`sums_fast`).
 
-    Returns: (P, N), in slots after the last end anything; or (E, M, N).
+    Returns: (P, N), with arbitrary values in slots after the last end; or (E, M, N).
     """
     product: Tensor = torch.ops.snip_hf.grouped_product([*left, *right], ends, kind, record, GEMMS.index(gemm))
     return product
 
 
 def gemm_call(gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor) -> Callable[[], Tensor]:
-    """As `Backend.gemm_call`; the weight is encoded before, as it is once per optimizer step."""
+    """Does as `Backend.gemm_call`, with the weight encoded before: training does so once per optimizer step."""
     formats = [format_of_code(code) for code in state[: len(GEMMS)].tolist()]
     if not formats[GEMMS.index(gemm)].is_quantized:
         return EMULATED.gemm_call(gemm, x, weight, grad_output, state)
@@ -563,5 +558,5 @@ def gemm_call(gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: 
 
     call = {"forward": forward, "grad_input": grad_input, "grad_weight": grad_weight}[gemm]
     call()
-    follow([records])  # in training, too, exponents are known before the pass
+    follow([records])  # as in training, exponents are known before the pass
     return call

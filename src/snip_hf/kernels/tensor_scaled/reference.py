@@ -1,4 +1,4 @@
-"""Encoding and products with torch's operations, on any device: the oracle of the kernels of `tiles`."""
+"""Encoding and products with torch's operations, on any device: the oracle for the kernels of `tiles`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def encode(
     Args:
         x: (R, C).
         layer: the pass updates its record.
-        operand: which of `OPERANDS` x is.
+        operand: index of x in `OPERANDS`.
         gemms: those that read rows and columns, -1: none.
-        counts: whether the pass is trained on, so that the record is updated.
+        counts: True in a pass that is trained on, so that the record is updated.
     """
     state, record, table = layer
     x_fp32, row = x.to(torch.bfloat16).to(torch.float32), record[operand].data
@@ -93,7 +93,7 @@ def _count_blocks(scaled: Tensor, state: Tensor, table: Tensor, gemms: tuple[int
 
 
 def padded(layout: Tensor, multiple: int) -> Tensor:
-    """Returns a layout with zeros after its ends, each side a multiple."""
+    """Returns a layout padded with zeros to multiples of a size."""
     rows, columns = layout.shape
     bytes_ = pad(layout.contiguous().view(torch.uint8), (0, -columns % multiple, 0, -rows % multiple))
     return bytes_.view(torch.float8_e4m3fn)
@@ -118,7 +118,7 @@ def encode_matrices(
         own = state.clone()
         own[len(GEMMS)] = keys[matrix] - 2**64 if keys[matrix] >= 2**63 else keys[matrix]
         count = tokens.stop - tokens.start
-        rows = x[tokens] if count else x.new_zeros(1, x.shape[1])  # a matrix without tokens has scales, too
+        rows = x[tokens] if count else x.new_zeros(1, x.shape[1])  # a matrix without tokens needs scales, too
         layouts = encode(rows, (own, record, table), operand, gemms, counts)
         slots = slice(start, start + count)
         for index, layout in enumerate(layouts):

@@ -1,11 +1,11 @@
-"""Where the tokens of each matrix of a grouped layer go, so that blocks start anew at each matrix's first token.
+"""Slots of the tokens of a grouped layer, arranged so that a block starts at each matrix's first token.
 
 Legend: S tokens of all matrices, E matrices. Each matrix gets slots for its tokens, a multiple of 32 and at least 32,
 one matrix after the other. Encoded operands have rows for all slots: P = 32 * B, an upper bound that the host knows.
-Slots without a token hold zeros. So every block of 32 belongs to one matrix, and FP8 products run on the ends of the
-slots: they accept no empty matrix if tokens are contracted, and no group whose end is not a multiple of 16.
+Slots without a token hold zeros. So every block of 32 belongs to one matrix. FP8 products use the ends of the slots,
+since they accept neither an empty matrix if tokens are contracted, nor a group whose end is not a multiple of 16.
 
-Everything is computed on the device, by functions of torch that torch.compile sees: nothing waits for it.
+Everything is computed on the device by functions that torch.compile can trace: the host never waits.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Slots(NamedTuple):
     slot: Tensor
     """Token -> its slot, (S,), int64."""
     matrix: Tensor
-    """Token -> its matrix, (S,), int64; E for one that belongs to none."""
+    """Token -> its matrix, (S,), int64; E for a token without one."""
 
 
 def slots_of(ends: Tensor, tokens: int) -> Slots:
-    """Returns the slots of so many tokens, sorted by matrix, those of matrix e up to ends[e] (E,)."""
+    """Returns the slots of tokens that are sorted by matrix, those of matrix e up to ends[e] (E,)."""
     count = ends.shape[0]
     own = torch.diff(ends, prepend=ends.new_zeros(1))
     padded = ((own + (BLOCK - 1)) // BLOCK).clamp(min=1) * BLOCK

@@ -1,9 +1,9 @@
 # ruff: noqa: SIM102  # a constant and a number of the device cannot be combined
-"""The Triton kernels that encode operands as E4M3: of one matrix, and of layers of several with a scale of each.
+"""The Triton kernels that encode operands as E4M3, of one matrix or of several with a scale each.
 
-Legend: T tokens, C channels; weights have O for T and I for C. Formats are numbers that kernels read at run time, the
-same for all programs: the parameters of a layout (`encoding`). A program of the kernels for several matrices has 32
-slots (`slots`), which belong to one matrix. Weights have no `blocks`: all their matrices have equally many rows.
+Legend: T tokens, C channels; for weights, read O for T and I for C. Formats are numbers that kernels read at run time,
+the same for all programs: the parameters of a layout (`encoding`). A program of the kernels for several matrices has 32
+slots (`slots`) of one matrix. Weights have no `blocks`, since all their matrices have the same number of rows.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _scale_of(spacing, exponent, bits):
 
 @triton.jit
 def _write_parameters(parameters, known, exponent, bits):
-    """Writes the format's row in the table (known) with the tensor's scale and inverse; others as in `_scale_of`."""
+    """Writes the format's row in the table (known) with the tensor's scale and inverse (`_scale_of`)."""
     scale, inverse = _scale_of(tl.load(known + _SPACING), exponent, bits)
     place = tl.arange(0, _PARAMETERS)
     value = tl.load(known + place)
@@ -160,7 +160,7 @@ def _over_columns(of_blocks, RUNS: tl.constexpr, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _rounded(x, least_power, spacing):
-    """Rounds to the nearest number of a grid whose spacing is `spacing` between 1 and 2, and below least_power."""
+    """Rounds to a grid's nearest number; its spacing between 1 and 2, and below least_power, is `spacing`."""
     power = tl.maximum(power_of_two(x), least_power)
     return (x + power * (spacing * _ROUND)) - power * (spacing * _ROUND)
 
@@ -281,7 +281,7 @@ def encode_tile(
         row_known, column_known = _find_parameters(
             state, record, table, row_parameters, column_parameters, is_first, ROW_GEMM, COLUMN_GEMM
         )
-    seen = tl.load(record + _LARGEST)  # by other programs so far; no need to wait for all
+    seen = tl.load(record + _LARGEST)  # by the programs so far; no need to wait for all
     largest = seen
     # Both layouts round with the same random numbers.
     bits = bits_of_runs(state, run, channel, tokens, channels) if IS_GRADIENT else run
@@ -334,7 +334,7 @@ def encode_tile(
             tl.atomic_max(record + _LARGEST, largest)
 
 
-# With a single token as a constant, the columns of nothing but that token were wrong on an H200 (docs/log.md).
+# With tokens = 1 as a constant, the columns of that single token were wrong on an H200 (docs/log.md).
 @triton.jit(do_not_specialize=["tokens"])
 def encode_kernel(
     x,
@@ -362,7 +362,7 @@ def encode_kernel(
     CHANNELS: tl.constexpr,  # a multiple of 32
 ):
     """Both layouts of 4 * RUNS tokens by CHANNELS channels, from one read of x."""
-    # From the end, where x is read for the first time: it was written last and may be in the cache.
+    # If x is read for the first time, from the end: it was written last and may be in the cache.
     place = tl.num_programs(1) - 1 - tl.program_id(1) if FINDS else tl.program_id(1)
     run = (place * RUNS + tl.arange(0, RUNS)).to(tl.int64)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -396,8 +396,8 @@ def _count(record, known, magnitude, exponent, HEIGHT: tl.constexpr, WIDTH: tl.c
 
 @triton.jit
 def _formats(state, table, exponent, ROW_GEMM: tl.constexpr, COLUMN_GEMM: tl.constexpr):
-    """The table's rows for the formats of rows and columns; the row of a block format, and whether one of them is such;
-    whether the amax is needed: without an exponent in force, or in a format with one FP32 scale."""
+    """The table's rows for the formats of rows and columns; the row of a block format; True if there is one; True if
+    the amax is needed, because no exponent is in force or a format has one FP32 scale."""
     needed, is_encoded = exponent == _UNSET, False
     row_known, column_known, known = table, table, table
     if COLUMN_GEMM >= 0:
@@ -439,12 +439,12 @@ def scales_kernel(
     bits = exponent * 0
     if needed:
         largest = tl.zeros([HEIGHT, WIDTH], tl.float32)
-        # From the end, which was written last and may be in the cache, to where `encode_kernel` begins.
+        # From the end, which was written last and may be in the cache, to the beginning, where `encode_kernel` starts.
         for part in range(tl.program_id(0), parts, tl.num_programs(0)):
             largest = larger(largest, _magnitudes(x, parts - 1 - part, tokens, channels, stride, HEIGHT, WIDTH))
         found = amax_of(amax_of(largest, 1), 0).to(tl.int32, bitcast=True).to(tl.int64)
         tl.atomic_max(record + _AMAX, found)
-        # The last program to arrive sees the result of all, and resets both fields.
+        # The last program to finish sees the result of all, and resets both fields.
         is_last = tl.atomic_add(record + _ARRIVED, 1) == tl.num_programs(0) - 1
         if is_last:
             bits = tl.atomic_xchg(record + _AMAX, 0)
@@ -606,7 +606,7 @@ def encode_matrices_kernel(
         scale = tl.where(row_spacing > 0.0, row_scale, scale)
         inverse = tl.where(row_spacing > 0.0, row_inverse, inverse)
         tl.store(row_scales + matrix, row_scale, writes_scales)
-    # Both layouts round with the same random numbers, those of the matrix.
+    # Both layouts round with the random numbers of the matrix.
     run = offset // RUN + tl.arange(0, _BLOCK_RUNS)
     bits = run
     if IS_GRADIENT:

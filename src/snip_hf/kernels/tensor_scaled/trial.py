@@ -1,4 +1,4 @@
-"""The trials of the backend's kernels on a device: layers of one matrix, and layers of several."""
+"""Trials of the backend's kernels on a device, for layers of one matrix and of several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .operators import BY_COLUMNS, BY_ROWS, OVER_TOKENS, multiply_grouped
 from .slots import Slots, slots_of
 
 _GROUPED_CAPABILITY = (9, 0)
-# Tokens of each matrix, and of none; I and O of each matrix.
+# Tokens of each matrix, and tokens without one; I and O of each matrix.
 _TOKENS, _OF_NONE = (70, 0, 200), 26
 _SIZE = (2 * BLOCK, 3 * BLOCK)
 _GEMMS = {"activation": (0, 2), "gradient": (1, 2), "weight": (0, 1)}
@@ -26,7 +26,7 @@ _GEMMS = {"activation": (0, 2), "gradient": (1, 2), "weight": (0, 1)}
 
 @cache
 def fault(name: str, device: torch.device) -> str | None:
-    """Returns why a format's GEMMs fail on a device, None if they pass. Takes some seconds, once."""
+    """Returns why a format's GEMMs fail on a device, None if they pass. Takes seconds for each format, once."""
     from .backend import TENSOR_SCALED  # which imports this module
 
     given = FORMATS[name], device
@@ -48,7 +48,7 @@ def _encoded(format: NumberFormat, device: torch.device, by_kernel: bool | None)
 
 @cache
 def grouped_fault(device: torch.device) -> str | None:
-    """Returns why a CUDA device runs no grouped FP8 products, None if it does. Takes some seconds, once."""
+    """Returns why a CUDA device cannot run grouped FP8 products, None if it can. Takes seconds, once."""
     capability = torch.cuda.get_device_capability(device)
     if capability != _GROUPED_CAPABILITY:
         needed, own = (".".join(map(str, one)) for one in (_GROUPED_CAPABILITY, capability))
@@ -83,7 +83,7 @@ def encoded_matrices(
 
 
 def _grouped_products(format: NumberFormat, device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yields each GEMM with its products and those of the same operands on the CPU."""
+    """Yields each GEMM with its products and the CPU's products of the same operands."""
     own = encoded_matrices(format, device, None)
     ends = _slots(device).padded_ends
     x, grad_output, weight = own["activation"], own["gradient"], own["weight"]

@@ -180,7 +180,7 @@ def through_operators(settled: bool) -> bytes:
         one = operand(number, formats, gate, (-1, 2), settled)
         layers.append(one.layer)
     found = [*gated.encoded_gated(gate, up, layers[2], True, by_kernel=True)]
-    found += gated.encoded_gated_gradients(grad, gate, up, layers, (True, True), by_kernel=True)
+    found += gated.encoded_gated_gradients(grad, gate, up, layers, True, True, by_kernel=True)
     return dump(found)
 
 

@@ -341,13 +341,13 @@ def test_the_kernel_assembles() -> None:
 
     from snip_hf.kernels import rounding_tiles
 
-    how = rounding._call(FORMATS["nvfp4"], "gradient", 1)
+    call = rounding._call(FORMATS["nvfp4"], "gradient", 1)
     kinds = ["*bf16", "*fp32", "*fp32", "i64", "i64", *["i32"] * 4]
-    kinds += ["fp32" if isinstance(number, float) else "i32" for number in how.numbers]
-    values = (*how.tiles, True, *how.flags)
+    kinds += ["fp32" if isinstance(number, float) else "i32" for number in call.numbers]
+    values = (*call.tiles, True, *call.flags)
     names = rounding_tiles.rounding_kernel.arg_names
     signature = dict(zip(names, (*kinds, *["constexpr"] * len(values)), strict=True))
     constants = dict(zip(names[len(kinds) :], values, strict=True))
     source = ASTSource(fn=rounding_tiles.rounding_kernel, signature=signature, constexprs=constants)
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=how.options)
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=call.options)
     assert len(code.asm["cubin"]) > 1000

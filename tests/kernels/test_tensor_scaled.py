@@ -193,10 +193,8 @@ def test_the_operators_are_what_torch_demands_of_operators() -> None:
     torch.library.opcheck(product, arguments, test_utils=tests)
     own, weight_product = [state, found.record, found.table], torch.ops.snip_hf.tensor_scaled_weight_product
     for gemm, weight, keeps in ((0, rising(30, 70), True), (0, rising(30, 70), False), (1, rising(70, 30), False)):
-        how = [keeps, False]
-        torch.library.opcheck(
-            weight_product, ([rows, scale], weight, own, gemm, how, 40, torch.float32), test_utils=tests
-        )
+        arguments = ([rows, scale], weight, own, gemm, keeps, False, 40, torch.float32)
+        torch.library.opcheck(weight_product, arguments, test_utils=tests)
 
 
 # ------------------------------------------------------------------------------------- exponents

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 Forward = Callable[[Tensor, Tensor, Tensor | None, Any, Sequence[Any]], tuple[Tensor, Sequence[Tensor | None]]]
-"""(x, weight, bias, how, tensors) -> Y, and tensors for the backward pass besides the weight."""
+"""(x, weight, bias, options, tensors) -> Y, and tensors for the backward pass besides the weight."""
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of x, weight and bias."""
 Backward = Callable[[Tensor, Tensor, Any, Sequence[Any], tuple[bool, bool, bool]], Gradients]
-"""(grad_output (T, O), weight, how, saved tensors, which gradients are needed) -> these gradients."""
+"""(grad_output (T, O), weight, options, saved tensors, which gradients are needed) -> these gradients."""
 
 
 def linear_function(forward: Forward, backward: Backward, differentiable: Backward | None = None) -> Any:
-    """Returns `apply` of an autograd function: (x (..., I), weight, bias, how, *tensors) -> Y (..., O).
+    """Returns `apply` of an autograd function: (x (..., I), weight, bias, options, *tensors) -> Y (..., O).
 
     Args:
-        forward: computes Y. `how` holds Python constants: changing them recompiles.
+        forward: computes Y. `options` holds Python constants: changing them recompiles.
         backward: computes the gradients.
         differentiable: computes gradients that can be differentiated again (`create_graph=True`); None: refused.
     """
@@ -32,10 +32,10 @@ def linear_function(forward: Forward, backward: Backward, differentiable: Backwa
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Tensor:
             # No names for the arguments: without gradients Dynamo drops `ctx` if there are as many as parameters here.
-            x, weight, bias, how, *tensors = args
-            y, saved = forward(x, weight, bias, how, tensors)
+            x, weight, bias, options, *tensors = args
+            y, saved = forward(x, weight, bias, options, tensors)
             ctx.save_for_backward(weight, *saved)
-            ctx.how, ctx.x_shape = how, x.shape
+            ctx.options, ctx.x_shape = options, x.shape
             if y.dim() == x.dim():
                 return y
             # Not a view: autograd refuses to modify one in place, as Falcon does (`attention_output += ...`).
@@ -50,9 +50,9 @@ def linear_function(forward: Forward, backward: Backward, differentiable: Backwa
             if is_differentiated_again():
                 if differentiable is None:
                     raise refusal()
-                grads = differentiable(grad_rows, weight, ctx.how, saved, needs)
+                grads = differentiable(grad_rows, weight, ctx.options, saved, needs)
             else:
-                grads = backward(grad_rows, weight, ctx.how, saved, needs)
+                grads = backward(grad_rows, weight, ctx.options, saved, needs)
             grad_x, grad_weight, grad_bias = grads
             return (
                 None if grad_x is None else grad_x.view(ctx.x_shape),

@@ -122,24 +122,24 @@ def round_by_kernel(
     amax: Tensor | None = None,
 ) -> Tensor:
     """Returns `rounding.round_operand` by the kernel; x (R, C) is not empty, and the kernel `takes` its operand."""
-    how = _call(format, operand, contracts)
-    if how.needs_amax:
-        if amax is None or how.stages > 0:
-            amax = tensor_amax(x, how.block, how.stages, contracts)
+    call = _call(format, operand, contracts)
+    if call.needs_amax:
+        if amax is None or call.stages > 0:
+            amax = tensor_amax(x, call.block, call.stages, contracts)
         amax = amax.to(torch.float32)
     stream, first = (0, 0)
-    is_random = key is not None and how.is_stochastic
-    if key is not None and how.is_stochastic:
+    is_random = key is not None and call.is_stochastic
+    if key is not None and call.is_stochastic:
         stream, first = rank_stream(key, x.shape, rank, ranks)
     y = torch.empty(*x.shape, dtype=torch.float32, device=x.device)
     launch(
         rounding_kernel,
-        _programs(x, how.block),
+        _programs(x, call.block),
         (x, y, y if amax is None else amax),
-        (*x.shape, *x.stride(), *how.numbers),
-        (*how.tiles, is_random, *how.flags),
+        (*x.shape, *x.stride(), *call.numbers),
+        (*call.tiles, is_random, *call.flags),
         (_as_int64(stream), first),
-        **how.options,
+        **call.options,
     )
     return y
 
@@ -240,8 +240,8 @@ def scale_numbers(format: NumberFormat, rule: Operand, grid: ElementGrid) -> tup
 
 def scale_rule(format: NumberFormat, rule: Operand) -> str:
     """Returns the rule of the scales; "even" is "floor" after a carry was added."""
-    how = format.rule_of(rule)
-    return "floor" if how == "even" else how
+    name = format.rule_of(rule)
+    return "floor" if name == "even" else name
 
 
 def _as_int64(key: int) -> int:

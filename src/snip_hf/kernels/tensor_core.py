@@ -92,7 +92,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
 
 
-class How(NamedTuple):
+class PassOptions(NamedTuple):
     """Python constants of a pass: changing one recompiles."""
 
     high: tuple[bool, bool, bool]
@@ -116,7 +116,14 @@ class Kernels(ABC):
 
     @abstractmethod
     def forward(
-        self, x: Layout, weight: Tensor, bias: Tensor | None, layer: Layout, kept: Layout, how: How, tokens: int
+        self,
+        x: Layout,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: Layout,
+        kept: Layout,
+        options: PassOptions,
+        tokens: int,
     ) -> tuple[Tensor, Layout]:
         """Returns x @ weight^T + bias, (T, O), BF16, and the weight's layout for grad_input, or nothing.
 
@@ -125,39 +132,43 @@ class Kernels(ABC):
             weight, bias: as the layer has them.
             layer: its tensors.
             kept: both layouts of the weight, or nothing.
-            how: Python constants of the pass.
+            options: Python constants of the pass.
             tokens: T.
         """
 
     @abstractmethod
-    def gradient(self, grad_output: Tensor, layer: Layout, gemms: tuple[int, int], how: How) -> Quantized:
+    def gradient(self, grad_output: Tensor, layer: Layout, gemms: tuple[int, int], options: PassOptions) -> Quantized:
         """Returns the output gradient quantized for the grad_input and the grad_weight GEMM."""
 
     @abstractmethod
     def grad_input(
-        self, grad: Layout, weight: Tensor, layer: Layout, by_input: Layout, how: How, tokens: int
+        self, grad: Layout, weight: Tensor, layer: Layout, by_input: Layout, options: PassOptions, tokens: int
     ) -> Tensor:
         """Returns grad @ weight, (T, I), BF16; `by_input`: the weight's layout for it, or nothing."""
 
     @abstractmethod
     def grad_weight(
-        self, grad: Layout, x: Layout, weight: Tensor, layer: Layout, how: How, dtype: torch.dtype
+        self, grad: Layout, x: Layout, weight: Tensor, layer: Layout, options: PassOptions, dtype: torch.dtype
     ) -> Tensor:
         """Returns grad^T @ x, in the weight's layout."""
 
-    def late_columns(self, x: Tensor, grad: Tensor, weight: Tensor, layer: Layout, how: How, after: Tensor) -> Layout:
+    def late_columns(
+        self, x: Tensor, grad: Tensor, weight: Tensor, layer: Layout, options: PassOptions, after: Tensor
+    ) -> Layout:
         """Returns the columns of x for grad_weight, if the forward pass has not quantized them."""
         raise NotImplementedError
 
     # In BF16.
 
-    def high_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layout, how: How) -> Tensor:
+    def high_forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layout, options: PassOptions
+    ) -> Tensor:
         return functional.linear(x, weight.to(x.dtype), bias)
 
-    def high_grad_input(self, grad: Tensor, weight: Tensor, layer: Layout, how: How) -> Tensor:
+    def high_grad_input(self, grad: Tensor, weight: Tensor, layer: Layout, options: PassOptions) -> Tensor:
         return grad @ weight.to(grad.dtype)
 
-    def high_grad_weight(self, grad: Tensor, x: Tensor, layer: Layout, how: How) -> Tensor:
+    def high_grad_weight(self, grad: Tensor, x: Tensor, layer: Layout, options: PassOptions) -> Tensor:
         return grad.t() @ x
 
     def bias_gradient(self, grad: Tensor, weight: Tensor, layer: Layout) -> Tensor:
@@ -165,7 +176,7 @@ class Kernels(ABC):
 
 
 def tensor_core_linear(kernels: Kernels) -> Any:
-    """Returns the autograd function (x, weight, bias, how, *tensors) -> Y on a backend's kernels.
+    """Returns the autograd function (x, weight, bias, options, *tensors) -> Y on a backend's kernels.
 
     It saves the quantized x for the backward pass, one byte per element; or x itself if grad_weight runs in BF16. If x
     has no columns, a compiled graph recomputes x from tensors that other operations save anyway: norms, activation
@@ -177,39 +188,39 @@ def tensor_core_linear(kernels: Kernels) -> Any:
     count = kernels.layer_tensors
 
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, how: How, tensors: Sequence[Tensor]
+        x: Tensor, weight: Tensor, bias: Tensor | None, options: PassOptions, tensors: Sequence[Tensor]
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         layer, rows, columns = tensors[:count], tensors[count : count + 2], tensors[count + 2 : count + 4]
         weights = tensors[count + 4 :]
         by_input = weights[2:]
-        if how.high[0]:
-            y = kernels.high_forward(x.reshape(-1, x.shape[-1]), weight, bias, layer, how)
+        if options.high[0]:
+            y = kernels.high_forward(x.reshape(-1, x.shape[-1]), weight, bias, layer, options)
         else:
-            y, by_input = kernels.forward(rows, weight, bias, layer, weights, how, x.numel() // x.shape[-1])
-        kept_x = x if how.keeps_x and (how.high[2] or columns[0].numel() == 0) else None
+            y, by_input = kernels.forward(rows, weight, bias, layer, weights, options, x.numel() // x.shape[-1])
+        kept_x = x if options.keeps_x and (options.high[2] or columns[0].numel() == 0) else None
         return y, (kept_x, kept_for_backward(layer[0]), *layer[1:], *columns, *by_input)
 
     def backward(
-        grad: Tensor, weight: Tensor, how: How, saved: Sequence[Any], needs: tuple[bool, bool, bool]
+        grad: Tensor, weight: Tensor, options: PassOptions, saved: Sequence[Any], needs: tuple[bool, bool, bool]
     ) -> Gradients:
         x, layer, x_columns, by_input = saved[0], saved[1 : count + 1], saved[count + 1 : count + 3], saved[count + 3 :]
         needs_x, needs_weight, needs_bias = needs
-        _, high_input, high_weight = how.high
+        _, high_input, high_weight = options.high
         gemms = 1 if needs_x and not high_input else -1, 2 if needs_weight and not high_weight else -1
-        quantized = kernels.gradient(grad, layer, gemms, how)
+        quantized = kernels.gradient(grad, layer, gemms, options)
         grad_x = grad_weight = None
         if needs_x and high_input:
-            grad_x = kernels.high_grad_input(grad, weight, layer, how)
+            grad_x = kernels.high_grad_input(grad, weight, layer, options)
         elif needs_x:
-            grad_x = kernels.grad_input(quantized[:2], weight, layer, by_input, how, grad.shape[0])
+            grad_x = kernels.grad_input(quantized[:2], weight, layer, by_input, options, grad.shape[0])
         if needs_weight and high_weight:
-            grad_weight = kernels.high_grad_weight(grad, x.reshape(-1, x.shape[-1]), layer, how)
+            grad_weight = kernels.high_grad_weight(grad, x.reshape(-1, x.shape[-1]), layer, options)
         elif needs_weight:
             if x_columns[0].numel() == 0 and grad.numel() > 0:
-                x_columns = kernels.late_columns(x, grad, weight, layer, how, quantized[3])
+                x_columns = kernels.late_columns(x, grad, weight, layer, options, quantized[3])
             # In the parameter's own precision: rounding FP32 sums to BF16 first would gain nothing.
             dtype = grad.dtype if weight.dtype == grad.dtype else torch.float32
-            grad_weight = kernels.grad_weight(quantized[2:], x_columns, weight, layer, how, dtype)
+            grad_weight = kernels.grad_weight(quantized[2:], x_columns, weight, layer, options, dtype)
         return grad_x, grad_weight, kernels.bias_gradient(grad, weight, layer) if needs_bias else None
 
     return linear_function(forward, backward)

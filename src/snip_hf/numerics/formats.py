@@ -22,7 +22,7 @@ from .grids import floats as floats
 from .grids import integers as integers
 from .rotation import LARGEST
 
-# Kind of scale -> how a block's scale follows from its largest magnitude; the first is the default.
+# Kind of scale -> rules for a block's scale from its largest magnitude; the first is the default.
 _E8M0 = "e8m0"
 _RULES = {"fp32": ("amax",), _E8M0: ("rceil", "ceil", "floor", "even")}
 _RULES_OF_A_GRID = ("nearest", "up")
@@ -169,7 +169,7 @@ class NumberFormat:
         if rule.stochastic and name != "gradient":
             self._refuse(name, "stochastic=False: rounding at random is for gradients")
         if rule.stochastic and self.rule_of(rule) not in _UNSATURATED:
-            unbiased = [how for how in rules if how in _UNSATURATED]
+            unbiased = [name for name in rules if name in _UNSATURATED]
             self._refuse(
                 name, f"scale_rule {' or '.join(unbiased)} with stochastic=True, since others cut elements off"
             )

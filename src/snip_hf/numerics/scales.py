@@ -47,16 +47,16 @@ def block_scales(
     """
     grid = rule.grid or format.grid
     assert grid is not None
-    how = format.rule_of(rule)
+    scale_rule = format.rule_of(rule)
     if format.scale == "fp32":
         scales = fp32_scales(amax, target)
         return Scales(scales, scales.reciprocal())
     if format.scale == "e8m0":
-        exponents = _exponents(amax, grid, how)
+        exponents = _exponents(amax, grid, scale_rule)
         is_finite = torch.isfinite(amax)
         scales, factors = (torch.where(is_finite, _power(e), torch.nan) for e in (exponents, -exponents))
         return Scales(scales, factors)
-    return _two_level(amax, format, grid, how, target, tensor_amax)
+    return _two_level(amax, format, grid, scale_rule, target, tensor_amax)
 
 
 def fp32_scales(amax: Tensor, target: float) -> Tensor:
@@ -68,7 +68,7 @@ def fp32_scales(amax: Tensor, target: float) -> Tensor:
 
 
 def _two_level(
-    amax: Tensor, format: NumberFormat, grid: ElementGrid, how: str, target: float, tensor_amax: Tensor | None
+    amax: Tensor, format: NumberFormat, grid: ElementGrid, scale_rule: str, target: float, tensor_amax: Tensor | None
 ) -> Scales:
     """Returns block scales on their own grid, times one FP32 scale of the tensor if the format has one.
 
@@ -80,32 +80,32 @@ def _two_level(
     if format.tensor_scale is not None:
         assert tensor_amax is not None
         of_tensor = fp32_scales(tensor_amax, format.tensor_scale * grid.max)
-    rounded = _rounded(scales / of_tensor, kind, how)
+    rounded = _rounded(scales / of_tensor, kind, scale_rule)
     rounded = torch.where(torch.isfinite(amax) & torch.isfinite(of_tensor), rounded, torch.nan)
     # For a tensor of tiny numbers the quotient would be infinite.
     factors = (of_tensor.reciprocal() / rounded).clamp_max(_LARGEST)
     return Scales(of_tensor * rounded, factors)
 
 
-def _rounded(scales: Tensor, kind: ElementGrid, how: str) -> Tensor:
+def _rounded(scales: Tensor, kind: ElementGrid, scale_rule: str) -> Tensor:
     """Returns scales on their grid, to nearest or up, within its values above 0."""
     rounded = round_to_grid(scales, kind)
-    if how == "up":
+    if scale_rule == "up":
         rounded = torch.where(rounded < scales, rounded + spacing_of(scales, kind), rounded)
     return rounded.clamp(kind.smallest, kind.max)
 
 
-def _exponents(amax: Tensor, grid: ElementGrid, how: str) -> Tensor:
+def _exponents(amax: Tensor, grid: ElementGrid, scale_rule: str) -> Tensor:
     """Returns the exponents of E8M0 scales, int32, -127..127; arbitrary if amax is not finite."""
     top = math.floor(math.log2(grid.max))
-    if how == "rceil":
+    if scale_rule == "rceil":
         quotient = amax / amax.new_full((1,), grid.max)
         exponents = _ceil_log2(quotient)
-    elif how == "ceil":
+    elif scale_rule == "ceil":
         exponents = _ceil_log2(amax) - top
     else:
         bits = amax.view(torch.int32)
-        if how == "even":  # rounds as the largest element will be rounded; a carry goes into the exponent
+        if scale_rule == "even":  # rounds as the largest element will be rounded; a carry goes into the exponent
             bits = bits + (1 << (_MANTISSA_BITS - grid.mantissa_bits - 1))
         exponents = (bits >> _MANTISSA_BITS) - _BIAS - top
     return exponents.clamp(-_BIAS, _BIAS)

@@ -39,7 +39,7 @@ class Cache:
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, how: None, tensors: Sequence[Tensor]
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: None, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, Sequence[Tensor]]:
     state, codes, kept = tensors
     y = operators.forward_gemm(x, weight, bias, kept, state, codes)
@@ -47,7 +47,7 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor, weight: Tensor, how: None, saved: Sequence[Tensor], needs: tuple[bool, bool, bool]
+    grad: Tensor, weight: Tensor, options: None, saved: Sequence[Tensor], needs: tuple[bool, bool, bool]
 ) -> Gradients:
     x, state, codes, kept = saved
     needs_x, needs_weight, needs_bias = needs

@@ -17,7 +17,7 @@ from ...numerics.formats import E2M1, E4M3, NumberFormat, Operand, format_of_cod
 from ...numerics.gemms import GEMMS, ROW_TILE, SQUARE_TILE
 from ..backend import Layer, missing_for_kernels, not_in_bf16, register_backend
 from ..emulated import EMULATED
-from ..tensor_core import How, Kernels, Layout, Quantized, TensorCoreBackend, tensor_core_linear, with_bias
+from ..tensor_core import Kernels, Layout, PassOptions, Quantized, TensorCoreBackend, tensor_core_linear, with_bias
 
 if TYPE_CHECKING or find_spec("triton") is not None:
     from . import operators
@@ -25,25 +25,32 @@ if TYPE_CHECKING or find_spec("triton") is not None:
 
 class _Hopper(Kernels):
     def forward(
-        self, x: Layout, weight: Tensor, bias: Tensor | None, layer: Layout, kept: Layout, how: How, tokens: int
+        self,
+        x: Layout,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: Layout,
+        kept: Layout,
+        options: PassOptions,
+        tokens: int,
     ) -> tuple[Tensor, Layout]:
         right = kept[:2] or operators.quantize_weight(weight, layer[0], True, False)[:2]
         dtype = torch.bfloat16 if bias is None else torch.float32
         y = operators.multiply(x[0], x[1], right[0], right[1], True, tokens, weight.shape[0], dtype)
         return with_bias(y, bias), kept[2:]
 
-    def gradient(self, grad_output: Tensor, layer: Layout, gemms: tuple[int, int], how: How) -> Quantized:
+    def gradient(self, grad_output: Tensor, layer: Layout, gemms: tuple[int, int], options: PassOptions) -> Quantized:
         quantized: Quantized = operators.quantize_tokens(grad_output, layer[0], *gemms, True)
         return quantized
 
     def grad_input(
-        self, grad: Layout, weight: Tensor, layer: Layout, by_input: Layout, how: How, tokens: int
+        self, grad: Layout, weight: Tensor, layer: Layout, by_input: Layout, options: PassOptions, tokens: int
     ) -> Tensor:
         right = by_input or operators.quantize_weight(weight, layer[0], False, True)[2:]
         return operators.multiply(grad[0], grad[1], right[0], right[1], True, tokens, weight.shape[1])
 
     def grad_weight(
-        self, grad: Layout, x: Layout, weight: Tensor, layer: Layout, how: How, dtype: torch.dtype
+        self, grad: Layout, x: Layout, weight: Tensor, layer: Layout, options: PassOptions, dtype: torch.dtype
     ) -> Tensor:
         out_features, in_features = weight.shape
         return operators.multiply(grad[0], grad[1], x[0], x[1], False, out_features, in_features, dtype)
@@ -85,8 +92,8 @@ class Hopper(TensorCoreBackend):
     def three_gemms(
         self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, inputs: Quantized, weights: Sequence[Tensor]
     ) -> Tensor:
-        how = How(layer.snip_cache.high, keeps_x)
-        y: Tensor = hopper_linear(x, layer.matrix, bias, how, layer.snip_state, *inputs, *weights)
+        options = PassOptions(layer.snip_cache.high, keeps_x)
+        y: Tensor = hopper_linear(x, layer.matrix, bias, options, layer.snip_state, *inputs, *weights)
         return y
 
     def gemm_call(

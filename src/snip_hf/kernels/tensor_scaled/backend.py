@@ -12,7 +12,7 @@ from ...numerics.formats import NumberFormat, format_of_code
 from ...numerics.gemms import GEMMS
 from ..backend import GroupedLayer, Layer, missing_for_kernels, not_in_bf16, register_backend
 from ..emulated import EMULATED
-from ..tensor_core import Cache, How, Quantized, TensorCoreBackend, weights_of
+from ..tensor_core import Cache, PassOptions, Quantized, TensorCoreBackend, weights_of
 from . import exponents, gated, trial
 from .encoding import BLOCK, encoding_of, has_one_scale
 from .exponents import Records
@@ -76,12 +76,12 @@ class TensorScaled(TensorCoreBackend):
         inputs = inputs[:1] if tied[0] is not None and tied[0] is tied[1] and not tied[0].parted else inputs
         weights = [weights_of(layer) for layer in layers]
         given = len(inputs), tuple(map(len, weights))
-        how = gated.How(trains, trains, trains and input.requires_grad, *given)
+        options = gated.GatedOptions(trains, trains, trains and input.requires_grad, *given)
         records = [_records(layer, input.device) for layer in layers]
         tensors = *(layer.snip_state for layer in layers), *(one.record for one in records)
         quantized = [tensor for one in (*inputs, *weights) for tensor in one]
         matrices = [layer.matrix for layer in layers]
-        y: Tensor = gated.GatedGemms.apply(x, up_x, *matrices, records[0].table, how, *tensors, *quantized)
+        y: Tensor = gated.GatedGemms.apply(x, up_x, *matrices, records[0].table, options, *tensors, *quantized)
         return y
 
     def refuses_groups(self, layer: GroupedLayer) -> str | None:
@@ -97,11 +97,11 @@ class TensorScaled(TensorCoreBackend):
         if x.dtype != torch.bfloat16 or x.device.type != cache.device:
             return EMULATED.grouped_forward(layer, x, bias, ends)
         keeps_x = torch.is_grad_enabled() and layer.weight.requires_grad
-        how = How(cache.high, keeps_x, torch.is_grad_enabled(), is_transposed=layer.is_transposed)
+        options = PassOptions(cache.high, keeps_x, torch.is_grad_enabled(), is_transposed=layer.is_transposed)
         tensors = *_tensors(layer, x.device), *slots_of(ends, x.shape[0])
-        gemms = -1 if how.high[0] else 0, 2 if keeps_x and not how.high[2] else -1
-        inputs = encode_tokens(x, tensors, ACTIVATION, gemms, how.counts, layer.num_matrices)
-        y: Tensor = grouped_linear(x, _stored(layer), bias, how, *tensors, *inputs, *weights_of(layer))
+        gemms = -1 if options.high[0] else 0, 2 if keeps_x and not options.high[2] else -1
+        inputs = encode_tokens(x, tensors, ACTIVATION, gemms, options.counts, layer.num_matrices)
+        y: Tensor = grouped_linear(x, _stored(layer), bias, options, *tensors, *inputs, *weights_of(layer))
         return y
 
     def quantize_weight(self, layer: Layer, forward: bool, grad_input: bool) -> Quantized:
@@ -123,9 +123,9 @@ class TensorScaled(TensorCoreBackend):
         self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, inputs: Quantized, weights: Sequence[Tensor]
     ) -> Tensor:
         has_grad_input = torch.is_grad_enabled() and x.requires_grad
-        how = How(layer.snip_cache.high, keeps_x, torch.is_grad_enabled(), has_grad_input)
+        options = PassOptions(layer.snip_cache.high, keeps_x, torch.is_grad_enabled(), has_grad_input)
         tensors = _tensors(layer, x.device)
-        y: Tensor = tensor_scaled_linear(x, layer.matrix, bias, how, *tensors, *inputs, *weights)
+        y: Tensor = tensor_scaled_linear(x, layer.matrix, bias, options, *tensors, *inputs, *weights)
         return y
 
     def gemm_call(

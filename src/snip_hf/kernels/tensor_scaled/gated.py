@@ -117,11 +117,11 @@ def encoded_gated_gradients(
     gate: Tensor,
     up: Tensor,
     layers: Sequence[Layer],
-    how: tuple[bool, bool],
+    has_rows: bool,
+    counts: bool,
     by_kernel: bool | None = None,
 ) -> list[Tensor]:
-    """Returns `encode_gated_gradients`; `how`: its `has_rows` and `counts`."""
-    has_rows, counts = how
+    """Returns `encode_gated_gradients` by the kernels or by torch; None leaves the choice to the device."""
     gemms = _GRAD_INPUT if has_rows else -1, _GRAD_WEIGHT
     operands = [Operand(layer, GRADIENT, gemms, counts, empty_layouts(gate, *gemms)) for layer in layers[:-1]]
     # The forward pass has already recorded the activation.
@@ -225,7 +225,7 @@ def _encode_gated_gradients(
     inputs = grad.contiguous(), gate.contiguous(), up.contiguous()
     *pairs, table = layers
     own = [(state, record, table) for state, record in zip(pairs[::2], pairs[1::2], strict=True)]
-    return encoded_gated_gradients(*inputs, own, (has_rows, counts))
+    return encoded_gated_gradients(*inputs, own, has_rows, counts)
 
 
 @torch.library.register_fake("snip_hf::encode_gated_gradients", lib=_library)
@@ -260,7 +260,7 @@ Returns: rows, their parameters, columns (C', T') and their parameters of the gr
 # ------------------------------------------------------------------------------------- autograd
 
 
-class How(NamedTuple):
+class GatedOptions(NamedTuple):
     """Python constants of a pass: changing one recompiles."""
 
     counts: bool
@@ -285,7 +285,7 @@ class GatedGemms(torch.autograd.Function):
             layers are. None if x is the input itself.
         gate_weight, up_weight, down_weight: the parameters themselves, FP32 or BF16; all are trained.
         table: of the records.
-        how: Python constants of the pass.
+        options: Python constants of the pass.
         tensors: the states of the three layers; their records; x as `quantize_input` returns it, once, or once each for
             gate and up; the layouts of the kept weights, in the order of the layers.
     """
@@ -299,26 +299,27 @@ class GatedGemms(torch.autograd.Function):
         up_weight: Tensor,
         down_weight: Tensor,
         table: Tensor,
-        how: How,
+        options: GatedOptions,
         *tensors: Tensor,
     ) -> Tensor:
         states, records, quantized = tensors[:LAYERS], tensors[LAYERS : 2 * LAYERS], tensors[2 * LAYERS :]
         weights, tokens = (gate_weight, up_weight, down_weight), x.numel() // x.shape[-1]
-        of_gate, of_up = quantized[:4], quantized[4 * how.inputs - 4 : 4 * how.inputs]
+        of_gate, of_up = quantized[:4], quantized[4 * options.inputs - 4 : 4 * options.inputs]
         layers = [(state, record, table) for state, record in zip(states, records, strict=True)]
-        kept = _split(quantized[4 * how.inputs :], how.kept)
-        inner = how.has_grad_input, how.counts
-        gate, gate_kept = forward_product(of_gate[:2], weights[0], layers[0], kept[0], inner, x.dtype, tokens)
-        up, up_kept = forward_product(of_up[:2], weights[1], layers[1], kept[1], inner, x.dtype, tokens)
-        rows = encode_gated(gate, up, list(layers[2]), how.counts)
-        down = how.has_backward, how.counts
-        y, down_kept = forward_product(rows, weights[2], layers[2], kept[2], down, x.dtype, tokens)
+        kept = _split(quantized[4 * options.inputs :], options.kept)
+        needs_x, counts = options.has_grad_input, options.counts
+        gate, gate_kept = forward_product(of_gate[:2], weights[0], layers[0], kept[0], needs_x, counts, x.dtype, tokens)
+        up, up_kept = forward_product(of_up[:2], weights[1], layers[1], kept[1], needs_x, counts, x.dtype, tokens)
+        rows = encode_gated(gate, up, list(layers[2]), counts)
+        y, down_kept = forward_product(
+            rows, weights[2], layers[2], kept[2], options.has_backward, counts, x.dtype, tokens
+        )
         # The states themselves: a compiled graph would copy them in the backward pass (`kept_for_backward`).
-        columns = of_gate[2:] if how.inputs == 1 else (*of_gate[2:], *of_up[2:])
+        columns = of_gate[2:] if options.inputs == 1 else (*of_gate[2:], *of_up[2:])
         layouts = [*gate_kept, *up_kept, *down_kept]
         ctx.save_for_backward(gate, up, table, *weights, *states, *records, *columns, *layouts)
-        ctx.inputs, ctx.kept = how.inputs, (len(gate_kept), len(up_kept), len(down_kept))
-        ctx.counts, ctx.x_shape = how.counts, x.shape
+        ctx.inputs, ctx.kept = options.inputs, (len(gate_kept), len(up_kept), len(down_kept))
+        ctx.counts, ctx.x_shape = counts, x.shape
         result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], down_weight.shape[0]])
         return result
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..tensor_core import How, Kernels, Layout, Quantized, tensor_core_linear, with_bias
+from ..tensor_core import Kernels, Layout, PassOptions, Quantized, tensor_core_linear, with_bias
 from .operators import (
     ACTIVATION,
     BY_COLUMNS,
@@ -48,7 +48,14 @@ def quantize_weight(weight: Tensor, layer: Layout, gemms: tuple[int, int], count
 
 
 def forward_product(
-    rows: Layout, weight: Tensor, layer: Layout, kept: Layout, how: tuple[bool, bool], dtype: torch.dtype, tokens: int
+    rows: Layout,
+    weight: Tensor,
+    layer: Layout,
+    kept: Layout,
+    has_grad_input: bool,
+    counts: bool,
+    dtype: torch.dtype,
+    tokens: int,
 ) -> tuple[Tensor, Layout]:
     """Returns X W^T, (T, O), and the weight for grad_input, empty if it is encoded again then.
 
@@ -57,15 +64,15 @@ def forward_product(
         weight: (O, I).
         layer: its tensors.
         kept: both layouts of the weight, or nothing.
-        how: True if there will be a quantized grad_input GEMM; True if the record is updated.
+        has_grad_input: True if there will be a quantized grad_input GEMM.
+        counts: True if the record is updated.
         dtype: of the product.
         tokens: T.
     """
-    has_grad_input, counts = how
     if kept:
         return multiply("forward", rows, kept[:2], (tokens, weight.shape[0]), dtype, layer[1]), kept[2:]
     keeps = has_grad_input and weight.numel() <= SMALL
-    y, *layout = multiply_weight("forward", rows, weight, layer, (keeps, counts), tokens, dtype)
+    y, *layout = multiply_weight("forward", rows, weight, layer, keeps, counts, tokens, dtype)
     return y, layout
 
 
@@ -85,43 +92,52 @@ def grad_input_product(
     """
     if kept:
         return multiply("grad_input", rows, kept, (tokens, weight.shape[1]), dtype, layer[1])
-    return multiply_weight("grad_input", rows, weight, layer, (False, counts), tokens, dtype)[0]
+    return multiply_weight("grad_input", rows, weight, layer, False, counts, tokens, dtype)[0]
 
 
 class _Dense(Kernels):
     layer_tensors = 3
 
     def forward(
-        self, x: Layout, weight: Tensor, bias: Tensor | None, layer: Layout, kept: Layout, how: How, tokens: int
+        self,
+        x: Layout,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: Layout,
+        kept: Layout,
+        options: PassOptions,
+        tokens: int,
     ) -> tuple[Tensor, Layout]:
         dtype = torch.bfloat16 if bias is None else torch.float32
-        inner = how.has_grad_input and not how.high[1], how.counts
-        y, by_input = forward_product(x, weight, layer, kept, inner, dtype, tokens)
+        has_grad_input = options.has_grad_input and not options.high[1]
+        y, by_input = forward_product(x, weight, layer, kept, has_grad_input, options.counts, dtype, tokens)
         return with_bias(y, bias), by_input
 
-    def gradient(self, grad_output: Tensor, layer: Layout, gemms: tuple[int, int], how: How) -> Quantized:
-        quantized: Quantized = encode_operand(grad_output, *layer, GRADIENT, gemms, how.counts)
+    def gradient(self, grad_output: Tensor, layer: Layout, gemms: tuple[int, int], options: PassOptions) -> Quantized:
+        quantized: Quantized = encode_operand(grad_output, *layer, GRADIENT, gemms, options.counts)
         return quantized
 
     def grad_input(
-        self, grad: Layout, weight: Tensor, layer: Layout, by_input: Layout, how: How, tokens: int
+        self, grad: Layout, weight: Tensor, layer: Layout, by_input: Layout, options: PassOptions, tokens: int
     ) -> Tensor:
-        return grad_input_product(grad, weight, layer, by_input, how.counts, tokens, torch.bfloat16)
+        return grad_input_product(grad, weight, layer, by_input, options.counts, tokens, torch.bfloat16)
 
     def grad_weight(
-        self, grad: Layout, x: Layout, weight: Tensor, layer: Layout, how: How, dtype: torch.dtype
+        self, grad: Layout, x: Layout, weight: Tensor, layer: Layout, options: PassOptions, dtype: torch.dtype
     ) -> Tensor:
         out_features, in_features = weight.shape
         return multiply("grad_weight", grad, x, (out_features, in_features), dtype, layer[1])
 
-    def late_columns(self, x: Tensor, grad: Tensor, weight: Tensor, layer: Layout, how: How, after: Tensor) -> Layout:
+    def late_columns(
+        self, x: Tensor, grad: Tensor, weight: Tensor, layer: Layout, options: PassOptions, after: Tensor
+    ) -> Layout:
         # Operations that depend on a gradient stay in the backward pass. Without the dependence, torch.compile would
         # encode X in the forward pass and save the result, or save X. With it, it recomputes X from tensors that are
         # saved anyway. The input of a square linear is usually attention's output, which is saved: no copy then.
         is_saved = weight.shape[0] == weight.shape[1]
         late = x if is_saved else torch.where(grad[0, 0] == 0, x, x)
         # `after` instead of the gradient: each operator that reads a gradient cast from FP32 would get its own copy.
-        counts = how.counts and how.high[0]  # otherwise the forward pass has updated the record
+        counts = options.counts and options.high[0]  # otherwise the forward pass has updated the record
         columns: Layout = encode_operand(late.reshape(-1, x.shape[-1]), *layer, ACTIVATION, (-1, 2), counts, after)[2:]
         return columns
 
@@ -167,45 +183,54 @@ class _Grouped(Kernels):
     layer_tensors = 3 + len(Slots._fields)
 
     def forward(
-        self, x: Layout, weight: Tensor, bias: Tensor | None, layer: Layout, kept: Layout, how: How, tokens: int
+        self,
+        x: Layout,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: Layout,
+        kept: Layout,
+        options: PassOptions,
+        tokens: int,
     ) -> tuple[Tensor, Layout]:
-        slots, transposed = Slots(*layer[3:]), how.is_transposed
+        slots, transposed = Slots(*layer[3:]), options.is_transposed
         right = kept[:2] or quantize_matrices(weight, layer, (True, False), transposed)[:2]
         kind = BY_COLUMNS if transposed else BY_ROWS
         y = multiply_grouped("forward", x, right, slots.padded_ends, kind, layer[1])[slots.slot]
         return _finished(y, bias, slots, weight.shape[0]), kept[2:]
 
-    def gradient(self, grad_output: Tensor, layer: Layout, gemms: tuple[int, int], how: How) -> Quantized:
+    def gradient(self, grad_output: Tensor, layer: Layout, gemms: tuple[int, int], options: PassOptions) -> Quantized:
         matrices = layer[3].shape[0]
-        return encode_tokens(grad_output, layer, GRADIENT, gemms, how.counts, matrices)
+        return encode_tokens(grad_output, layer, GRADIENT, gemms, options.counts, matrices)
 
     def grad_input(
-        self, grad: Layout, weight: Tensor, layer: Layout, by_input: Layout, how: How, tokens: int
+        self, grad: Layout, weight: Tensor, layer: Layout, by_input: Layout, options: PassOptions, tokens: int
     ) -> Tensor:
-        slots, transposed = Slots(*layer[3:]), how.is_transposed
+        slots, transposed = Slots(*layer[3:]), options.is_transposed
         right = by_input or quantize_matrices(weight, layer, (False, True), transposed)[2:]
         kind = BY_ROWS if transposed else BY_COLUMNS
         grad_x = multiply_grouped("grad_input", grad, right, slots.padded_ends, kind, layer[1])[slots.slot]
         return _finished(grad_x, None, slots, weight.shape[0])
 
     def grad_weight(
-        self, grad: Layout, x: Layout, weight: Tensor, layer: Layout, how: How, dtype: torch.dtype
+        self, grad: Layout, x: Layout, weight: Tensor, layer: Layout, options: PassOptions, dtype: torch.dtype
     ) -> Tensor:
-        left, right = (x, grad) if how.is_transposed else (grad, x)
+        left, right = (x, grad) if options.is_transposed else (grad, x)
         return multiply_grouped("grad_weight", left, right, Slots(*layer[3:]).padded_ends, OVER_TOKENS, layer[1])
 
-    def high_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layout, how: How) -> Tensor:
-        slots, right = Slots(*layer[3:]), weight if how.is_transposed else weight.transpose(1, 2)
+    def high_forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layout, options: PassOptions
+    ) -> Tensor:
+        slots, right = Slots(*layer[3:]), weight if options.is_transposed else weight.transpose(1, 2)
         y = functional.grouped_mm(x, right.to(x.dtype), offs=slots.ends)
         return _finished(y, bias, slots, weight.shape[0])
 
-    def high_grad_input(self, grad: Tensor, weight: Tensor, layer: Layout, how: How) -> Tensor:
-        slots, right = Slots(*layer[3:]), weight.transpose(1, 2) if how.is_transposed else weight
+    def high_grad_input(self, grad: Tensor, weight: Tensor, layer: Layout, options: PassOptions) -> Tensor:
+        slots, right = Slots(*layer[3:]), weight.transpose(1, 2) if options.is_transposed else weight
         grad_x = functional.grouped_mm(grad, right.to(grad.dtype), offs=slots.ends)
         return _finished(grad_x, None, slots, weight.shape[0])
 
-    def high_grad_weight(self, grad: Tensor, x: Tensor, layer: Layout, how: How) -> Tensor:
-        first, second = (x, grad) if how.is_transposed else (grad, x)
+    def high_grad_weight(self, grad: Tensor, x: Tensor, layer: Layout, options: PassOptions) -> Tensor:
+        first, second = (x, grad) if options.is_transposed else (grad, x)
         return functional.grouped_mm(first.t(), second, offs=Slots(*layer[3:]).ends)
 
     def bias_gradient(self, grad: Tensor, weight: Tensor, layer: Layout) -> Tensor:

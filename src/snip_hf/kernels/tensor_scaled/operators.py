@@ -59,8 +59,8 @@ _library.define(
     "int gemm=-1) -> Tensor"
 )
 _library.define(
-    "tensor_scaled_weight_product(Tensor[] left, Tensor weight, Tensor[] layer, int gemm, bool[] how, SymInt rows, "
-    "ScalarType dtype) -> Tensor[]"
+    "tensor_scaled_weight_product(Tensor[] left, Tensor weight, Tensor[] layer, int gemm, bool keeps, bool counts, "
+    "SymInt rows, ScalarType dtype) -> Tensor[]"
 )
 _library.define("grouped_product(Tensor[] operands, Tensor ends, int kind, Tensor? record=None, int gemm=-1) -> Tensor")
 
@@ -424,11 +424,12 @@ def _weight_product(
     weight: Tensor,
     layer: Sequence[Tensor],
     gemm: int,
-    how: Sequence[bool],
+    keeps: bool,
+    counts: bool,
     rows: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    (state, record, table), (keeps, counts), is_forward = layer, how, gemm == 0
+    (state, record, table), is_forward = layer, gemm == 0
     gemms = 0 if is_forward else -1, 1 if keeps or not is_forward else -1
     outputs = empty_layouts(weight, *gemms) if keeps else one_layout(weight, *gemms)
     encode_into(weight, (state, record, table), WEIGHT, gemms, counts, outputs)
@@ -438,9 +439,10 @@ def _weight_product(
 
 
 @torch.library.register_fake("snip_hf::tensor_scaled_weight_product", lib=_library)
-def _(left: Any, weight: Tensor, layer: Any, gemm: int, how: Any, rows: int, dtype: torch.dtype) -> list[Tensor]:
+def _(left: Any, weight: Tensor, layer: Any, gemm: int, keeps: bool, *rest: Any) -> list[Tensor]:
+    _, rows, dtype = rest
     product = weight.new_empty(rows, weight.shape[gemm], dtype=dtype)
-    return [product, *empty_layouts(weight, -1, 1)[2:]] if how[0] else [product]
+    return [product, *empty_layouts(weight, -1, 1)[2:]] if keeps else [product]
 
 
 def multiply_weight(
@@ -448,7 +450,8 @@ def multiply_weight(
     left: Sequence[Tensor],
     weight: Tensor,
     layer: Sequence[Tensor],
-    how: tuple[bool, bool],
+    keeps: bool,
+    counts: bool,
     rows: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
@@ -461,14 +464,15 @@ def multiply_weight(
         left: (M', K') E4M3 and its parameters.
         weight: (O, I).
         layer: its state, record and table.
-        how: True if the forward GEMM also encodes the weight for grad_input; True if the record is updated.
+        keeps: True if the forward GEMM also encodes the weight for grad_input.
+        counts: True if the record is updated.
         rows: M without the padding.
         dtype: of the product, BF16 or FP32.
 
     Returns: the product, then the weight for grad_input if requested, (I', O') E4M3 and its parameters.
     """
     found: list[Tensor] = torch.ops.snip_hf.tensor_scaled_weight_product(
-        list(left), weight.detach(), list(layer), GEMMS.index(gemm), how, rows, dtype
+        list(left), weight.detach(), list(layer), GEMMS.index(gemm), keeps, counts, rows, dtype
     )
     return found
 

@@ -26,8 +26,8 @@ def of_weight(launch: Run, weight: Tensor, *rounded: Tensor) -> tuple[Tensor, ..
 def by_kernel(name: str, *given: Any) -> Any:
     if name == "weight_errors":
         return of_weight(weight_errors, *given)
-    if name == "met_errors":
-        found = errors.met_errors_by_kernel(*given)
+    if name == "error_products":
+        found = errors.error_products(*given)
         return found.error, *found.figures, found.in_channel()
     return getattr(errors, name)(*given)
 
@@ -103,10 +103,10 @@ def test_errors_meet_what_they_are_multiplied_with_by_token_by_piece_and_by_chan
     rows: int, columns: int, pieces: int, run: Run
 ) -> None:
     x, rounded, _ = drawn(rows, columns)
-    meets = drawn(columns, rows, seed=1)[0].t()
-    error, *figures, in_channel = run("met_errors", x, rounded, meets, pieces)
+    factors = drawn(columns, rows, seed=1)[0].t()
+    error, *figures, in_channel = run("error_products", x, rounded, factors, pieces)
     assert torch.equal(error, (rounded - x).bfloat16())
-    products = (rounded - x).double() * meets
+    products = (rounded - x).double() * factors
     channels = products.unflatten(0, (pieces, -1)).sum(1)
     expected = [products.norm(), products.sum(1), channels, channels.sum(0)]
     figures[0] = figures[0].norm()

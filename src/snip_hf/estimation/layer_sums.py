@@ -31,11 +31,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..kernels.errors import (
-    MetErrors,
+    ErrorProducts,
     error_norms,
+    error_products,
+    has_error_products,
     joined_errors,
-    meets_by_kernel,
-    met_errors_by_kernel,
     rises_of_tokens,
     weight_errors,
 )
@@ -327,19 +327,19 @@ class LayerSums:
 
     def _errors_times(
         self, operand: str, name: str, key: int | None, factors: Tensor, is_random: bool = False
-    ) -> MetErrors:
+    ) -> ErrorProducts:
         """Returns the errors of "x" or "g", and sums of their products with `factors`, for `Sizes.of_tokens`."""
         exact, rounded, pieces = getattr(self, operand), self.rounded(operand, name, 1, key), self.sizes.pieces
-        if self._sample.rows is None and meets_by_kernel(exact, pieces):
-            found = met_errors_by_kernel(exact, rounded, factors, pieces)
+        if self._sample.rows is None and has_error_products(exact, pieces):
+            found = error_products(exact, rounded, factors, pieces)
             return found._replace(figures=found.figures[:1]) if is_random else found
         error = rounded - exact
         products = factors * error
         if is_random:
-            return MetErrors(error, [products])
+            return ErrorProducts(error, [products])
         products = self._tokens.sums(products)
         channels = self._tokens.by_piece(products).sum(1)
-        return MetErrors(error, [products, products.sum(1), channels, channels.sum(0)])
+        return ErrorProducts(error, [products, products.sum(1), channels, channels.sum(0)])
 
     def _update_sums(self, name: str, key: int | None) -> Tensor:
         """Returns the sums of J (Q(G)^T Q(X) - G^T X) for `Sizes.of_pieces`; they need no derivative of the model.

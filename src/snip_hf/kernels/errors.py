@@ -18,15 +18,15 @@ from .sums import norms
 
 # Elements of one program.
 _BLOCK = 1024
-# Rows and columns of a program of `_met_errors_kernel`.
+# Rows and columns of a program of `_error_products_kernel`.
 _ROWS, _COLUMNS = 32, 64
 
 
-class MetErrors(NamedTuple):
+class ErrorProducts(NamedTuple):
     """The errors of an operand, and sums of their products with the other operand."""
 
     error: Tensor
-    """(n, C), FP32, or BF16 if from `met_errors_by_kernel`."""
+    """(n, C), FP32, or BF16 if from `error_products`."""
     figures: list[Tensor]
     """Numbers that `Sizes.of_tokens` squares: all products, or numbers with their norm; sums over channels, (n,); over
     the tokens of a piece, (R, C); over all tokens, (C,)."""
@@ -119,27 +119,27 @@ def rises_of_tokens(along: Tensor, slopes: Tensor, x: Tensor, rounded: Tensor) -
     return rises
 
 
-def meets_by_kernel(x: Tensor, pieces: int) -> bool:
-    """Returns True if `met_errors_by_kernel` takes x: on a GPU, with equal pieces."""
+def has_error_products(x: Tensor, pieces: int) -> bool:
+    """Returns True if `error_products` takes x: on a GPU, with equal pieces."""
     return x.numel() > 0 and len(x) % pieces == 0 and has_kernels(x.device)
 
 
-def met_errors_by_kernel(x: Tensor, rounded: Tensor, meets: Tensor, pieces: int) -> MetErrors:
-    """Returns the errors of x and sums of their products with `meets`.
+def error_products(x: Tensor, rounded: Tensor, factors: Tensor, pieces: int) -> ErrorProducts:
+    """Returns the errors of x and sums of their products with `factors`.
 
     Args:
-        x: (n, C), FP32, as `meets_by_kernel` has it.
+        x: (n, C), FP32; `has_error_products` must return True for it.
         rounded: as x.
-        meets: as x.
+        factors: as x.
         pieces: R.
     """
     (tokens, columns), parts = x.shape, triton.cdiv(x.shape[1], _COLUMNS)
     error = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     roots, rows, channels = x.new_empty(pieces, parts), x.new_empty(tokens, parts), x.new_empty(pieces, columns)
-    tensors = (x.contiguous(), rounded.contiguous(), meets.contiguous(), error, roots, rows, channels)
+    tensors = (x.contiguous(), rounded.contiguous(), factors.contiguous(), error, roots, rows, channels)
     numbers, constants = (tokens // pieces, columns), (_ROWS, _COLUMNS)
-    launch(_met_errors_kernel, (pieces, parts), tensors, numbers, constants, enable_fp_fusion=True)
-    return MetErrors(error, [roots, rows.sum(1), channels, channels.sum(0)])
+    launch(_error_products_kernel, (pieces, parts), tensors, numbers, constants, enable_fp_fusion=True)
+    return ErrorProducts(error, [roots, rows.sum(1), channels, channels.sum(0)])
 
 
 if TYPE_CHECKING or find_spec("triton") is not None:
@@ -216,10 +216,10 @@ if TYPE_CHECKING or find_spec("triton") is not None:
         tl.store(rises + token, tl.sum(rise, 0))
 
     @triton.jit
-    def _met_errors_kernel(  # type: ignore[no-untyped-def]
+    def _error_products_kernel(  # type: ignore[no-untyped-def]
         x,
         rounded,
-        meets,
+        factors,
         error,  # BF16
         roots,  # of sums of squares, by program
         rows,  # (n, programs along the channels)
@@ -238,7 +238,7 @@ if TYPE_CHECKING or find_spec("triton") is not None:
             at = (piece * length + row[:, None]) * columns + column[None, :]
             difference = tl.load(rounded + at, inside, other=0.0) - tl.load(x + at, inside, other=0.0)
             tl.store(error + at, difference.to(tl.bfloat16), inside)
-            product = difference * tl.load(meets + at, inside, other=0.0)
+            product = difference * tl.load(factors + at, inside, other=0.0)
             squares += product * product
             of_channels += tl.sum(product, 0)
             tl.store(rows + (piece * length + row) * tl.num_programs(1) + part, tl.sum(product, 1), row < length)

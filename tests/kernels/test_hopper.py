@@ -17,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from backends import gemm_call, hopper_lacks, select_backend
-from kernel_runs import dump, hasten_the_interpreter, interpreting, load
+from kernel_runs import dump, hasten_the_interpreter, interpreting, load, triton_ir
 from oracles.three_gemms import product
 from rounded import quantize
 
@@ -425,24 +425,12 @@ def assert_same_description(operator: Callable[..., Any], *arguments: Any) -> No
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 def test_weights_are_transposed_as_bytes_not_as_fp8() -> None:
     """Triton writes garbage for a transposed tile of FP8 beside a maximum that keeps NaN (triton-lang/triton#11111)."""
-    from triton._C.libtriton import ir
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-
     from snip_hf.kernels.hopper.tiles import weight_kernel
 
     constants = {"FORWARD": True, "GRAD_INPUT": True, "RAGGED": False}
     kinds = {"weight": "*bf16", "state": "*i64", "by_output": "*fp8e4nv", "by_input": "*fp8e4nv"}
-    kinds |= dict.fromkeys(("output_scales", "input_scales"), "*fp32") | dict.fromkeys(constants, "constexpr")
-    signature = {name: kinds.get(name, "i32") for name in weight_kernel.arg_names}
-    target, context = GPUTarget("cuda", 90, 32), ir.context()
-    backend = make_backend(target)
-    options = backend.parse_options({"num_warps": 8, "enable_fp_fusion": True})
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
-    source = ASTSource(fn=weight_kernel, signature=signature, constexprs=constants)
-    code = str(source.make_ir(target, options, functions, modules, context))
+    kinds |= dict.fromkeys(("output_scales", "input_scales"), "*fp32")
+    code = triton_ir(weight_kernel, kinds, constants, num_warps=8)
     transposed = [line for line in code.splitlines() if "tt.trans" in line]
     assert len(transposed) == 1 and "xi8>" in transposed[0]
 

@@ -86,6 +86,31 @@ def interpret(name: str, arguments: bytes) -> bytes:
     return dump(getattr(module, launch)(*load(arguments)))
 
 
+def triton_ir(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], **options: Any) -> str:
+    """Returns the code of a kernel in Triton's first representation, for a GPU that need not be there.
+
+    Args:
+        kernel: compiled, not interpreted.
+        kinds: Triton's types by the names of parameters; others are 32-bit integers.
+        constants: the values of `tl.constexpr` parameters.
+        options: of the compiler.
+    """
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+
+    target, context = GPUTarget("cuda", 90, 32), ir.context()
+    backend = make_backend(target)
+    parsed = backend.parse_options({"enable_fp_fusion": True} | options)
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    functions, modules = backend.get_codegen_implementation(parsed), backend.get_module_map()
+    return str(source.make_ir(target, parsed, functions, modules, context))
+
+
 @contextmanager
 def interpreting(initializer: Callable[[], None] = correct_the_interpreter) -> Iterator[ProcessPoolExecutor]:
     """A pool of one process that interprets: whether Triton does is settled when it is imported."""

@@ -89,7 +89,7 @@ def joined_errors(x: Tensor, rounded: Tensor, pieces: int, is_first: bool) -> Te
         x: (n, C), FP32; n is a multiple of the pieces.
         rounded: as x.
         pieces: R.
-        is_first: whether the errors come before x, or after the rounded x.
+        is_first: True: the errors, then x; False: the rounded x, then the errors.
     """
     size = x.numel()
     if size == 0 or not has_kernels(x.device):

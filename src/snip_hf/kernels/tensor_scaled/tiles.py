@@ -514,7 +514,8 @@ def matrix_scales_kernel(
     """The amax of each matrix, FP32 bits. All of x is read only if they are needed. With a block format and an exponent
     in force, some programs count the blocks of one part that do not fit."""
     exponent = tl.load(record + _EXPONENT)
-    _, _, known, is_encoded, needed = _formats(state, table, exponent, ROW_GEMM, COLUMN_GEMM)
+    # Triton compiles no two types under one name, not even `_`.
+    _row, _column, known, is_encoded, needed = _formats(state, table, exponent, ROW_GEMM, COLUMN_GEMM)
     if needed:
         for part in range(tl.program_id(0), parts, tl.num_programs(0)):
             matrix, magnitude = _matrix_magnitudes(x, blocks, part, height, channels, stride, EVEN, WIDTH)
@@ -526,7 +527,7 @@ def matrix_scales_kernel(
         counting = tl.minimum(tl.num_programs(0), COUNTING)
         if is_encoded and exponent != _UNSET and tl.program_id(0) < counting:
             part = tl.program_id(0) * (parts // counting)
-            _, magnitude = _matrix_magnitudes(x, blocks, part, height, channels, stride, EVEN, WIDTH)
+            _matrix, magnitude = _matrix_magnitudes(x, blocks, part, height, channels, stride, EVEN, WIDTH)
             _count(record, known, magnitude, exponent, _BLOCK, WIDTH)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,6 @@ from .update_rules import UpdateContext
 
 # bitsandbytes' global managers.
 _COMMON = ("GlobalOptimManager", "GlobalPageManager")
-# Types of values that refer to no parameter.
-_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 SHAPES = ((8, 12), (64, 64))
 """Some optimizers treat small weights in another way (8-bit states from 4,096 elements on)."""
 
@@ -38,7 +36,10 @@ def own_step(optimizer: torch.optim.Optimizer, at: UpdateContext, gradient: Tens
     attributes = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups", "step")}
     attributes |= {key: OrderedDict() for key in attributes if key.startswith("_optimizer_")}
     options = {key: value for key, value in at.group.items() if key != "params"}
-    memo.update(_stand_ins(optimizer, [attributes, options, at.state]))
+    # References to parameters become meta tensors: no weight is copied, and none can be written to.
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    for one in parameters:
+        memo[id(one)] = nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"), one.requires_grad)
     memo[id(at.parameter)] = parameter
     # Global managers hold weights and states of all optimizers; they are shared and not copied.
     memo.update((id(value), value) for value in attributes.values() if type(value).__name__ in _COMMON)
@@ -56,33 +57,6 @@ def own_step(optimizer: torch.optim.Optimizer, at: UpdateContext, gradient: Tens
     finally:
         random_state.restore()
     return at.parameter.to(gradient.dtype) - parameter.detach(), state
-
-
-def _stand_ins(optimizer: torch.optim.Optimizer, copied: Sequence[Any]) -> dict[int, nn.Parameter]:
-    """Returns the id of each parameter and buffer of the optimizer, and of models that it holds -> a meta tensor.
-
-    So a copy of an optimizer that holds its model takes no memory for it, and can neither read nor write weights.
-
-    Args:
-        optimizer: has the parameters.
-        copied: its attributes that are copied. If none of them can refer to a parameter, nothing is returned.
-    """
-    parts = [part for value in copied for part in _parts_in(value)]
-    if all(isinstance(part, _PLAIN) or type(part) is Tensor for part in parts):
-        return {}
-    tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for model in (part for part in parts if isinstance(part, nn.Module)):
-        tensors += [*model.parameters(), *model.buffers()]
-    return {id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad) for one in tensors}
-
-
-def _parts_in(value: Any) -> Iterator[Any]:
-    """Yields the leaves of plain containers."""
-    if not isinstance(value, dict | list | tuple | set):
-        yield value
-        return
-    for part in value.values() if isinstance(value, dict) else value:
-        yield from _parts_in(part)
 
 
 @contextmanager

@@ -130,6 +130,8 @@ class _Estimate:
         self._config, self._processes = config, processes
         self._layers = snip_linears(model)
         self._criterion: type[LayerCriterion] = POLICIES[config.policy].criterion
+        # The derivatives are then not those along the optimizer's update.
+        self._criterion_takes_dots = self._criterion.along_noise or self._criterion.noise is not None
         self._settings = ProbeSettings(
             config.probes,
             config.probe_tokens,
@@ -145,42 +147,57 @@ class _Estimate:
 
     def table(self) -> DivergenceTable:
         """Returns the table, the same on all ranks."""
-        processes, found = self._processes, None
-        # The user's loss may communicate between ranks.
-        gathers = self._batch.objective is not None
-        with self._attempt, failing_together(processes.everyone) if gathers else nullcontext():
-            found = self._probe()
-        if found is None and not gathers:
-            self._warn_others_wait()
-        loss = _agreed_loss(None if found is None else found[1].loss, self._attempt, self._labelled, processes)
-        assert found is not None
-        updates, probe = found
-        samples = pooled(probe.layers, self._batch.labelled / self._sizes.labelled, self._layers, processes.data)
-        clip_factor = self._optimizer_step.clip_factor
-        if POLICIES[self._config.policy].weighs_updates:
-            gradients = self._optimizer_step.gradients
-            trained = [name for name in updates.norms if name in self._layers]
-            clip_factor = without_loss_scale(clip_factor, samples, gradients, trained, processes.data, self._attempt)
+        updates, probe, loss = self._passes()
+        samples = pooled(probe.layers, self._batch.labelled / self._sizes.labelled, self._layers, self._processes.data)
+        clip_factor = self._clip_factor(updates, samples)
         unit = loss if self._batch.is_likelihood else 1.0
-        results: list[_Results] = []
-        with self._attempt, progress("layers of the probe", len(samples), processes.everyone.is_first) as tell:
+        rows = list[Divergence]()
+        with self._attempt:
             if unit <= 0:
                 raise ValueError(
                     f"The loss of the probed micro-batch is {loss}; expected a positive number, which the loss "
                     "divergence is relative to. If it is no mean over labelled tokens, give capture() its terms=...; "
                     "in a Trainer, rename the input `labels`, and it counts as a mean over sequences."
                 )
-            for name, matrices, push in self._whole_layers(samples, updates, clip_factor):
-                with self._attempt:  # the others go on gathering what is sharded, and so does this rank
-                    results += self._results(name, matrices, push, samples[name])
-                tell()
-        rows = list[Divergence]()
-        with self._attempt:
+            results = self._sums(samples, updates, clip_factor)
             rows = _rows(results, linear_flops(self._model), unit, clip_factor)
-            if self._settings.noise is not None:  # whose response does not tell what comes back at every step
+            if self._settings.noise is not None:  # its response does not show which part comes back at every step
                 rows = [replace(row, weight_bias=None) for row in rows]
-        processes.everyone.agree(self._attempt.error)
-        return DivergenceTable(loss, _gathered(rows, self._layers, processes), self._ties(probe))
+        self._processes.everyone.agree(self._attempt.error)
+        return DivergenceTable(loss, _gathered(rows, self._layers, self._processes), self._ties(probe))
+
+    def _passes(self) -> tuple[RelativeUpdates, Probe, float]:
+        """Runs the probe; returns the derivatives of the updates, the samples, and the mean loss of all ranks."""
+        found, everyone = None, self._processes.everyone
+        # The user's loss may communicate between ranks.
+        gathers = self._batch.objective is not None
+        with self._attempt, failing_together(everyone) if gathers else nullcontext():
+            found = self._probe()
+        if found is None and not gathers:
+            self._warn_others_wait()
+        own = None if found is None else found[1].loss
+        loss = _agreed_loss(own, self._attempt, self._labelled, self._processes)
+        assert found is not None
+        return *found, loss
+
+    def _clip_factor(self, updates: RelativeUpdates, samples: Mapping[str, LayerSample]) -> float:
+        """Returns the factor of clipping, without that of a loss scale."""
+        step = self._optimizer_step
+        if not POLICIES[self._config.policy].weighs_updates:
+            return step.clip_factor
+        trained = [name for name in updates.norms if name in self._layers]
+        data, attempt = self._processes.data, self._attempt
+        return without_loss_scale(step.clip_factor, samples, step.gradients, trained, data, attempt)
+
+    def _sums(self, samples: Mapping[str, LayerSample], updates: RelativeUpdates, clip_factor: float) -> list[_Results]:
+        """Launches the sums of all layers that this rank owns."""
+        results: list[_Results] = []
+        with progress("layers of the probe", len(samples), self._processes.everyone.is_first) as tell:
+            for name, matrices, push in self._whole_layers(samples, updates, clip_factor):
+                with self._attempt:  # after a failure, this rank still gathers sharded weights for the others
+                    results += self._sums_of_layer(name, matrices, push, samples[name])
+                tell()
+        return results
 
     def _ties(self, probe: Probe) -> Ties:
         """Returns `DivergenceTable.ties`, from what all ranks saw. Collective."""
@@ -253,15 +270,14 @@ class _Estimate:
             if name in owned:
                 yield name, layer.matrices(weight), None if pushforward is None else of_matrices(pushforward, layer)
 
-    def _results(
+    def _sums_of_layer(
         self, name: str, matrices: tuple[Tensor, ...], push: Pushforward | None, sample: LayerSample
     ) -> list[_Results]:
         """Launches the sums of one layer, for each format."""
         config, micro_batches = self._config, self._optimizer_step.micro_batches
         key = config.seed, self._settings.step, 0, zlib.crc32(name.encode(errors="surrogatepass"))
         along_o, along_t = (stream_key(*key, operand) for operand in _OPERANDS)
-        takes_dots = self._criterion.along_noise or self._criterion.noise is not None
-        own = sample.without_dots() if takes_dots else sample
+        own = sample.without_dots() if self._criterion_takes_dots else sample
         sums = LayerSums(own, matrices, push, micro_batches, self._sizes, formats=config.quantized_formats)
         whole_layer, of_matrices = self._criteria(name, sums, sample)
         return [
@@ -285,8 +301,8 @@ class _Estimate:
             directions = [random_directions(name, self._layers[name], draw) for draw in self._settings.draws]
 
         def trace(index: int, of_matrix: LayerSample) -> Tensor | None:
-            takes_dots = kind.along_noise or kind.noise is not None
-            return kind.trace_of(name, of_matrix, [z[index] for z in directions]) if takes_dots else None
+            along = [z[index] for z in directions]
+            return kind.trace_of(name, of_matrix, along) if self._criterion_takes_dots else None
 
         if sample.rows is None:
             criterion = kind(sums, trace(0, sample))

@@ -224,7 +224,7 @@ def _describe(snip: SnipConfig | None) -> str:
         return f"policy {snip.policy}"
     if snip.target_linear_speedup is not None:
         return f"policy {snip.policy}, target speed-up of the linears {snip.target_linear_speedup}"
-    of = " of the forward GEMMs alone" if snip.decides == "forward" else ""
+    of = " of the forward GEMMs only" if snip.decides == "forward" else ""
     return f"policy {snip.policy}, target FP4 share {shares_text(snip.target_fp4_fraction)}{of}"
 
 

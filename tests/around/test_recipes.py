@@ -325,7 +325,7 @@ def test_a_share_that_changes_and_a_budget_over_forward_gemms_are_overrides() ->
     changing = "snip.target_fp4_fraction=[[1, 0.9], [8, 0.5]]"
     snip = load_recipe(QUICKSTART, [changing, "snip.granularity=gemm", "snip.decides=forward"]).snip
     assert snip is not None and snip.target_fp4_fraction == ((1, 0.9), (8, 0.5))
-    said = "policy snip, target FP4 share 0.9 from step 1, 0.5 from step 8 of the forward GEMMs alone"
+    said = "policy snip, target FP4 share 0.9 from step 1, 0.5 from step 8 of the forward GEMMs only"
     assert pretrain._describe(snip) == said
     assert load_recipe(QUICKSTART).snip is not None
     assert pretrain._describe(load_recipe(QUICKSTART).snip) == "policy snip, target FP4 share 0.75"

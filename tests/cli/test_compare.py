@@ -104,7 +104,7 @@ def test_plans_of_other_layers_are_not_compared(tmp_path: Path, capsys: pytest.C
     one = save(tmp_path / "one.json", {})
     other = save(tmp_path / "other.json", {}, (*LAYERS, "layers.2.up"))
     assert sentence(compare(capsys, one, other), "The formats").startswith(
-        "The formats of A and B are not compared: Layer 'layers.2.up' is in only one of the two plans; compare plans"
+        "The formats of A and B cannot be compared: Layer 'layers.2.up' is in only one of the two plans; compare plans"
     )
 
 
@@ -145,7 +145,7 @@ def test_losses_at_no_common_step_are_not_compared(tmp_path: Path, capsys: pytes
     one = write_losses(tmp_path / "one", {10: {"loss": 4.0}})
     other = write_losses(tmp_path / "other", {11: {"loss": 4.0}, 12: {"loss": float("nan")}})
     lines = compare(capsys, one, other)
-    expected = "A, B have no training loss at a step that is common to all."
+    expected = "A, B have no training losses at a common step."
     assert sentence(lines, "A, B have") == expected
 
 

@@ -1,4 +1,4 @@
-"""A budget over the forward GEMMs alone: all policies meet it, and backward GEMMs run in the least precise format."""
+"""A budget over the forward GEMMs only: all policies meet it, and backward GEMMs run in the least precise format."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_with_measured_time_the_share_is_one_of_the_forward_gemms_time() -> None
     found = forward_shares(plan_of(setting, assignment))
     assert found is not None
     assert (found.fp4_fraction, found.fp4_time_fraction) == (0.5, 0.8)
-    assert found.describe() == "50.0% of the forward GEMMs alone (per stage: 50.0%) and 80.0% of their time"
+    assert found.describe() == "50.0% of the forward GEMMs only (per stage: 50.0%) and 80.0% of their time"
 
 
 def test_a_policy_of_ones_own_that_decides_on_backward_gemms_is_refused() -> None:
@@ -167,13 +167,13 @@ def test_a_run_says_everywhere_which_share_counts_what(tmp_path: Path, caplog: p
     assert line["forward_fp4_fraction"] == found.fp4_fraction
     assert line["stage_forward_fp4_fractions"] == list(found.stage_fp4_fractions)
     assert line["fp4_fraction"] == plan.fp4_fraction
-    assert f"{found.fp4_fraction:.1%} of the forward GEMMs alone" in caplog.text
+    assert f"{found.fp4_fraction:.1%} of the forward GEMMs only" in caplog.text
     assert load_run(tmp_path).refreshes[-1].forward_fp4_fraction == found.fp4_fraction
     printed = io.StringIO()
     print_run(load_run(tmp_path), Console(file=printed, width=160))
     text = " ".join(printed.getvalue().split())
     attained = f"{found.fp4_fraction:.4f} of the forward GEMMs ({plan.fp4_fraction:.4f} of all linear FLOPs)"
-    assert f"target FP4 share 0.5 of the forward GEMMs alone, attained {attained}" in text
+    assert f"target FP4 share 0.5 of the forward GEMMs only, attained {attained}" in text
     assert "Pipeline of 8 micro-batches:" in text
     narrow = io.StringIO()
     Console(file=narrow, width=80).print(refresh_table(load_run(tmp_path)))
@@ -183,7 +183,7 @@ def test_a_run_says_everywhere_which_share_counts_what(tmp_path: Path, caplog: p
     assert len(write_figures(load_run(tmp_path), tmp_path)) == 2
     card = trained_section(plan, None, "emulated", None)
     assert "| target | at least 50.0% of the forward GEMMs' FLOPs in FP4 |" in card
-    assert f"{found.fp4_fraction:.1%} of the forward GEMMs alone" in card
+    assert f"{found.fp4_fraction:.1%} of the forward GEMMs only" in card
     assert PrecisionPlan.load(tmp_path / "snip" / "plan.json").provenance.config["decides"] == "forward"  # type: ignore[index]
 
 

@@ -163,7 +163,7 @@ def test_a_run_that_ended_before_its_first_refresh_has_a_plain_report(tmp_path: 
     text = " ".join(printed(tmp_path).split())
     assert (
         "No refresh was recorded (policy snip, first refresh due at step 100 if it probes): "
-        "the plan of the start is in force." in text
+        "the initial plan is in force." in text
     )
     assert "Note: There are no divergence files, so there is no figure of the divergences." in text
     assert (
@@ -460,11 +460,11 @@ def test_a_run_whose_times_are_lost_or_not_there_yet_says_so_and_gives_no_prices
     plan = write_measured_run(tmp_path, keep_times=False)
     write_divergence(tmp_path, 100, {(layer, "layer"): (0.3, 0.0) for layer in plan.assignment})
     text = printed(tmp_path)
-    assert "The times of the GEMMs are not in plan.json" in text
+    assert "plan.json has no times of GEMMs" in text
     assert "price" not in text
     (tmp_path / "snip" / "plan.json").unlink()
     text = printed(tmp_path)
-    assert "The times of the GEMMs are not in plan.json" in text
+    assert "plan.json has no times of GEMMs" in text
     assert "Note: plan.json cannot be used" in text
 
 
@@ -523,7 +523,7 @@ def test_a_run_in_stages_has_their_shares_and_times(tmp_path: Path) -> None:
 def test_a_run_of_one_stage_says_so(tmp_path: Path) -> None:
     write_run(tmp_path, random_assignments(2))
     text = printed(tmp_path)
-    assert "One stage, so no pipeline and no bubble: " in text
+    assert "One stage, so no pipeline bubble: " in text
     assert "Pipeline of" not in text
 
 

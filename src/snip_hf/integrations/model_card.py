@@ -200,7 +200,7 @@ def _attained(plan: PrecisionPlan) -> str:
     text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (not a reduction of FLOPs)"
     forward = forward_shares(plan)
     if forward is not None:
-        text = f"{text}, {forward.fp4_fraction:.1%} of the forward GEMMs alone"
+        text = f"{text}, {forward.fp4_fraction:.1%} of the forward GEMMs only"
     speedup = plan.linear_speedup()
     if speedup is not None:
         text = f"{text}, linears at {speedup:.2f} times BF16's speed"

@@ -469,7 +469,7 @@ class ForwardShares:
         """Returns text for the log, to follow the shares of all GEMMs."""
         stages = ", ".join(f"{share:.1%}" for share in self.stage_fp4_fractions)
         time = "" if self.fp4_time_fraction is None else f" and {self.fp4_time_fraction:.1%} of their time"
-        return f"{self.fp4_fraction:.1%} of the forward GEMMs alone (per stage: {stages}){time}"
+        return f"{self.fp4_fraction:.1%} of the forward GEMMs only (per stage: {stages}){time}"
 
 
 def forward_shares(plan: PrecisionPlan) -> ForwardShares | None:

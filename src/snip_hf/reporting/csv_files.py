@@ -1,4 +1,4 @@
-"""A run as CSV files: the plan by GEMM and stretch of steps, the divergences, the refreshes, the losses."""
+"""Writes a run as CSV files: formats by GEMM and period, divergences, refreshes and losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..records.load import Run
 from ..records.run_folder import FOLDER
 from ..text import printable
 
-# First characters of formulas in spreadsheets; a foreign name must not become one.
+# First characters of formulas in spreadsheets. A name from elsewhere must not become a formula.
 _FORMULA = ("=", "+", "-", "@")
 _TEXT = 2000
 _DIVERGENCE = (
@@ -30,7 +30,7 @@ _DIVERGENCE = (
     "relative_error",
     "criterion",
 )
-_OF_REFRESH = (
+_REFRESH = (
     "step",
     "applied_step",
     "status",
@@ -67,7 +67,7 @@ def write_csv(run: Run, out_dir: str | os.PathLike[str] | None = None) -> list[P
     }
     if run.refreshes:
         names = [f"{name}_{part}" for name, parts in _PARTS.items() for part in parts]
-        tables["refreshes.csv"] = ((*_OF_REFRESH, *names), _refresh_rows(run))
+        tables["refreshes.csv"] = ((*_REFRESH, *names), _refresh_rows(run))
     if run.divergences:
         tables["divergence.csv"] = (("step", *_DIVERGENCE), _divergence_rows(run))
     if run.losses:
@@ -83,7 +83,7 @@ def write_csv(run: Run, out_dir: str | os.PathLike[str] | None = None) -> list[P
 
 
 def _plan_rows(run: Run) -> Iterator[Sequence[Any]]:
-    """Yields one row for each stretch of steps in which a GEMM kept its format; the last stretch has no end."""
+    """Yields one row for each period in which a GEMM kept its format; the last period has no end."""
     for layer, row in run.plans[0][1].assignment.items():
         for gemm in (gemm for gemm in GEMMS if gemm in row):
             begin, format = run.plans[0][0], row[gemm]
@@ -103,7 +103,7 @@ def _divergence_rows(run: Run) -> Iterator[Sequence[Any]]:
 def _refresh_rows(run: Run) -> Iterator[Sequence[Any]]:
     for refresh in run.refreshes:
         parts = [getattr(refresh, name).get(part) for name, parts in _PARTS.items() for part in parts]
-        yield [*(getattr(refresh, name) for name in _OF_REFRESH), *parts]
+        yield [*(getattr(refresh, name) for name in _REFRESH), *parts]
 
 
 def _cell(value: Any) -> Any:

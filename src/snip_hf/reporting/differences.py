@@ -1,4 +1,4 @@
-"""Differences between runs or plans, as tables: shares, settings, formats of layers, losses."""
+"""Prints the differences between runs or plans as tables: shares, settings, formats of layers, losses."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from .tables import listed, name_text, new_table, number, say
 MOST_COMPARED = len(string.ascii_uppercase)
 _MOST_ROWS = 12
 _MOST_LAYERS = 20
-# Characters of the value of a field.
+# Maximum length of a field's value.
 _VALUE = 200
-# Kinds of losses in a run's files, and how tables name them.
+# Kind of loss in the files of a run -> its name in tables.
 _KINDS = {"eval_loss": "validation", "loss": "training"}
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A run or a plan. A run without SNIP, such as a baseline, has only losses."""
+    """A run or a plan to compare. A run without SNIP, such as a baseline, has only losses."""
 
     letter: str
     name: str
@@ -57,10 +57,10 @@ class Compared:
 
 
 def read_compared(sources: Sequence[tuple[str, Path]]) -> list[Compared]:
-    """Reads runs (output folders or checkpoints) and plans (files), given as (shown name, path).
+    """Reads runs (output folders or checkpoints) and plans (files), given as (displayed name, path).
 
-    Raises as `load_recorded` and `PrecisionPlan.load` do, and:
-        ValueError: fewer than two, or more than there are letters for.
+    Raises the errors of `load_recorded` and `PrecisionPlan.load`, and:
+        ValueError: there are fewer than two sources, or more than letters.
     """
     if not 2 <= len(sources) <= MOST_COMPARED:
         raise ValueError(f"Got {len(sources)} to compare, expected 2 to {MOST_COMPARED} runs or plans.")
@@ -96,21 +96,21 @@ def print_differences(compared: Sequence[Compared], console: Console) -> None:
             say(
                 console,
                 f"{one.letter}: alarms of the guard: {len(one.run.alarms)}, the last at step "
-                f"{one.run.alarms[-1].step} (`snip-hf report`). Where a loss was not finite, the Trainer's log has 0.",
+                f"{one.run.alarms[-1].step} (`snip-hf report`). The Trainer's log has 0 for non-finite losses.",
             )
     _print_losses(compared, console)
 
 
 def _origin(one: Compared) -> str:
     if one.plan is None:
-        return " (a run without snip-hf: losses alone)"
+        return " (a run without snip-hf, which has only losses)"
     model = one.plan.provenance.model_name
     return "" if model is None else f" (model {model})"
 
 
 def share_table(compared: Sequence[Compared]) -> Table:
-    """One row per run or plan: policy, shares in FP4, numbers of refreshes."""
-    table = new_table("Shares in FP4 (of the linear FLOPs; mean: over the steps of a run)")
+    """Returns a table with one row per run or plan: policy, FP4 shares, numbers of refreshes."""
+    table = new_table("FP4 shares (of the linear FLOPs; mean: over the steps of a run)")
     for heading in ("", "policy", "step", "share", "mean", "smallest\nof a stage", "speed", "refreshes", "kept"):
         table.add_column(heading, justify="left" if heading in ("", "policy") else "right")
     for one in compared:
@@ -134,7 +134,7 @@ def share_table(compared: Sequence[Compared]) -> Table:
 
 
 def settings_table(compared: Sequence[Compared]) -> Table | None:
-    """The fields of `SnipConfig` whose values differ; None if none does, or fewer than two have a config."""
+    """Returns a table of the `SnipConfig` fields that differ; None without such fields or without two configs."""
     configured = [one for one in compared if one.config]
     fields = list(dict.fromkeys(name for one in configured for name in one.config))
     values = {name: [repr(one.config.get(name)) for one in configured] for name in fields}
@@ -157,7 +157,7 @@ def _print_changes(first: Compared, other: Compared, console: Console) -> None:
     try:
         changes = first.plan.changes(other.plan)
     except ValueError as error:
-        say(console, f"The formats of {first.letter} and {other.letter} are not compared: {error}")
+        say(console, f"The formats of {first.letter} and {other.letter} cannot be compared: {error}")
         return
     gemms = sum(map(len, first.plan.assignment.values()))
     if not changes:
@@ -195,7 +195,7 @@ def _layer_table(
 
 
 def _alike(row: Mapping[str, Sequence[str]]) -> Iterator[tuple[list[str], Sequence[str]]]:
-    """Yields GEMMs with equal changes, and their formats before and after."""
+    """Yields groups of GEMMs with equal changes, and their formats before and after."""
     changes = dict.fromkeys(tuple(formats) for formats in row.values())
     for formats in changes:
         yield [gemm for gemm, found in row.items() if tuple(found) == formats], formats
@@ -206,7 +206,7 @@ def _print_losses(compared: Sequence[Compared], console: Console) -> None:
     runs = [one for one in compared if one.losses]
     if len(runs) < 2:
         if any(one.run is not None for one in compared):
-            say(console, "Losses are not compared: fewer than two have any.")
+            say(console, "Losses cannot be compared: fewer than two runs have any.")
         return
     for kind, name in _KINDS.items():
         found = {one.letter: one.losses_of(kind) for one in runs}
@@ -216,7 +216,7 @@ def _print_losses(compared: Sequence[Compared], console: Console) -> None:
         steps = sorted(set.intersection(*map(set, with_any.values())))
         letters = listed(list(with_any))
         if not steps:
-            say(console, f"{letters} have no {name} loss at a step that is common to all.")
+            say(console, f"{letters} have no {name} losses at a common step.")
             continue
         table = new_table(f"{name.capitalize()} losses at common steps")
         for heading in ("step", *with_any):
@@ -224,11 +224,11 @@ def _print_losses(compared: Sequence[Compared], console: Console) -> None:
         for step in thinned(steps, _MOST_ROWS):
             table.add_row(str(step), *(number(losses[step], ".4f") for losses in with_any.values()))
         console.print(table)
-        say(console, _apart(name, steps[-1], with_any))
+        say(console, _last_differences(name, steps[-1], with_any))
 
 
-def _apart(name: str, step: int, losses: Mapping[str, Mapping[int, float]]) -> str:
-    """Describes the differences of the others' losses from the first one's."""
+def _last_differences(name: str, step: int, losses: Mapping[str, Mapping[int, float]]) -> str:
+    """Describes the differences from the loss of the first run."""
     first, *others = losses
     base = losses[first][step]
     differences = []

@@ -1,4 +1,4 @@
-"""Sentences of reports on a run: policy, target, attained share, coverage, alarms."""
+"""Sentences for reports on a run: policy, target, attained share, coverage, alarms."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..records.load import Run
 def policy_text(config: Mapping[str, Any]) -> str:
     """Names the policy or the fixed plan that decided."""
     if config.get("fixed_plan"):
-        return f"plan file {value_text(config['fixed_plan'])}, held fixed"
+        return f"fixed plan {value_text(config['fixed_plan'])}"
     return f"policy {value_text(config.get('policy'))}"
 
 
 def attained_text(plan: PrecisionPlan) -> str:
-    """Describes the FP4 share of a plan: of the forward GEMMs first, if it decides on these alone."""
+    """Describes the FP4 share of a plan. If it only decides on forward GEMMs, their share comes first."""
     if not plan.is_share_known:
-        return "an FP4 share that is not known (no micro-batch was counted, and experts do not see every token)"
+        return "an unknown FP4 share (no micro-batch was counted, and experts do not see every token)"
     forward = forward_shares(plan)
     if forward is not None:
         time = "" if forward.fp4_time_fraction is None else f", {forward.fp4_time_fraction:.4f} of their measured time"
@@ -39,14 +39,14 @@ def coverage_text(found: Coverage, plan: PrecisionPlan) -> str:
 
 
 def target_text(config: Mapping[str, Any]) -> str:
-    """Describes the target of plans."""
+    """Describes the target."""
     if not has_target(config):
         return "no target"
     if config.get("target_linear_speedup") is not None:
         return f"target speed-up of the linears {value_text(config['target_linear_speedup'])}"
     of = " of the measured time" if config.get("budget") == "measured" else ""
     if config.get("decides") == FORWARD:
-        of = f"{of} of the forward GEMMs alone"
+        of = f"{of} of the forward GEMMs only"
     share = config.get("target_fp4_fraction")
     shares = read_shares(share)
     text = value_text(share) if shares is None else shares_text(shares)
@@ -54,13 +54,13 @@ def target_text(config: Mapping[str, Any]) -> str:
 
 
 def has_target(config: Mapping[str, Any]) -> bool:
-    """Returns True if plans have a target; assumed for policies that are not registered here."""
+    """Returns True if the run has a target, which is assumed for unregistered policies."""
     policy = POLICIES.get(config.get("policy", ""))
     return not config.get("fixed_plan") and (policy is None or policy.aims_at_share)
 
 
 def mean_shares_text(run: Run) -> list[str]:
-    """Returns the sentence on the mean share of a run whose target changes, if its steps are known."""
+    """Returns a sentence on the mean share of a run with a changing target; [] if its steps are unknown."""
     mean, shares = run.mean_fp4_fraction, read_shares(run.config.get("target_fp4_fraction"))
     if mean is None or shares is None:
         return []
@@ -68,13 +68,13 @@ def mean_shares_text(run: Run) -> list[str]:
     of = "forward" if run.config.get("decides") == FORWARD else "linear"
     target = mean_share(shares, steps)
     return [
-        f"Mean over the steps up to {steps:,}, the last in the run's files: {mean:.4f} of the {of} FLOPs in FP4, and a "
+        f"Mean up to step {steps:,}, the last in the files of the run: {mean:.4f} of the {of} FLOPs in FP4, with a "
         f"target of {target:.4f}."
     ]
 
 
 def value_text(value: object) -> str:
-    """Shows a value of a config that may come from elsewhere."""
+    """Returns the text of a config value that may come from elsewhere."""
     return value if isinstance(value, str) else short(value)
 
 
@@ -88,12 +88,12 @@ def last_decided(run: Run) -> int | None:
     return max((refresh.step for refresh in run.refreshes if refresh.applied_step is not None), default=None)
 
 
-def alarms_told(alarms: Sequence[Alarm]) -> list[str]:
+def alarm_sentences(alarms: Sequence[Alarm]) -> list[str]:
     """Returns a sentence per alarm."""
     return [f"Step {alarm.step}: guard. {alarm.reason}{_followed(alarm)}." for alarm in alarms]
 
 
-def retargets_told(retargets: Sequence[Retarget]) -> list[str]:
+def retarget_sentences(retargets: Sequence[Retarget]) -> list[str]:
     """Returns a sentence per resume with another target."""
     return [
         f"Step {event.step}: resumed with another target. "
@@ -103,7 +103,7 @@ def retargets_told(retargets: Sequence[Retarget]) -> list[str]:
 
 
 def _followed(alarm: Alarm) -> str:
-    left_out = ", and left the step out" if alarm.left_out else ""
+    left_out = ", and skipped the step" if alarm.left_out else ""
     if alarm.action == RAISED:
         return f"; raised the formats of {len(alarm.changes)} GEMMs{left_out}"
     return left_out

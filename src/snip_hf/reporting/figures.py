@@ -1,4 +1,4 @@
-"""A run as PNG files: its plan over layers and time, its divergences, its losses."""
+"""Draws a run as PNG files: its plan over layers and time, its divergences, its losses."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from ..records.load import Run, thinned
 from ..records.run_folder import FOLDER
 from ..text import printable
 
-# Okabe and Ito's palette, which colour-blind readers, and print, keep apart.
+# The palette of Okabe and Ito, which stays distinguishable for colour-blind readers and in print.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9", "#6b4fbb", "#555555", "#000000")
-# Models with more rows are labelled by block instead of by layer: a model of 140 blocks has 980 linears.
+# Models with more layers are labelled by block instead of by layer. A model of 140 blocks has 980 linears.
 _MOST_NAMED_ROWS = 1000
-# Rows that can be told apart; larger models show an evenly spaced part of their layers.
+# Number of rows that can be told apart. Larger models show an evenly spaced part of their layers.
 MOST_ROWS = 2000
-# Points of a curve that can be told apart.
+# Number of points of a curve that can be told apart.
 _MOST_POINTS = 20_000
-# Lines between blocks; with more blocks there is nothing but lines.
+# With more blocks, the lines between them would cover the figure.
 _MOST_LINES = 250
-# Inches; a higher figure shows the steps at its top too.
+# Inches. Higher figures also show the steps at the top.
 _MOST_HEIGHT = 16.2
-# Characters of a name.
+# Maximum length of a name.
 _NAME = 60
 
 Panels = dict[tuple[str, str], np.ndarray[Any, Any]]
@@ -53,7 +53,7 @@ Losses = Mapping[int, Mapping[str, float]]
 
 
 def write_figures(run: Run, out_dir: str | os.PathLike[str] | None = None) -> list[Path]:
-    """Writes plan.png and, if there is data, divergence.png and losses.png; by default to RUN_DIR/snip.
+    """Writes plan.png and, if there is data, divergence.png and losses.png, by default to RUN_DIR/snip.
 
     Returns: the files written.
     """
@@ -61,12 +61,12 @@ def write_figures(run: Run, out_dir: str | os.PathLike[str] | None = None) -> li
     folder.mkdir(parents=True, exist_ok=True)
     figures = figures_of(run)
     for name, data in figures.items():
-        write_atomic(folder / name, data)  # replaces a link instead of following it
+        write_atomic(folder / name, data)  # replaces a link instead of writing through it
     return [folder / name for name in figures]
 
 
 def figures_of(run: Run) -> dict[str, bytes]:
-    """Returns file name -> PNG of the figures that there is data for."""
+    """Returns file name -> PNG of each figure that has data."""
     found = {"plan.png": png(plan_figure(run))}
     if _panels(run):
         found["divergence.png"] = png(divergence_figure(run))
@@ -88,7 +88,7 @@ def png(figure: Figure) -> bytes:
 
 
 def plan_figure(run: Run) -> Figure:
-    """Layers over optimizer steps, coloured by format; three panels if any layer's GEMMs are in different formats."""
+    """Draws layers over steps, coloured by format; with one panel per GEMM if formats differ within any layer."""
     layers = shown_layers(run)
     mixed = any(len(set(formats.values())) > 1 for _, plan in run.plans for formats in plan.assignment.values())
     panels = GEMMS if mixed else GEMMS[:1]
@@ -98,11 +98,11 @@ def plan_figure(run: Run) -> Figure:
     kept = thinned([refresh.step for refresh in run.refreshes if refresh.applied_step is None], _MOST_POINTS)
     marks: list[Line2D] = []
     used = {name for _, plan in run.plans for formats in plan.assignment.values() for name in formats.values()}
-    shown = [name for name in FORMATS if name in used or name in run.formats]  # a config may name anything
+    shown = [name for name in FORMATS if name in used or name in run.formats]
     shown.sort(key=lambda name: FORMATS[name].bits)
     colours = ListedColormap([FORMATS[name].colour for name in shown])
     for panel, gemm in zip(axes, panels, strict=True):
-        # A frozen weight has no grad_weight, and so no colour there.
+        # A frozen weight has no grad_weight, so it has no colour there.
         formats = [[plan.assignment[layer].get(gemm) for _, plan in run.plans] for layer in layers]
         codes = np.array([[np.nan if name is None else shown.index(name) for name in row] for row in formats])
         panel.pcolormesh(edges(starts, run.last_step), rows, codes, cmap=colours, vmin=-0.5, vmax=len(shown) - 0.5)
@@ -122,14 +122,14 @@ def plan_figure(run: Run) -> Figure:
 
 
 def divergence_figure(run: Run) -> Figure:
-    """Layers over probes, coloured by the divergences in the least precise format on a logarithmic scale."""
+    """Draws layers over probes, coloured by the divergence in the least precise format on a logarithmic scale."""
     layers = shown_layers(run)
     steps = list(run.divergences)
     panels = _panels(run)
     figure, axes = _layer_panels(layers, len(panels))
     rows = np.arange(len(layers) + 1) - 0.5
     for panel, ((quantity, gemm), values) in zip(axes, panels.items(), strict=True):
-        # At least a factor of 2 from end to end: equal values have no scale, nearly equal ones too many tick labels.
+        # At least a factor of 2: equal values have no scale, and nearly equal ones too many tick labels.
         low = float(np.nanmin(values))
         high = max(float(np.nanmax(values)), 2 * low)
         norm = LogNorm(low, high)
@@ -137,7 +137,7 @@ def divergence_figure(run: Run) -> Figure:
         image = panel.pcolormesh(edges(steps, run.last_step), rows, values, norm=norm, cmap="viridis")
         label = f"{quantity}, {'all three GEMMs' if gemm == 'layer' else gemm}"
         pad = 0.1 / figure.get_figheight()
-        # Three ticks: a logarithmic scale of less than a decade would print its labels over each other.
+        # Three ticks, because the labels of a logarithmic scale below one decade would overlap.
         ticks = np.geomspace(low, high, 3)
         bar = figure.colorbar(image, ax=panel, location="top", label=label, pad=pad, aspect=30, ticks=ticks)
         bar.minorticks_off()
@@ -149,18 +149,18 @@ def divergence_figure(run: Run) -> Figure:
 
 
 def _panels(run: Run) -> Panels:
-    """Returns the panels of whole layers if these were measured, else those of single GEMMs."""
+    """Returns the panels of whole layers if they were measured, else those of single GEMMs."""
     panels = divergence_panels(run, shown_layers(run), list(run.divergences))
     whole = {key: values for key, values in panels.items() if key[1] == LAYER}
     return whole or panels
 
 
 def loss_figure(losses: Mapping[str, Losses], applied: Sequence[int] = ()) -> Figure:
-    """Training and validation losses over optimizer steps; a mark below each step at which a plan came into force.
+    """Draws training and validation losses over optimizer steps.
 
     Args:
-        losses: name of a run -> its losses; a run alone needs no name.
-        applied: the steps with a mark.
+        losses: name of a run -> its losses; the name of a single run may be empty.
+        applied: steps at which a new plan came into force, marked on the axis.
     """
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
@@ -174,7 +174,7 @@ def loss_figure(losses: Mapping[str, Losses], applied: Sequence[int] = ()) -> Fi
             axes.plot(
                 *zip(*points, strict=True),
                 color=colour,
-                marker="o" if len(points) <= 50 else "",  # A single point has no line to be seen by.
+                marker="o" if len(points) <= 50 else "",  # a single point would be invisible without a marker
                 label=printable(f"{name}, {kind}" if name else kind, _NAME),
                 linestyle="-" if len(losses) == 1 or key == "eval_loss" else ":",
                 linewidth=1.2,
@@ -192,7 +192,7 @@ def loss_figure(losses: Mapping[str, Losses], applied: Sequence[int] = ()) -> Fi
 
 
 def _layer_panels(layers: list[str], count: int) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels side by side. Rows are layers, the first on top, labelled on the left."""
+    """Returns a figure with `count` panels side by side. Rows are layers, first on top, labelled on the left."""
     is_named = len(layers) <= _MOST_NAMED_ROWS
     # The letters of a name are 0.1 inches high.
     height = 2.2 + (max(0.13 * len(layers), min(0.19 * len(layers), 12.0), 2.0) if is_named else 14.0)
@@ -209,7 +209,7 @@ def _layer_panels(layers: list[str], count: int) -> tuple[Figure, list[Axes]]:
     else:
         shown = firsts[:: math.ceil(len(firsts) / 40)]
         labels = [names[row][0] or names[row][1] for row in shown]
-    # A name with two dollar signs is not a formula.
+    # `parse_math=False`, because a name with two dollar signs is not a formula.
     axes[0].set_yticks(shown, [printable(label, _NAME) for label in labels], fontsize=7, parse_math=False)
     for panel in axes:
         panel.tick_params(labeltop=height > _MOST_HEIGHT)
@@ -225,14 +225,14 @@ def _title(figure: Figure, title: str, run: Run | None = None) -> None:
 
 
 def shown_layers(run: Run, most: int = MOST_ROWS) -> list[str]:
-    """Returns the names of the layers, in the plan's order; of very many an evenly spaced part."""
+    """Returns the layer names in the order of the plan, or an evenly spaced part of very many."""
     return thinned(list(run.plans[0][1].assignment), most)
 
 
 def divergence_panels(run: Run, layers: Sequence[str], steps: Sequence[int]) -> Panels:
     """Returns the divergences in the least precise format; NaN if zero or not measured.
 
-    Leaves out empty panels. Those of whole layers come first.
+    Leaves out empty panels. Panels of whole layers come first.
     """
     rows = {layer: row for row, layer in enumerate(layers)}
     panels: Panels = {}
@@ -251,14 +251,14 @@ def divergence_panels(run: Run, layers: Sequence[str], steps: Sequence[int]) -> 
 
 
 def edges(steps: Sequence[int], last_step: int) -> np.ndarray[Any, Any]:
-    """Returns the edges of the intervals that begin at each step, up to the last step; never decreasing."""
+    """Returns the edges of the intervals that begin at each step and end at the last step, in non-decreasing order."""
     return np.maximum.accumulate([*steps, max(last_step, max(steps) + 1)])
 
 
 def curve(losses: Mapping[int, Mapping[str, float]], key: str, most: int) -> list[tuple[int, float]]:
     """Returns (step, loss), with NaN for huge values.
 
-    Of more than `most` points, keeps the lowest and the highest of each stretch of steps, so that spikes stay.
+    If there are more than `most` points, keeps the lowest and the highest point of each interval, so that spikes stay.
     """
     # Axes overflow beyond 1e100.
     points = [(step, row[key] if abs(row[key]) < 1e100 else math.nan) for step, row in losses.items() if key in row]

@@ -1,4 +1,4 @@
-"""The page of one run or several: one HTML file with its style and figures, which loads nothing and runs nothing."""
+"""Writes a page on one or more runs: one HTML file with its style and figures, without scripts or external files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .facts import attained_text, plan_in_force, policy_text, target_text
 from .figures import Losses, figures_of, loss_figure, png
 from .run_report import Content, run_contents
 
-# Characters of a cell, of a sentence and of a value of the configuration; lines on versions and numbers.
+# Maximum lengths of a cell, a sentence and a config value; maximum number of lines on versions and numbers.
 _CELL, _SENTENCE, _VALUE, _MOST_LINES = 200, 2000, 2000, 60
 _NOTHING = "-"
 
@@ -34,15 +34,15 @@ def write_page(path: str | os.PathLike[str], runs: Mapping[str, Run], bf16: tupl
     """Writes the page.
 
     Args:
-        path: the file, which is replaced.
+        path: the file, which is replaced if it exists.
         runs: name -> run.
-        bf16: name and losses of a run in BF16 to compare with; None: there is none.
+        bf16: name and losses of a BF16 run to compare with.
 
     Returns: the file.
 
     Raises:
-        OSError: it cannot be written.
-        ValueError: as `page`.
+        OSError: the file cannot be written.
+        ValueError: there is no run.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def page(runs: Mapping[str, Run], bf16: tuple[str, Losses] | None = None) -> str
         version=_version(),
         headings=list(names.values()),
         rows=comparison(runs, losses, None if bf16 is None else bf16[0]),
-        # Losses of several runs share one figure.
+        # Several runs share one figure of losses.
         losses=_image(png(loss_figure(losses))) if len(losses) > 1 and any(losses.values()) else None,
         runs=[_shown(names[name], run, len(losses) == 1) for name, run in runs.items()],
     )
@@ -111,7 +111,7 @@ def _table(table: Table) -> dict[str, Any]:
         "title": title,
         "legend": legend.removesuffix(")"),
         "caption": _text(table.caption or "", _SENTENCE),
-        # rich writes "\\[" for a bracket that begins no markup.
+        # rich escapes brackets as "\\[".
         "headings": [_text(str(column.header).replace("\\[", "[").replace("\n", " ")) for column in table.columns],
         "left": [column.justify == "left" for column in table.columns],
         "rows": list(zip(*columns, strict=True)),
@@ -134,9 +134,9 @@ def _version() -> str:
 
 
 def config_code(config: Mapping[str, Any]) -> str:
-    """Returns the call of `SnipConfig` that builds a configuration: the fields that differ from their defaults.
+    """Returns the `SnipConfig` call that builds a config, with the fields that differ from their defaults.
 
-    Always includes the granularity, whose default depends on the policy.
+    It always includes the granularity, whose default depends on the policy.
     """
     defaults = SnipConfig().to_dict() | {"granularity": None}
     fields = [
@@ -150,12 +150,12 @@ def config_code(config: Mapping[str, Any]) -> str:
 
 
 def comparison(runs: Mapping[str, Run], losses: Mapping[str, Losses], bf16: str | None) -> list[tuple[str, list[str]]]:
-    """Returns the rows of the runs side by side; the last loss is compared with BF16's, or with the first run's.
+    """Returns the rows of a table of runs side by side; last losses are compared with BF16, or with the first run.
 
     Args:
         runs: name -> run.
-        losses: name -> losses, of the runs and of the one in BF16.
-        bf16: name of the run in BF16.
+        losses: name -> losses, including those of the BF16 run.
+        bf16: name of the BF16 run.
     """
     rows = [(label, [text(run) for run in runs.values()]) for label, text in _ROWS]
     rows = [(label, cells) for label, cells in rows if any(cell != _NOTHING for cell in cells)]
@@ -176,7 +176,7 @@ def _last(losses: Losses, key: str) -> str:
 
 
 def _against(losses: Losses, other: Losses) -> str:
-    """Returns the difference at the last step that both have a loss of, validation before training."""
+    """Describes the difference at the last common step, in validation loss if both have it, else in training loss."""
     if losses is other:
         return _NOTHING
     for key, label in (("eval_loss", "validation"), ("loss", "training")):

@@ -1,4 +1,4 @@
-"""The report of a run on the terminal: refreshes, losses, the plan at the end, and why it is so."""
+"""Prints the report on a run: refreshes, losses, the last plan, and the reasons for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..planning.program import problem
 from ..policies.setting import Setting
 from ..records.load import Run, load_recorded, thinned
 from .facts import (
-    alarms_told,
+    alarm_sentences,
     attained_text,
     coverage_text,
     has_target,
@@ -27,7 +27,7 @@ from .facts import (
     mean_shares_text,
     plan_in_force,
     policy_text,
-    retargets_told,
+    retarget_sentences,
     target_text,
     value_text,
 )
@@ -37,7 +37,7 @@ from .tables import name_text, new_table, number, plan_table, print_cost, print_
 _MOST_ROWS = 20
 _MOST_REFRESHES = 200
 _MOST_REASONS = 64
-# Stages with prices; no pipeline has as many.
+# Maximum number of stages with prices; no pipeline has as many.
 _MOST_STAGES = 1000
 
 Content = Table | Text
@@ -47,10 +47,14 @@ Content = Table | Text
 def run_report(
     run_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str] | None = None, micro_batches: int | None = None
 ) -> list[Path]:
-    """Prints the tables and writes the figures; returns the files written.
+    """Prints the tables of a run and writes its figures; returns the files written.
 
-    `run_dir` is the output folder of a run, or the folder of a checkpoint. Raises as `load_recorded` and
-    `pipeline_model.pipeline_times` do, whose `micro_batches` it takes.
+    Args:
+        run_dir: output folder of a run, or folder of a checkpoint.
+        out_dir: folder for the figures. None: RUN_DIR/snip.
+        micro_batches: micro-batches per step, for the predicted times of a pipeline.
+
+    Raises the errors of `load_recorded` and `pipeline_model.pipeline_times`.
     """
     run = load_recorded(run_dir)
     print_run(run, Console(), micro_batches)
@@ -58,25 +62,25 @@ def run_report(
 
 
 def run_contents(run: Run, micro_batches: int | None = None) -> list[Content]:
-    """Returns what `print_run` prints, for a page."""
-    console = _Keeping()
+    """Returns the tables and sentences of `print_run`, for a page."""
+    console = _CollectingConsole()
     print_run(run, console, micro_batches)
-    return console.kept
+    return console.contents
 
 
-class _Keeping(Console):
-    """A console that collects what it would print."""
+class _CollectingConsole(Console):
+    """A console that collects tables and sentences instead of printing them."""
 
     def __init__(self) -> None:
         super().__init__(file=io.StringIO())
-        self.kept: list[Content] = []
+        self.contents: list[Content] = []
 
     def print(self, *objects: Any, **options: Any) -> None:
-        self.kept.extend(objects)
+        self.contents.extend(objects)
 
 
 def print_run(run: Run, console: Console, micro_batches: int | None = None) -> None:
-    """Prints the refreshes, the losses and the plan in force at the end."""
+    """Prints the refreshes, the losses and the last plan."""
     config = run.last_config
     policy, plan = policy_text(config), plan_in_force(run)
     by_time = config.get("budget") == "measured"
@@ -101,12 +105,12 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         say(
             console,
             f"No refresh was recorded ({policy}, first refresh due at step "
-            f"{value_text(config.get('first_refresh') or '100 or earlier')} if it probes): the plan of the start is in "
+            f"{value_text(config.get('first_refresh') or '100 or earlier')} if it probes): the initial plan is in "
             "force.",
         )
     kept = [refresh for refresh in run.refreshes if refresh.applied_step is None]
     _say_some(console, [f"Step {refresh.step}: plan kept. {refresh.reason}" for refresh in kept])
-    for sentences in (alarms_told(run.alarms), retargets_told(run.retargets)):
+    for sentences in (alarm_sentences(run.alarms), retarget_sentences(run.retargets)):
         _say_some(console, sentences)
     if run.losses:
         console.print(loss_table(run))
@@ -115,12 +119,12 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
     if plan.measured is not None:
         print_cost(plan, console)
     elif by_time:
-        say(console, "The times of the GEMMs are not in plan.json (nothing was decided by them yet, or it is lost).")
+        say(console, "plan.json has no times of GEMMs: no plan was decided by them yet, or the file is lost.")
     notes = list(run.notes)
     try:
         reasons = reason_table(run)
     except (ValueError, TypeError) as error:  # a config of another version, or an invalid one
-        notes.append(f"There is no table of reasons: {error}")
+        notes.append(f"The table of reasons is missing: {error}")
     else:
         if reasons is not None:
             console.print(reasons)
@@ -131,13 +135,13 @@ def _say_some(console: Console, sentences: list[str]) -> None:
     for sentence in sentences[:_MOST_ROWS]:
         say(console, sentence)
     if len(sentences) > _MOST_ROWS:
-        say(console, f"... and {len(sentences) - _MOST_ROWS:,} more such lines.")
+        say(console, f"... and {len(sentences) - _MOST_ROWS:,} more.")
 
 
 def refresh_table(run: Run) -> Table:
     table = new_table("Refreshes")
     has_forward = any(refresh.forward_fp4_fraction is not None for refresh in run.refreshes)
-    # Only the share that the plans aim at: two would not fit into 80 characters.
+    # Only the share that plans aim at, because two would not fit into 80 characters.
     share = "FP4 of\nforward" if has_forward else "FP4\nshare"
     for heading in ("probe\nstep", "applied\nafter", share, "layers\nchanged", "objective", "gap"):
         table.add_column(heading, justify="right")
@@ -159,7 +163,7 @@ def refresh_table(run: Run) -> Table:
 
 
 def loss_table(run: Run) -> Table:
-    """Validation losses (or, without any, training losses) at no more than `_MOST_ROWS` steps."""
+    """Returns a table of the losses at up to `_MOST_ROWS` steps: those with a validation loss, if there are any."""
     table = new_table("Losses")
     for heading in ("step", "training", "validation"):
         table.add_column(heading, justify="right")
@@ -173,16 +177,16 @@ def loss_table(run: Run) -> Table:
 
 
 def _fixed(value: float | None, digits: int = 4) -> str:
-    # Shows 1e100 with four digits, not a hundred.
+    # A huge loss such as 1e100 gets four digits, not a hundred.
     return number(value, f".{digits}f" if value is None or abs(value) < 1e9 else ".4g")
 
 
 def reason_table(run: Run) -> Table | None:
-    """The price of the least precise format for each group of the program, per share of FLOPs or time.
+    """Returns a table with the price of the least precise format for each group, per share of FLOPs or time.
 
     The price is the extra cost over the most precise format. With two formats, the groups of a stage with the lowest
-    price get the least precise one, as far as whole groups fit the target. None if the run has no table of divergences
-    for its last applied refresh, or lacks the times that it was decided by.
+    prices get the least precise format, as far as whole groups fit the target. Returns None if the last applied refresh
+    has no table of divergences, or if the times behind its decision are missing.
 
     Raises:
         ValueError, TypeError: the run's config is not a valid `SnipConfig`.
@@ -204,7 +208,7 @@ def reason_table(run: Run) -> Table | None:
     prices, work = {}, setting.executed
     for group in program["groups"]:
         if not any(work[layer][gemm] > 0 for layer, gemm in setting.members(group["name"])):
-            continue  # GEMMs that do not run have no price.
+            continue  # a GEMM that does not run has no price
         high, *_, low = group["options"]  # the most precise first
         gain = low["weight"] - high["weight"]
         prices[group["name"]] = (low["cost"] - high["cost"]) / gain if gain > 0 else 0.0
@@ -221,14 +225,14 @@ def reason_table(run: Run) -> Table | None:
     order = sorted(prices, key=lambda group: (stage_of[group], prices[group]))
     for index, group in enumerate(order):
         if _MOST_REASONS // 2 <= index < len(order) - _MOST_REASONS // 2:
-            continue  # shows the cheapest and the most expensive groups of a large model
+            continue  # a large model shows only its cheapest and its most expensive groups
         layer, gemm = setting.members(group)[0]
         # None for a layer without tokens in the probe, such as an idle expert.
         row = divergences.get((layer, gemm if setting.config.granularity == "gemm" else LAYER))
         damages = (None, None) if row is None else (row.loss_divergence, row.weight_divergence)
         numbers = (*(number(damage, ".1e") for damage in damages), _fixed(None if row is None else prices[group], 3))
         formats = Text(plan.assignment[layer][gemm], style=FORMATS[plan.assignment[layer][gemm]].style)
-        name = labels.layer(layer) + group.removeprefix(layer)  # with its GEMM if GEMMs are decided one by one
+        name = labels.layer(layer) + group.removeprefix(layer)  # includes the GEMM at granularity "gemm"
         table.add_row(stage_of[group].removeprefix("stage "), name_text(name), *numbers, formats)
     if idle := len(program["groups"]) - len(prices):
         table.caption = f"{idle:,} rows are left out: layers that saw no token, and GEMMs that do not run."

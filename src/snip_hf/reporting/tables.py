@@ -1,4 +1,4 @@
-"""Tables of a plan: formats by block, cost by kind of linear, stages."""
+"""Builds the tables of a plan: formats by block, cost by kind of linear, stages."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from ..planning.pipeline_model import PipelineTimes, pipeline_times
 from ..planning.plan import PrecisionPlan, forward_shares
 from ..text import printable
 
-# The largest plan table. Covers the blocks of today's models, and their kinds of linears unless experts are linears.
+# Maximum size of a plan table: enough for the blocks of today's models, and for their kinds of linears unless each
+# expert has its own.
 _MOST_BLOCKS, _MOST_KINDS = 200, 32
-# Rows of a table of costs or stages, and stages in a sentence.
+# Maximum number of rows in a table of costs or stages.
 _MOST_ROWS = 64
-# Characters of a name in a table, and of a sentence.
+# Maximum length of a name in a table, and of a sentence.
 _NAME, _SENTENCE = 60, 2000
 
 
 def plan_table(plan: PrecisionPlan) -> Table:
-    """One row per block, one column per kind of linear; in a cell, one format or those of the three GEMMs."""
+    """Returns a table with a row per block and a column per kind of linear; cells hold one format, or one per GEMM."""
     cells = {split_layer(layer): formats for layer, formats in _running(plan).items()}
     all_kinds = list(dict.fromkeys(kind for _, kind in cells))
     all_blocks = list(dict.fromkeys(block for block, _ in cells))
@@ -50,7 +51,7 @@ def plan_table(plan: PrecisionPlan) -> Table:
 
 
 def _gemms_legend(plan: PrecisionPlan) -> str:
-    """Explains cells with one format, and with several. Frozen weights have no grad_weight."""
+    """Explains cells with one format and cells with several. Frozen weights have no grad_weight."""
     gemms = list(dict.fromkeys(tuple(formats) for formats in plan.assignment.values()))
     every = {2: "both", 3: "all three"}.get(len(gemms[0]), "all") if len(gemms) == 1 else "all"
     several = [f"{'/'.join('abc'[: len(names)])}: {'/'.join(names)}" for names in gemms if len(names) > 1]
@@ -58,16 +59,16 @@ def _gemms_legend(plan: PrecisionPlan) -> str:
 
 
 def _marks(formats: Iterable[str]) -> dict[str, str]:
-    """Returns short marks of formats: their bits, after as many letters of their names as tell all apart.
+    """Returns format -> mark: its bits, after as many letters of its name as are needed to tell all marks apart.
 
-    fp4 and fp8 are 4 and 8, and f4 and f8 beside int4.
+    For example, fp4 and fp8 become 4 and 8, or f4 and f8 if int4 is among them.
     """
     bits = {name: str(FORMATS[name].bits) for name in sorted(formats, key=lambda name: FORMATS[name].bits)}
     for letters in range(1 + max(map(len, bits), default=0)):
         marks = {name: min(name, name[:letters] + bits[name], key=len) for name in bits}
         if len(set(marks.values())) == len(marks):
             break
-    return marks  # in the end whole names, which differ
+    return marks  # whole names at the latest, which differ
 
 
 def _running(plan: PrecisionPlan) -> dict[str, dict[str, str | None]]:
@@ -80,7 +81,7 @@ def _running(plan: PrecisionPlan) -> dict[str, dict[str, str | None]]:
 
 
 def _plan_cell(formats: Mapping[str, str | None], marks: Mapping[str, str]) -> Text:
-    """Returns the formats of a layer's GEMMs; a dash stands for a GEMM, or a layer, that does not run."""
+    """Returns the text of a layer's formats, with a dash for a GEMM or a layer that does not run."""
     names = list(formats.values())
     if len(set(names)) == 1:
         return Text("-") if names[0] is None else Text(names[0], style=FORMATS[names[0]].style)
@@ -88,7 +89,7 @@ def _plan_cell(formats: Mapping[str, str | None], marks: Mapping[str, str]) -> T
 
 
 def print_cost(plan: PrecisionPlan, console: Console) -> None:
-    """Prints shares of FLOPs and of measured time, for a plan with measured times."""
+    """Prints the shares of FLOPs and of measured time of a plan with measured times."""
     times = plan.times
     assert times is not None
     console.print(cost_table(plan))
@@ -102,7 +103,7 @@ def print_cost(plan: PrecisionPlan, console: Console) -> None:
 
 
 def cost_table(plan: PrecisionPlan) -> Table:
-    """One row per kind of linear and GEMM: its share of FLOPs, of time, and its time in each format."""
+    """Returns a table with a row per kind of linear and GEMM: shares of FLOPs and time, and time in each format."""
     times = plan.times
     assert times is not None
     reference = FORMATS[times.reference]
@@ -124,7 +125,7 @@ def print_stages(plan: PrecisionPlan, console: Console, micro_batches: int | Non
     if len(plan.stages) == 1:
         of_forward = "" if forward is None else f", and {forward.fp4_fraction:.4f} of its forward ones"
         share = f"{plan.fp4_fraction:.4f} of its linear FLOPs are in FP4{of_forward}"
-        say(console, f"One stage, so no pipeline and no bubble: {share}.")
+        say(console, f"One stage, so no pipeline bubble: {share}.")
         return
     console.print(stage_table(plan))
     slowest = max(range(len(times.stages)), key=lambda index: times.stages[index].time)
@@ -136,13 +137,13 @@ def print_stages(plan: PrecisionPlan, console: Console, micro_batches: int | Non
         console,
         f"Pipeline of {times.micro_batches} micro-batches: stage {slowest} is the slowest, a step takes "
         f"{scale * times.step_time:.4g} ({name}), and {times.bubble:.4f} of it is bubble. Times are those of the "
-        f"linears, forward and backward ({unit}): a stage's for one micro-batch, a step's (m - 1) times the slowest "
-        "stage's and once all stages'; communication is not counted.",
+        f"linears, forward and backward ({unit}). A stage's time is for one micro-batch; with m micro-batches, a step "
+        "takes the sum over all stages plus (m - 1) times the slowest stage. Communication is not counted.",
     )
 
 
 def stage_table(plan: PrecisionPlan) -> Table:
-    """FP4 shares and predicted times of each stage and of all, for one micro-batch, forward and backward."""
+    """Returns a table of FP4 shares and predicted times by stage, for one micro-batch, forward and backward."""
     times = pipeline_times(plan)
     basis = f"modelled: {_modelled(plan)}"
     if times.measured and plan.measured is not None:
@@ -169,19 +170,19 @@ def stage_table(plan: PrecisionPlan) -> Table:
 
 
 def _modelled(plan: PrecisionPlan) -> str:
-    """Names the speeds that the modelled times of a plan assume."""
+    """Describes the speeds that the modelled times assume."""
     used = {name for formats in plan.assignment.values() for name in formats.values()} - {REFERENCE.name}
     speeds = [f"{fmt.label} at {fmt.speed:g}x {REFERENCE.label}" for name, fmt in FORMATS.items() if name in used]
     return ", ".join(speeds) or f"all in {REFERENCE.label}"
 
 
 def _time_unit(times: PipelineTimes) -> tuple[str, float]:
-    """Returns the unit of shown times, and the factor from `PipelineTimes` to it."""
+    """Returns the unit of displayed times, and the factor that converts `PipelineTimes` to it."""
     return ("ms", 1e3) if times.measured else (f"1: {FORMATS[times.reference].label}", 1.0)
 
 
 def new_table(title: str) -> Table:
-    # Without vertical lines and double padding, nine columns of refreshes fit into 80 characters.
+    # Without vertical lines and double padding, the nine columns of refreshes fit into 80 characters.
     shown = Text(printable(title))
     table = Table(title=shown, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, collapse_padding=True)
     table.pad_edge = False
@@ -194,7 +195,7 @@ def say(console: Console, sentence: str, limit: int = _SENTENCE) -> None:
 
 
 def name_text(name: str) -> Text:
-    """Returns a name as a table shows it, folded if it is wider than its column."""
+    """Returns a name for a table cell, which wraps if it is wider than its column."""
     return Text(printable(name, _NAME), overflow="fold")
 
 

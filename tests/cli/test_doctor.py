@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from transformers import LlamaConfig, MixtralConfig
 
 from snip_hf.cli import doctor, main
 from snip_hf.kernels.backend import BACKENDS
@@ -30,6 +33,39 @@ def test_all_that_is_installed_works_here(capsys: pytest.CaptureFixture[str]) ->
     quantized = [name for name, format in FORMATS.items() if format.is_quantized]
     assert [line.partition(":")[0] for line in lines(text, "Formats")] == quantized
     assert [line.partition(":")[0] for line in lines(text, "Solvers")] == ["cbc", "highs"]
+
+
+def test_a_model_is_examined_from_its_config(tmp_path: Path) -> None:
+    MixtralConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=80).save_pretrained(tmp_path)
+    problems: list[str] = []
+    found = dict(line.partition(": ")[::2] for line in doctor._model(str(tmp_path), problems))
+    assert problems == []
+    assert found["covered"] == (
+        "99.7% of the weights in the decoder's products; other weights: model.layers.*.mlp.gate x 2 (router); "
+        "embeddings and output head stay as they are"
+    )
+    assert found["formats"].startswith("mxfp4, fp8-tensor by ")
+    assert found["attention"] == "sdpa"
+    assert "FSDP 1 and ZeRO-3: use FSDP2" in found["parallelism, refused with a probe"]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "speed"),
+    [
+        (512, "not measured for a hidden size of 512; launches of kernels may cost more than FP8 saves"),
+        (2560, "nearest measured model (hidden size 2048, yours 2560), on one H200: TinyLlama-1.1B: 1.303 times"),
+        (8192, "nearest measured model (hidden size 4096, yours 8192), on one H200: 8 layers of an 8B shape: 1.475 "),
+    ],
+)
+def test_the_speed_is_that_of_the_nearest_model_that_was_measured(hidden: int, speed: str) -> None:
+    model = SimpleNamespace(config=LlamaConfig(hidden_size=hidden))
+    assert doctor._speed(model, is_emulated=False).startswith(speed)
+    assert doctor._speed(model, is_emulated=True).startswith("slower than BF16, since the formats are emulated here")
+
+
+def test_a_model_that_cannot_be_built_is_a_problem(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert "Cannot build the model" in capsys.readouterr().err
 
 
 def test_a_missing_extra_is_no_error_and_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:

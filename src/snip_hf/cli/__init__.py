@@ -250,12 +250,19 @@ def build_parser() -> Parser:
         "-o", "--output", type=Path, metavar="FILE", help="write the solution to this file instead of stdout"
     )
 
-    add(
+    doctor = add(
         "doctor",
         "check what works here, and what is missing",
         "doctor",
-        "List packages, extras, devices, backends, formats and solvers, and how to install what is missing. Exit code "
-        "1 if an installed part does not work; a missing extra is not an error.",
+        "List packages, extras, devices, backends, formats and solvers, and how to install what is missing. With a "
+        "model, also say what training it here will do. Exit code 1 if an installed part does not work; a missing "
+        "extra is not an error.",
         reads_plans=False,
+    )
+    doctor.add_argument(
+        "model",
+        nargs="?",
+        metavar="NAME_OR_DIR",
+        help="a causal LM, as a folder or a name on the Hub; only its config is read",
     )
     return parser

@@ -8,8 +8,9 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import snip_hf
 
@@ -41,6 +42,15 @@ _SUPPORTED = {
     "bitsandbytes": "8-bit optimizers",
 }
 _SOLVERS = ("cbc", "highs")
+# Hidden size of a measured model -> its speed with the default plan, through the Trainer, in times of compiled BF16
+# (README.md, one H200).
+_MEASURED = {2048: "TinyLlama-1.1B: 1.303", 4096: "8 layers of an 8B shape: 1.475"}
+# Models of less than half the smallest measured hidden size spend their time on launches.
+_SMALLEST = min(_MEASURED) // 2
+_PARALLELISM = {
+    "works": "one process, DDP, FSDP2 (also transformers' own, and HSDP), DeepSpeed ZeRO-1 and 2, pipelines",
+    "refused with a probe": "FSDP 1 and ZeRO-3: use FSDP2; context parallelism; or use a policy without a probe",
+}
 _MAX_LINE = 400
 
 # Yields the lines of a section and appends problems to the list.
@@ -51,7 +61,10 @@ def doctor(arguments: argparse.Namespace) -> int:
     python = f"Python {platform.python_version()} ({printable(sys.executable)})"
     print(f"snip-hf {snip_hf.__version__}, {python}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
     problems: list[str] = []
-    for name, section in _SECTIONS.items():
+    sections = dict(_SECTIONS)
+    if arguments.model is not None:
+        sections[f"Model {printable(arguments.model)} with SnipConfig()"] = partial(_model, arguments.model)
+    for name, section in sections.items():
         print(f"\n{name}")
         for line in _lines(section, problems):
             print(f"  {printable(line, _MAX_LINE)}", flush=True)
@@ -168,6 +181,47 @@ def _solvers(problems: list[str]) -> Iterator[str]:
             if error.reason != "missing":
                 problems.append(str(error))
             yield f"{name}: {error}"
+
+
+def _model(name: str, problems: list[str]) -> Iterator[str]:
+    """Yields what training a model by `SnipConfig()` on this machine will do."""
+    from ..config import SnipConfig
+    from ..estimation.attention import check_attention, switched_attention
+    from ..kernels.backend import select_backend, why_emulated
+    from ..layers.selection import describe_unswapped, weight_matrices
+    from .plans import empty_model
+
+    model, config, device = empty_model(name), SnipConfig(), _devices()[0]
+    matrices = [one for one in weight_matrices(model, config) if not one.is_aside and one.parameter.dim() > 1]
+    decided = sum(one.size for one in matrices if one.reason is None)
+    yield f"{type(model).__name__}, {sum(parameter.numel() for parameter in model.parameters()) / 1e6:,.1f}M parameters"
+    yield (
+        f"covered: {decided / max(1, sum(one.size for one in matrices)):.1%} of the weights in the decoder's products; "
+        f"other weights: {describe_unswapped(matrices) or 'none'}; embeddings and output head stay as they are"
+    )
+    backend = select_backend("auto", device, config.formats)
+    why = why_emulated(device, config.formats) if backend.is_emulation else None
+    yield f"formats: {', '.join(config.formats)} by {backend.name}{f': {why}' if why else ''}"
+    yield f"speed: {_speed(model, backend.is_emulation)}"
+    check_attention(model)
+    switched = [f"{own}, in probes {plain}" for _, own, plain in switched_attention(model)]
+    yield f"attention: {switched[0] if switched else getattr(model.config, '_attn_implementation', 'its own')}"
+    for verdict, kinds in _PARALLELISM.items():
+        yield f"parallelism, {verdict}: {kinds}"
+
+
+def _speed(model: Any, is_emulated: bool) -> str:
+    """Returns the measured speed of the model nearest in size."""
+    hidden = getattr(model.config.get_text_config(), "hidden_size", None)
+    if is_emulated:
+        return "slower than BF16, since the formats are emulated here; the fast kernels need an H100 or H200"
+    if hidden is None or hidden < _SMALLEST:
+        return f"not measured for a hidden size of {hidden}; launches of kernels may cost more than FP8 saves"
+    nearest = min(_MEASURED, key=lambda size: abs(size - hidden))
+    return (
+        f"nearest measured model (hidden size {nearest}, yours {hidden}), on one H200: {_MEASURED[nearest]} times "
+        "compiled BF16. Set bf16=True and torch_compile=True"
+    )
 
 
 _SECTIONS: dict[str, Section] = {

@@ -47,27 +47,32 @@ def plain_attention(model: nn.Module) -> Iterator[None]:
 
     Use inside `passes.traceless`, which removes the hook on the model's inputs.
     """
-    before: dict[int, tuple[Any, str]] = {}
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        name, is_new = getattr(config, _ATTRIBUTE, None), id(config) not in before
-        if name in _PLAIN and is_new:
-            continue
-        if is_new:
-            before[id(config)] = config, str(name)
-        # The language model in a composed one comes after it, and knows better if they share a config.
-        supports_sdpa = getattr(module, "_supports_sdpa", None)
-        if is_new or supports_sdpa is not None:
-            # transformers 5.17 says that "sdpa" can compute Gemma 2, but leaves its soft caps out.
-            has_caps = getattr(config, "attn_logit_softcapping", None) is not None
-            setattr(config, _ATTRIBUTE, "eager" if supports_sdpa is False or has_caps else "sdpa")
-    if before:
+    switched = switched_attention(model)
+    for config, _, plain in switched:
+        setattr(config, _ATTRIBUTE, plain)
+    if switched:
         model.register_forward_pre_hook(_describe_packs, with_kwargs=True)
     try:
         yield
     finally:
-        for config, name in before.values():
+        for config, name, _ in switched:
             setattr(config, _ATTRIBUTE, name)
+
+
+def switched_attention(model: nn.Module) -> list[tuple[Any, str, str]]:
+    """Returns every config in the model whose attention a probe switches, with the attention's name and the other's."""
+    found: dict[int, tuple[Any, str, str]] = {}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        name = getattr(config, _ATTRIBUTE, None)
+        # The language model in a composed one comes after it, and knows better if they share a config.
+        supports_sdpa = getattr(module, "_supports_sdpa", None)
+        if name in _PLAIN or (id(config) in found and supports_sdpa is None):
+            continue
+        # transformers 5.17 says that "sdpa" can compute Gemma 2, but leaves its soft caps out.
+        has_caps = getattr(config, "attn_logit_softcapping", None) is not None
+        found[id(config)] = config, str(name), "eager" if supports_sdpa is False or has_caps else "sdpa"
+    return list(found.values())
 
 
 def _describe_packs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

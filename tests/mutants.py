@@ -1,6 +1,6 @@
 """Breaks one line of the source at a time, and checks that a fast test fails.
 
-    python tests/mutants.py              # all mutants, some five minutes on one core
+    python tests/mutants.py              # all mutants, six minutes on one core
     python tests/mutants.py adam-bias    # some of them
     python tests/mutants.py --list
 
@@ -27,7 +27,7 @@ SECONDS = 240
 
 
 class Mutant(NamedTuple):
-    """One fault: what stands in the source, what replaces it, and the tests that must notice."""
+    """A fault: the text in the source, its replacement, and the tests that must notice."""
 
     name: str
     text: str
@@ -38,10 +38,17 @@ class Mutant(NamedTuple):
 
 
 LAYER_SUMS = "tests/estimation/test_layer_sums.py"
+COMMON_ERRORS = "tests/estimation/test_common_errors.py"
+DIVERGENCE = "tests/estimation/test_divergence.py"
+POOLING = "tests/estimation/test_pooling.py"
+POLICIES = "tests/policies/test_policies.py"
+PLAN = "tests/planning/test_plan.py"
 ROUNDING = "tests/numerics/test_rounding.py"
+BLOCK_FORMATS = "tests/numerics/test_block_formats.py"
 ROUNDING_KERNELS = "tests/kernels/test_rounding_of_formats.py"
 FOLDING_KERNELS = "tests/kernels/test_tensor_scaled_kernel.py"
 RESPONSE = "tests/optimizers/test_response.py"
+CONTROLLER = "tests/training/test_controller.py"
 
 MUTANTS = (
     # Divergences: sums of a layer.
@@ -49,241 +56,272 @@ MUTANTS = (
         "bias-from-own-terms",
         "mean = (total - own) / (self.pieces * (self.pieces - 1))",
         "mean = total / self.pieces**2",
-        f"{LAYER_SUMS} -k average",
+        f"{LAYER_SUMS}::test_step_and_bias_are_right_on_the_average_for_known_means_and_variances",
     ),
     Mutant(
         "noise-of-micro-batches",
         "count * own / self.pieces / batches + count * (count - 1 / batches) * mean",
         "count * own / self.pieces + count * (count - 1) * mean",
-        f"{LAYER_SUMS} -k micro_batch",
+        f"{LAYER_SUMS}::test_what_is_found_in_one_sample_is_what_whole_steps_of_several_micro_batches_do_on_the_average",
     ),
     Mutant(
-        "elements-counted-twice", "* (by_token - elements), by_channel.bias", "* by_token, by_channel.bias", LAYER_SUMS
+        "elements-counted-twice",
+        "* (by_token - elements), by_channel.bias",
+        "* by_token, by_channel.bias",
+        f"{LAYER_SUMS}::test_the_squares_are_the_written_out_formulas",
     ),
     Mutant(
         "random-rounding-adds-up",
         "return Squares(self.scale / self.micro_batches * elements, 0.0)",
         "return Squares(self.scale * elements, 0.0)",
-        LAYER_SUMS,
+        f"{LAYER_SUMS}::test_the_squares_are_the_written_out_formulas",
     ),
     Mutant(
         "parts-upside-down",
         "return max(1, self.micro_batch_labelled) / max(1, self.labelled)",
         "return max(1, self.labelled) / max(1, self.micro_batch_labelled)",
-        LAYER_SUMS,
+        f"{LAYER_SUMS}::test_a_part_of_a_micro_batch_is_to_a_step_what_one_of_more_micro_batches_is",
     ),
     Mutant(
         "two-errors-of-a-weight",
         "both = forward[0] + grad_input[1] + of_both - of_first - of_second",
         "both = forward[0] + grad_input[1] + of_both",
-        f"{LAYER_SUMS} -k quantizes_for_itself",
+        f"{LAYER_SUMS}::test_they_are_for_weights_that_each_gemm_quantizes_for_itself",
     ),
     Mutant(
         "error-of-the-gradient",
         "return _joined(g, -exact_g, lengths), _joined(x, exact_x, lengths)",
         "return _joined(g, exact_g, lengths), _joined(x, exact_x, lengths)",
-        LAYER_SUMS,
+        f"{LAYER_SUMS}::test_the_squares_are_the_written_out_formulas",
     ),
-    Mutant("fisher-of-the-product", ".addcmul_(g_w, exact, value=-1)", ".addcmul_(g_w, exact)", LAYER_SUMS),
+    Mutant(
+        "fisher-of-the-product",
+        ".addcmul_(g_w, exact, value=-1)",
+        ".addcmul_(g_w, exact)",
+        f"{LAYER_SUMS}::test_products_of_bf16_parts_change_them_by_less_than_a_part_in_1000",
+    ),
     Mutant(
         "sample-stands-for-itself",
         "            return every / sampled\n",
         "            return 1.0\n",
-        "tests/estimation/test_layer_sums.py tests/estimation/test_samples.py",
+        f"{LAYER_SUMS}::test_squares_stand_for_all_tokens_by_their_energy_and_errors_by_their_number",
     ),
     # Errors that tokens have in common.
     Mutant(
         "common-errors-without-bound",
         "found_in_channel / in_channel[1], 0.0).clamp(0.0, 1.0)",
         "found_in_channel / in_channel[1], 0.0)",
-        "tests/estimation/test_common_errors.py",
+        f"{COMMON_ERRORS}::test_errors_of_independent_tokens_add_nothing_on_the_average",
     ),
     Mutant(
         "common-errors-in-channel",
         "return share * (every - in_channel)",
         "return share * every",
-        "tests/estimation/test_common_errors.py",
+        f"{COMMON_ERRORS}::test_it_is_the_sum_over_pairs_of_tokens_and_of_channels_in_the_product_form",
     ),
     Mutant(
         "common-errors-of-one-token",
         "        self._weights.diagonal().zero_()\n",
         "",
-        "tests/estimation/test_common_errors.py",
+        f"{COMMON_ERRORS}::test_products_of_channels_and_products_of_tokens_give_the_same",
     ),
     # The probe.
     Mutant(
         "half-of-a-central-difference",
         "(p - m).div_(2 * epsilon)",
         "(p - m).div_(epsilon)",
-        "tests/estimation/test_probe.py",
+        "tests/estimation/test_probe.py::test_the_derivatives_are_those_of_jvp_in_float64",
     ),
     Mutant(
         "mean-of-ranks-without-labels",
         "mean * count for mean, count in zip(means, labelled, strict=True)",
         "mean for mean, count in zip(means, labelled, strict=True)",
-        "tests/estimation/test_divergence.py",
+        f"{DIVERGENCE}::test_rows_are_the_sums_of_the_layers_under_the_optimizer_s_derivative",
     ),
     Mutant(
         "clipping-forgotten",
         "clip_factor * _root(squares[gemm].step),",
         "_root(squares[gemm].step),",
-        "tests/estimation/test_divergence.py",
+        f"{DIVERGENCE}::test_rows_are_the_sums_of_the_layers_under_the_optimizer_s_derivative",
     ),
     # Pooling over ranks.
     Mutant(
         "pooled-gradients-unweighted",
         "parts = [sample.x, sample.grad_output * weight]",
         "parts = [sample.x, sample.grad_output]",
-        "tests/estimation/test_pooling.py",
+        f"{POOLING}::test_each_layer_s_owner_has_the_tokens_of_all_ranks",
     ),
     Mutant(
         "pooled-energies-linear",
         "[energy * weight**2 for energy in",
         "[energy * weight for energy in",
-        "tests/estimation/test_pooling.py",
+        f"{POOLING}::test_each_layer_s_owner_has_the_tokens_of_all_ranks",
     ),
     Mutant(
         "pooled-amaxes-added",
         "tuple(x.new_tensor(column).amax(0) for column",
         "tuple(x.new_tensor(column).sum(0) for column",
-        "tests/estimation/test_pooling.py",
+        f"{POOLING}::test_largest_magnitudes_are_those_of_all_ranks_for_the_mean_over_all",
     ),
     # Optimizers' responses.
     Mutant(
-        "adam-without-second-moment", "mean / divisor * (second_slope / (2 * unbiased2) / root)", "0 * mean", RESPONSE
+        "adam-without-second-moment",
+        "mean / divisor * (second_slope / (2 * unbiased2) / root)",
+        "0 * mean",
+        f"{RESPONSE}::test_update_and_products_are_those_of_the_real_optimizer",
     ),
-    Mutant("adam-bias", "slope = ((1 - beta1) / unbiased1 - mean", "slope = ((1 - beta1) - mean", RESPONSE),
+    Mutant(
+        "adam-bias",
+        "slope = ((1 - beta1) / unbiased1 - mean",
+        "slope = ((1 - beta1) - mean",
+        f"{RESPONSE}::test_update_and_products_are_those_of_the_real_optimizer",
+    ),
     Mutant(
         "adam-step-from-0",
         'return float(self.state.get("step", 0)) + 1',
         'return float(self.state.get("step", 0))',
-        RESPONSE,
+        f"{RESPONSE}::test_vectors_are_answered_too_where_matrices_are_factored",
     ),
     Mutant(
         "nesterov-slope",
         "moved, slope = gradient + momentum * moved, 1.0 + momentum * taken",
         "moved, slope = gradient + momentum * moved, 1.0",
-        RESPONSE,
+        f"{RESPONSE}::test_update_and_products_are_those_of_the_real_optimizer",
     ),
     Mutant(
         "maximize-forgotten",
         'return -gradient if self.group.get("maximize", False) else gradient',
         "return gradient",
-        RESPONSE,
+        f"{RESPONSE}::test_vectors_are_answered_too_where_matrices_are_factored",
     ),
     Mutant(
         "lion-units",
         'return at.number("lr") * relative / (1 + relative.square()).sqrt(),',
         'return at.number("lr") * relative / (1 + relative.abs()),',
-        f"{RESPONSE} -k lion",
+        f"{RESPONSE}::test_lion_s_smoothed_update_is_the_written_out_formula",
     ),
     Mutant(
         "bent-update-unclipped",
         "* meaningful / (clip_factor * norm)",
         "* meaningful / norm",
-        "tests/estimation/test_optimizer_step.py",
+        "tests/estimation/test_optimizer_step.py::test_the_change_in_full_is_the_difference_of_two_updates_after_clipping",
     ),
     # Policies and the program.
     Mutant(
         "snip-square-forgotten",
         '"additive": lambda row: row.weight_divergence**2,',
         '"additive": lambda row: row.weight_divergence,',
-        "tests/policies/test_policies.py",
+        f"{POLICIES}::test_additive_costs_are_the_loss_divergence_and_a_tenth_of_the_weight_divergence_s_square",
     ),
     Mutant(
         "snip-total-of-gemms",
         "if row.format == name and row.gemm == LAYER)",
         "if row.format == name)",
-        "tests/policies/test_policies.py tests/policies/test_snip_paper.py",
+        f"{POLICIES}::test_the_paper_s_costs_are_both_divergences_by_their_totals_in_fp4",
     ),
     Mutant(
         "paper-noise-of-weights",
         'forward = on_input * (errors["x"] + errors["w"])',
         'forward = on_input * errors["x"]',
-        "tests/policies/test_snip_paper.py -k loops",
+        "tests/policies/test_snip_paper.py::test_the_table_is_that_of_loops_over_passes_by_autograd",
     ),
     Mutant(
         "layers-first-or-last",
         "return _block_order(setting, stage, lambda position: abs(position - 0.5))",
         "return _block_order(setting, stage, lambda position: -abs(position - 0.5))",
-        "tests/policies/test_policies.py",
+        f"{POLICIES}::test_layer_position_protects_the_first_and_last_blocks",
     ),
     Mutant(
         "fill-keeps-what-is-not-needed",
         "if missing + gains[unit] <= 0:",
         "if False:",
-        "tests/policies/test_policies.py",
+        f"{POLICIES}::test_every_stage_meets_every_target_and_exceeds_it_by_less_than_a_unit",
     ),
     Mutant(
         "program-without-minimum",
         '"minimum": least_sum(setting)}',
         '"minimum": 0.0}',
-        "tests/policies/test_policies.py",
+        f"{POLICIES}::test_every_stage_meets_every_target_and_exceeds_it_by_less_than_a_unit",
     ),
     Mutant(
         "share-of-8-bits",
         "share if FORMATS[name].counts_as_fp4 else 0.0 for name in formats",
         "share if FORMATS[name].is_quantized else 0.0 for name in formats",
-        "tests/policies/test_policies.py",
+        f"{POLICIES}::test_every_stage_meets_every_target_and_exceeds_it_by_less_than_a_unit",
     ),
     Mutant(
         "speed-up-as-a-share",
         "return 1 - 1 / config.target_linear_speedup",
         "return config.target_linear_speedup - 1",
-        "tests/policies/test_many_options.py",
+        "tests/policies/test_many_options.py::test_every_stage_meets_either_target",
     ),
     # Shares and FLOPs.
     Mutant(
         "flops-of-multiplications",
         "gemm = 2.0 * layer.in_features * layer.out_features",
         "gemm = 1.0 * layer.in_features * layer.out_features",
-        "tests/costs/test_measured_times.py",
+        "tests/costs/test_measured_times.py::test_match_torch_s_flop_counter_layer_by_layer",
     ),
     Mutant(
         "tokens-of-experts-ignored",
         "gemm: value * tokens_of_gemm(tokens, layer, gemm) for gemm, value in row.items()",
         "gemm: value for gemm, value in row.items()",
-        "tests/planning/test_plan.py -k tokens",
+        f"{PLAN}::test_tokens_turn_flops_into_those_that_run_and_come_back_from_the_file",
     ),
     Mutant(
         "share-of-gemms",
         "math.fsum(weight for name, weight in pairs if FORMATS[name].counts_as_fp4)",
         "math.fsum(1.0 for name, weight in pairs if FORMATS[name].counts_as_fp4)",
-        "tests/planning/test_plan.py",
+        f"{PLAN}::test_fp4_fractions_are_those_of_exact_rational_arithmetic",
     ),
     # Rounding by torch.
     Mutant(
         "ties-away-from-even",
         "rounded = steps.round_().copysign_(x)",
         "rounded = (steps.abs() + 0.5).floor_().copysign_(x)",
-        ROUNDING,
+        f"{ROUNDING}::TestNearest::test_matches_torch_float8_on_every_value",
     ),
-    Mutant("random-rounding-biased", "steps += random - 0.5", "steps += random - 0.4", ROUNDING),
-    Mutant("random-rounding-downwards", "steps += random - 0.5", "steps -= random", ROUNDING),
+    Mutant(
+        "random-rounding-biased",
+        "steps += random - 0.5",
+        "steps += random - 0.4",
+        f"{ROUNDING}::TestStochastic::test_follows_the_rule_on_every_value",
+    ),
+    Mutant(
+        "random-rounding-downwards",
+        "steps += random - 0.5",
+        "steps -= random",
+        f"{ROUNDING}::TestStochastic::test_follows_the_rule_on_every_value",
+    ),
     Mutant(
         "scale-of-the-next-power",
         "torch.where(field == 0, mantissa > _LEAST_POWER, mantissa > 0)",
         "torch.where(field == 0, mantissa > _LEAST_POWER, mantissa >= 0)",
-        "tests/numerics/test_block_formats.py",
+        f"{BLOCK_FORMATS}::test_mx_formats_match_torchao_on_every_bfloat16_value",
     ),
-    Mutant("scale-below-normal", "target)).clamp_min(_SMALLEST_NORMAL)", "target))", ROUNDING),
+    Mutant(
+        "scale-below-normal",
+        "target)).clamp_min(_SMALLEST_NORMAL)",
+        "target))",
+        f"{ROUNDING}::TestQuantize::test_matches_loops_over_tiles",
+    ),
     Mutant(
         "scale-of-nan",
         "return torch.where(torch.isfinite(amax), scales, torch.nan)",
         "return scales",
-        ROUNDING,
+        f"{ROUNDING}::TestQuantize::test_a_nan_or_an_infinity_poisons_exactly_its_tile",
     ),
     Mutant(
         "worst-of-two-targets",
         "is_better = errors < least",
         "is_better = errors > least",
-        "tests/numerics/test_block_formats.py",
+        f"{BLOCK_FORMATS}::test_four_over_six_takes_the_scale_with_the_smaller_squared_error",
     ),
     Mutant(
         "rotation-without-signs",
         "return _hadamard(runs * runs.new_tensor(signs(size))).view(x.shape)",
         "return _hadamard(runs).view(x.shape)",
-        "tests/numerics/test_rotation.py",
+        "tests/numerics/test_rotation.py::test_is_the_product_with_scipy_s_matrices_in_whole_and_in_shorter_runs",
     ),
     Mutant(
         "ranks-draw-alike",

@@ -1,4 +1,4 @@
-"""Are the scores of eval/run.py those of lm-eval's stock tasks, also when the documents come from local files?"""
+"""eval/run.py scores like lm-eval's stock tasks, from the Hub's documents and from local files."""
 
 from __future__ import annotations
 

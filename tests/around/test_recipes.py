@@ -1,4 +1,4 @@
-"""Do recipes load, hold out, pack and train what they say? (recipes/parts, recipes/pretrain.py)"""
+"""Recipes load, hold out, pack and train what they say (recipes/parts, recipes/pretrain.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a rank of the tests computes, and how it gets an Accelerator there: on the CPU over gloo, on a GPU over NCCL.
+"""Places the ranks of the tests and builds their Accelerators: on the CPU over gloo, on GPUs over NCCL.
 
 A rank computes on a GPU of its own if its process group is NCCL's. A process without a group computes on the CPU.
 """
@@ -101,6 +101,6 @@ def trainers_that_shard() -> Iterator[None]:
 
 
 def _shard(made: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Says that an Accelerator shards. It says so itself on accelerators, and never on CPUs."""
+    """Marks an Accelerator as sharding, which Accelerate does itself on accelerators and never on CPUs."""
     PartialState().distributed_type = made.state.distributed_type = DistributedType.FSDP
     made.state.fsdp_plugin = plugin

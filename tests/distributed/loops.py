@@ -40,7 +40,7 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class Loop:
-    """One run, on all ranks of the process group or on this process alone.
+    """Trains on all ranks of the process group, or in this process if there is none.
 
     Args:
         folder: gets `snip/`.
@@ -103,7 +103,7 @@ class Loop:
         self.controller.capture(batch)
 
     def after_backward(self) -> None:
-        """For tests that spoil gradients."""
+        """Does nothing; tests replace it to spoil gradients."""
 
     def _take_step(self, step: int) -> None:
         batch = self.batch(step)

@@ -21,7 +21,7 @@ _TAIL = 3000  # characters of each log that a failure shows
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of the processes."""
+    """The exit statuses and logs of the processes."""
 
     codes: tuple[int | None, ...]
     """Rank -> exit status; None: it was still running when time was up."""
@@ -29,7 +29,7 @@ class Ended:
 
     @property
     def broke_memory(self) -> bool:
-        """Whether one of them was ended by a fault of its memory, which no Python code makes."""
+        """True if a memory fault ended one of them; no Python code causes one."""
         return any(code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS) for code in self.codes)
 
 

@@ -50,7 +50,7 @@ class OneOfTwo(dict[str, dict[str, Any]]):
 
 
 class Following(NamedTuple):
-    """What the first of several ranks found that began every step where one process began it."""
+    """The results of the first of several ranks that began every step where one process began it."""
 
     ranks: int
     runs: dict[str, dict[str, Any]]

@@ -72,7 +72,7 @@ def linear_flops_of(model: Any) -> Any:
 
 
 def one_rank_restored_a_layer() -> None:
-    """In mid-run; noticed by both at the refresh, which costs it and not the run."""
+    """Restores a layer in mid-run: both ranks notice at the refresh, which fails; the run goes on."""
     run = controller()
     if dist.get_rank() == 1:
         block = run.model.model.layers[1]
@@ -106,7 +106,7 @@ def states() -> None:
 
 
 def sharded() -> None:
-    """What FSDP2 holds on the first rank tells the weights as the whole model does."""
+    """Checks that the shards of the first rank describe the weights as the whole model does."""
     model = tiny_llama(hidden=32, layers=2)
     expected = weights_fingerprint(model)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))

@@ -327,7 +327,7 @@ def _hanging(folder: Path) -> list[str]:
 
 
 def be_killed(folder: Path) -> None:
-    """Is killed on all ranks after the save of step 3, while the solver runs."""
+    """Kills all ranks after the save of step 3, while the solver runs."""
     rank = dist.get_rank()
     with _noting_solver(folder):
         loop = Loop(folder / f"rank{rank}", PATIENT, solving=_SOLVING).run(3)

@@ -62,7 +62,7 @@ def resumed(
 
 
 class SavesEarly(TrainerCallback):
-    """Has a checkpoint saved at the end of a step before SNIP's callback, which ends it on all ranks then."""
+    """Saves a checkpoint at the end of a step before SNIP's callback, which ends the step on all ranks."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = find_trainer(state)

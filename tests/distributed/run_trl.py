@@ -21,7 +21,7 @@ from snip_hf.parallel.sharding import is_sharded, whole
 
 
 class Case(NamedTuple):
-    """What is trained, and how."""
+    """A training: its trainer, with or without adapters and shards."""
 
     trainer: str
     has_adapters: bool = False

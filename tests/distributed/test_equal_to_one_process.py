@@ -100,7 +100,7 @@ def test_the_first_table_of_experts_is_that_of_one_process(one: Runs, two: list[
 
 
 def test_later_tables_are_those_of_one_process_up_to_flips_and_noise(one: Runs, two: list[Runs]) -> None:
-    """Under SGD, whose weights differ no more than their gradients do."""
+    """SGD's weights differ no more than their gradients do."""
     name = "sgd-gemm-accumulated-clipped"
     assert len(one[name]["tables"]) > 1
     for step, theirs in one[name]["tables"].items():

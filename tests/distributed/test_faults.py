@@ -25,7 +25,7 @@ Found = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What all groups of ranks left."""
+    """The folder with the files of all groups of ranks."""
     folder = tmp_path_factory.mktemp("faults")
     assert_succeeded(start_ranks("run_faults.py", folder, folder=folder, ranks=1, timeout=560))
     return folder

@@ -1,4 +1,4 @@
-"""Under DDP it makes no difference whether gradients are views of the buckets that are averaged."""
+"""Gradients that are views of DDP's buckets give the same training."""
 
 from __future__ import annotations
 

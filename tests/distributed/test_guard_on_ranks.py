@@ -1,4 +1,4 @@
-"""What one rank's guard sees, all ranks act on at the same step; the norm counts every part of the gradients once."""
+"""All ranks act at the same step on what one rank's guard sees; the norm counts every part of the gradients once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without quantization, snip-hf leaves no trace in the training of two ranks."""
+"""snip-hf leaves no trace in the training of two ranks unless it quantizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Runs = dict[str, dict[str, Any]]
 @pytest.mark.slow  # fast in one process: tests/invariants/test_probe_leaves_no_trace.py
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_probes_in_every_step_change_no_bit_of_weights_and_optimizer(two: list[Runs], wrapper: str) -> None:
-    """In BF16, with plans that are never applied, and with dropout, whose random numbers are training's."""
+    """The runs are in BF16, with plans that are never applied and dropout, whose random numbers are training's."""
     for found in two:
         ours, theirs = found[f"{wrapper}-with"], found[f"{wrapper}-without"]
         for what in ("gradients", "weights", "own_weights", "state"):

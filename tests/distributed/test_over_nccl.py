@@ -64,7 +64,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> list[Runs]:
 
 @pytest.fixture(scope="module")
 def gathering(tmp_path_factory: pytest.TempPathFactory) -> list[Runs]:
-    """What both ranks brought to its end; each test looks whether its own run is there."""
+    """The runs that both ranks finished; each test looks whether its own run is there."""
     folder = tmp_path_factory.mktemp("gathering-gpus")
     ended = start_ranks("run_gathering_loss.py", folder, NCCL, folder=folder, timeout=SECONDS)
     print(*(log[-3000:] for log in ended.logs), sep="\n")
@@ -115,7 +115,7 @@ def test_two_gpus_train_and_plan_as_one(one: Runs, two: list[Runs], wrapper: str
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_two_gpus_lose_as_one_in_the_formats_of_fp8_tensor_cores(one: Runs, two: list[Runs], wrapper: str) -> None:
-    """In BF16, where each rank's tensors have scales of their own: losses agree as far as these formats do."""
+    """Each rank's tensors have scales of their own in BF16, so losses agree as far as these formats do."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs GPUs of compute capability 8.9 or later")
     ours, theirs = two[0][f"{wrapper}-hopper"], one["ddp-hopper"]
@@ -127,7 +127,7 @@ def test_two_gpus_lose_as_one_in_the_formats_of_fp8_tensor_cores(one: Runs, two:
 
 @pytest.mark.parametrize("name", SAVED)
 def test_two_gpus_go_on_from_the_middle_of_a_refresh(resumed: list[Runs], name: str) -> None:
-    """To the bit, but for exponents of FP8 tensor cores: the second rank goes on with those of the first one, and
+    """Equal to the bit, but for exponents of FP8 tensor cores: the second rank goes on with those of the first one, and
     blocks outside their range are rounded otherwise (docs/tensor_scaled.md)."""
     step = SAVES[0]
     for found in resumed:
@@ -144,7 +144,7 @@ def test_two_gpus_go_on_from_the_middle_of_a_refresh(resumed: list[Runs], name: 
 
 
 def assert_costs_one_refresh(runs: list[Runs], name: str, reason: str) -> None:
-    """What a run loses to the fault of a rank in its first refresh, of step 2; that of step 6 is made."""
+    """The fault of a rank costs the first refresh, of step 2; that of step 6 is made."""
     first, second = (found[name] for found in runs)
     expected = runs[0][f"{name.split()[0]} {WITHOUT}"]
     for found in (first, second):

@@ -20,7 +20,7 @@ Ranks = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def one(pipeline: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process finds that starts from the weights that the stages had."""
+    """The results of one process that starts from the stages' weights."""
     model = LlamaForCausalLM(LlamaConfig(**pipeline[0]["model_config"]))
     model.load_state_dict({name: tensor for found in pipeline for name, tensor in found["weights"].items()})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> dict[str, Any]:
-    """What became of one process with all the data, which saved."""
+    """The results of one process with all the data, which saved."""
     with one_thread():
         return uninterrupted(folder / "one", "ddp")
 
@@ -70,7 +70,7 @@ def state(folder: Path, step: int) -> dict[str, Any]:
 
 
 def decisions(folder: Path) -> list[dict[str, Any]]:
-    """What was decided and when, without sums in their last bits."""
+    """The decisions and their steps, without sums in their last bits."""
     kept = ("step", "applied_step", "decided_step", "status", "changes", "fp4_fraction", "stage_fp4_fractions")
     return [{key: line[key] for key in kept} for line in history(folder)]
 

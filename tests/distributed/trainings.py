@@ -1,4 +1,4 @@
-"""One training, on one rank or on many, for the tests and for the processes that they start."""
+"""Trains on one rank or on many, for the tests and for the processes that they start."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SCHEDULE: dict[str, Any] = {"first_refresh": 1, "refresh_every": 4, "apply_delay
 
 @dataclass(frozen=True)
 class Training:
-    """One run of a tiny Llama by a plain Accelerate loop."""
+    """Settings of a run of a tiny Llama by a plain Accelerate loop."""
 
     config: dict[str, Any] | None
     """None: without snip-hf."""
@@ -71,7 +71,7 @@ class Training:
 
 @dataclass
 class Found:
-    """What is known of a run afterwards; the same on all ranks but for `sharding` and what only the first one wrote."""
+    """Results of a run; the same on all ranks but for `sharding` and what only the first one wrote."""
 
     losses: list[float] = field(default_factory=list)
     plans: list[dict[str, dict[str, str]]] = field(default_factory=list)
@@ -228,7 +228,7 @@ def _set_states(states: States, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def _indices(training: Training, step: int) -> range:
-    """Which micro-batches a step takes."""
+    """The indices of a step's micro-batches."""
     return range((step - 1) * training.micro_batches, step * training.micro_batches)
 
 

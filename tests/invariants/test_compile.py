@@ -181,7 +181,7 @@ def test_refreshes_of_a_plain_loop_compile_nothing(layer_by_layer: bool, tmp_pat
 
 @pytest.mark.parametrize("reentrant", [False])
 def test_a_compiled_recomputation_draws_the_same_random_numbers(reentrant: bool) -> None:
-    """In FP32: under BF16 autocast the other order of sums alone moves FP4 gradients by a tenth."""
+    """The run is in FP32: under BF16 autocast another order of sums moves FP4 gradients by a tenth."""
     runs = []
     for checkpointed in (False, True):
         model = llama()
@@ -319,7 +319,7 @@ def test_a_loss_that_nobody_sees_is_noticed_behind_a_compiled_model_too(tmp_path
 
 
 class Smallest(nn.Module):
-    """One linear in a block: the fewest kernels for the C++ compiler."""
+    """A block with one linear: the fewest kernels for the C++ compiler."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ def config_of(**options: Any) -> SnipConfig:
 
 
 def rows_of(table: DivergenceTable) -> Rows:
-    """By the names that the layers have in a dense model."""
+    """Divergences by the names that the layers have in a dense model."""
     return {(row.layer.replace("experts.", "").replace("_proj", ""), row.gemm, row.format): row for row in table.rows}
 
 

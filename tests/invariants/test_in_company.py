@@ -82,7 +82,7 @@ class Aliased(nn.Module):
         self.config = self.lm.config
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Under the first names, since safetensors takes no tensor twice."""
+        """Tensors under their first names, since safetensors stores no tensor twice."""
         return {name: value for name, value in super().state_dict(*args, **kwargs).items() if name.startswith("lm.")}
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, num_items_in_batch: Any = None) -> Any:

@@ -126,7 +126,7 @@ def config_of(form: str) -> SnipConfig:
 
 
 def gradients_in(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Of the weights in the blocks, in high precision: what an optimizer would be about to use."""
+    """Gradients of the blocks' weights in high precision, as an optimizer would use them."""
     weights = {name: module.weight for name, module in model.layers.named_modules() if isinstance(module, nn.Linear)}
     loss = model(inputs["input_ids"], inputs["labels"])["loss"]
     found = torch.autograd.grad(loss, list(weights.values()))
@@ -134,7 +134,7 @@ def gradients_in(model: nn.Module, inputs: Inputs) -> Inputs:
 
 
 def table_of(model: nn.Module, inputs: Inputs, form: str, part: int | None = None) -> DivergenceTable:
-    """From one pass without derivatives: X and G themselves."""
+    """X and G from one pass without derivatives."""
     config, batch, gradients = config_of(form), Batch.of(inputs), gradients_in(model, inputs)
     with converted(model, config):
         return divergences_at(model, batch.part(part), OptimizerStep(gradients, {}), config)
@@ -161,7 +161,7 @@ def added(found: Mapping[tuple[str, str], float], kind: str) -> dict[str, float]
 
 
 class Call(NamedTuple):
-    """What one call of a layer shows, FP64, one row per token."""
+    """The tensors of one call of a layer in FP64, one row per token."""
 
     x: Tensor
     own_gradient: Tensor
@@ -292,7 +292,7 @@ def test_under_masks_token_fisher_is_the_measured_rise_of_a_trained_llama() -> N
     labels = [torch.cat([one[:, :1], other], 1) for one, other in zip(ids, drawn, strict=True)]
 
     def rise(name: str) -> Tensor:
-        """Of every token, (12, 8, 95)."""
+        """Figures of every token, (12, 8, 95)."""
         rises = []
         for sign in (1.0, -1.0):
             with erring(model.get_submodule(name), "fp4", sign):
@@ -371,7 +371,7 @@ def test_experts_that_see_different_tokens_add_up_too(form: str) -> None:
 @pytest.mark.parametrize("share", [1.0, 1 / 2])
 @pytest.mark.parametrize("form", SUMS)
 def test_a_layer_that_is_called_twice_has_the_sum_over_its_calls(form: str, share: float) -> None:
-    """That of two layers of the same weights, called one after the other; and that of autograd."""
+    """The figure of two layers with the same weights, called one after the other, and that of autograd."""
     inputs, shared = inputs_of(4, share=share), pointwise(calls=2)
     found, apart = figures(shared, inputs, form), figures(pointwise(blocks=2), inputs, form)
     for kind in (".up.", ".down"):
@@ -476,7 +476,7 @@ Terms = Callable[[nn.Module, Inputs], Tensor]
 
 
 def log_probs(model: Any, inputs: Inputs) -> Tensor:
-    """Of the tokens but the first ones, (sequences, tokens)."""
+    """Figures of all tokens but the first ones, (sequences, tokens)."""
     ids = inputs["input_ids"]
     return torch.log_softmax(model.logits(ids)[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
 
@@ -539,7 +539,7 @@ def test_it_is_half_the_mean_square_by_which_the_terms_move(terms: Terms, count:
 
 
 def test_it_is_the_rise_of_a_loss_of_preferences_that_are_drawn_from_the_model() -> None:
-    """Where the model prefers neither, both orders of a pair are as likely: here each pair is in the batch in both."""
+    """Both orders of a pair are as likely if the model prefers neither: here each pair is in the batch in both."""
     model, inputs = a_case(by_pairs)
     first, second = inputs["input_ids"].chunk(2)
     inputs["input_ids"] = torch.cat([first, second, second, first])

@@ -43,7 +43,7 @@ ACCUMULATED = {"bf16": True, "gradient_accumulation_steps": 2}
 
 
 def train(folder: Path, config: SnipConfig | None = None, **options: Any) -> Run:
-    """To the end of the second refresh, over an end of the data."""
+    """Trains to the end of the second refresh, over an end of the data."""
     short = {"max_steps": STEPS, "trainer": {"train_dataset": data(12)}}
     return tiny_runs.train(folder, config, **short | options)
 

@@ -44,7 +44,7 @@ def product(left: Floats, right: Floats) -> Product:
 
 
 class Layer:
-    """One layer's tensors x (T, I), weight (O, I), bias (O,) or None, grad_output (T, O), its random key, and the rank
+    """A layer's tensors x (T, I), weight (O, I), bias (O,) or None, grad_output (T, O), its random key, and the rank
     among how many that has these tokens."""
 
     def __init__(

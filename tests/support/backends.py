@@ -12,7 +12,7 @@ from snip_hf.kernels import backend
 
 
 def hopper_lacks(device: torch.device | str) -> str | None:
-    """What keeps the Hopper kernels from running on a device."""
+    """The reason why the Hopper kernels cannot run on a device."""
     return backend.BACKENDS["hopper"].lacks(torch.device(device))
 
 

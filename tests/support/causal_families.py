@@ -58,7 +58,7 @@ def _alike(fields: dict[str, Any], *families: str) -> dict[str, dict[str, Any]]:
 
 
 def _blt(hidden: int) -> dict[str, Any]:
-    """One of the four models of BLT, of one block."""
+    """A config of one of BLT's four models, of one block."""
     return {
         **{"vocab_size": VOCABULARY, "hidden_size": hidden, "hidden_size_global": HIDDEN, "num_hidden_layers": 1},
         **{"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": hidden * 11 // 4},

@@ -1,4 +1,4 @@
-"""How does a launch configuration compile a Trainer's model? `accelerate launch --config_file FILE THIS DIR` prints it.
+"""Prints how a launch configuration compiles a Trainer's model: `accelerate launch --config_file FILE THIS DIR`.
 
 On CPUs, accelerate never shards by itself, so this does what FSDP2's configuration asks for.
 """

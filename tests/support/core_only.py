@@ -36,7 +36,7 @@ def train(folder: Path) -> list[dict[str, object]]:
 
 
 def check_commands(folder: Path) -> None:
-    """What needs an extra ends with one sentence that names the command to install it; the rest works."""
+    """Features that need an extra end with a sentence that names the command to install it; the rest works."""
     run = [sys.executable, "-m", "snip_hf"]
     done = subprocess.run([*run, "--version"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == f"snip-hf {snip_hf.__version__}\n", done

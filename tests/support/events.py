@@ -12,7 +12,7 @@ from snip_hf.records.events import Counted, Refresh, Start
 
 
 def small_plan(format: str = "fp4") -> PrecisionPlan:
-    """Of one layer, "a"."""
+    """A plan of one layer, "a"."""
     provenance = PlanProvenance(step=0, policy="snip")
     return PrecisionPlan.uniform({"a": dict.fromkeys(GEMMS, 1.0)}, format, [["a"]], provenance)
 

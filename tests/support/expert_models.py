@@ -144,7 +144,7 @@ class RoutedLM(nn.Module):
 
 
 def routed_lm(experts: int, top_k: int = 1, blocks: int = 2, hidden: int = 24, inner: int = 40) -> RoutedLM:
-    """With the same numbers whether dense (`experts` 0) or with so many experts, which are then all equal."""
+    """A model with the same numbers whether it is dense (`experts` 0) or has so many experts, all equal."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = RoutedLM(blocks, 4, top_k, hidden, inner, 17)

@@ -104,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)": self._resolve})
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing on the terminal."""
+        """Keeps the terminal quiet."""
 
     def _answer(self, routes: dict[str, Any]) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -230,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
         return ({"success": True, "commitUrl": url, "commitOid": repository.sha},)
 
     def _models(self, body: bytes) -> tuple[Any]:
-        """Those with all the tags of the query, as the Hub's search by filters."""
+        """The repositories with all tags of the query, as the Hub's search by filters."""
         wanted = set(parse_qs(urlsplit(self.path).query).get("filter", []))
         found = [self._info(name) for name in sorted(self.server.repositories)]
         return ([info for info in found if wanted <= set(info["tags"])],)

@@ -1,4 +1,4 @@
-"""One tiny Hugging Face model per family, built from its config."""
+"""Builds a tiny Hugging Face model of a family from its config."""
 
 from __future__ import annotations
 

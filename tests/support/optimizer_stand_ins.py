@@ -15,7 +15,7 @@ from torch import Tensor, optim
 
 
 class _EachWeight(optim.Optimizer):
-    """Takes each weight's step by itself."""
+    """Steps the weights one by one."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -98,7 +98,7 @@ class _Quantizing(_EachWeight):
 
 
 class GlobalOptimManager:
-    """What overrides hyperparameters of single weights."""
+    """Overrides hyperparameters of single weights."""
 
     def __init__(self) -> None:
         self.pid2config: dict[int, dict[str, Any]] = {}
@@ -397,7 +397,7 @@ class APOLLOAdamW(_LowRank):
 
 
 class GaLoreAdafactor(_EachWeight):
-    """With a given learning rate."""
+    """The variant with a given learning rate."""
 
     def __init__(self, params: Any, lr: float, scale_parameter: bool = False, relative_step: bool = False) -> None:
         options = {"lr": lr, "eps": (1e-30, 1e-3), "clip_threshold": 1.0, "decay_rate": -0.8, "beta1": None}
@@ -475,7 +475,7 @@ class GrokAdamW(_EachWeight):
 
 
 class AnyPrecisionAdamW(_EachWeight):
-    """Of torchdistx: AdamW whose averages have dtypes of their own."""
+    """AdamW of torchdistx, whose averages have dtypes of their own."""
 
     def __init__(self, params: Any, lr: float) -> None:
         options = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
@@ -491,7 +491,7 @@ class AnyPrecisionAdamW(_EachWeight):
 
 
 class Lomo(optim.Optimizer):
-    """Of lomo_optim: steps within the backward pass."""
+    """LOMO of lomo_optim, which steps within the backward pass."""
 
     def __init__(self, model: torch.nn.Module, lr: float) -> None:
         super().__init__(model.parameters(), {"lr": lr})

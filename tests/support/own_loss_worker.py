@@ -1,4 +1,4 @@
-"""One process of several that train on the model's loss, and again on the same loss from a function of the user's."""
+"""Trains on several processes by the model's loss, and again by the same loss from a function of the user's."""
 
 from __future__ import annotations
 

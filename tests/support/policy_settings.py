@@ -31,7 +31,7 @@ def llama_flops(blocks: int = 4) -> dict[str, dict[str, float]]:
 
 
 def plain_flops(*layers: float) -> dict[str, dict[str, float]]:
-    """One layer per block, `layers.<n>.fc`, each GEMM of the given cost."""
+    """FLOPs of one layer per block, `layers.<n>.fc`, each GEMM of the given cost."""
     return {f"layers.{index}.fc": dict.fromkeys(GEMMS, cost) for index, cost in enumerate(layers)}
 
 
@@ -45,7 +45,7 @@ def setting_by_layer(flops: dict[str, dict[str, float]], **options: Any) -> Sett
 
 
 def stage_shares(setting: Setting, assignment: dict[str, dict[str, str]]) -> tuple[float, ...]:
-    """As the plan computes them."""
+    """The FP4 shares of the stages, as the plan computes them."""
     return PrecisionPlan(
         assignment, setting.flops, setting.stages, PlanProvenance(step=0, policy="snip")
     ).stage_fp4_fractions

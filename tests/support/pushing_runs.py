@@ -19,7 +19,7 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 
 
 def train_and_push(folder: str) -> None:
-    """One run for each way to push. Prints what only this process can know, as JSON."""
+    """Trains once for each way to push. Prints as JSON what only this process can know."""
     run(f"{folder}/every-save", hub_strategy="every_save")
     run(f"{folder}/last-checkpoint", hub_strategy="checkpoint")
     trainer = run(f"{folder}/at-the-end", hub_strategy="end")

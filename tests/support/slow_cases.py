@@ -9,7 +9,7 @@ import pytest
 
 
 def slow(*values: Any) -> Any:
-    """One case, of these arguments."""
+    """A slow case with these arguments."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 

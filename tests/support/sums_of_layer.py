@@ -54,7 +54,7 @@ def across_channels(meets: Tensor, errors: Tensor, pieces: list[slice]) -> tuple
 
 
 def whole(n: int) -> list[slice]:
-    """One piece."""
+    """A single piece."""
     return [slice(0, n)]
 
 

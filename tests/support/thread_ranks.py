@@ -17,7 +17,7 @@ _PATIENCE = 60.0
 
 
 class _Meeting:
-    """Where the threads wait for each other. One runs at a time, so that what is global is each one's alone."""
+    """The point at which threads wait for each other. One runs at a time and has all global state to itself."""
 
     def __init__(self, size: int) -> None:
         self.turn = threading.Lock()

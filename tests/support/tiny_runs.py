@@ -35,7 +35,7 @@ STEPS = 12
 
 @dataclass
 class Run:
-    """What a training run leaves."""
+    """A training run: its folder, Trainer and callback."""
 
     folder: Path
     trainer: Trainer

@@ -1,4 +1,4 @@
-"""What TensorBoard, W&B and Trackio have stored of a run on this machine, read from their files."""
+"""Reads the files in which TensorBoard, W&B and Trackio store a run on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BLOCK, _HEADER = 32768, 7
 
 @dataclass
 class Stored:
-    """What a tracker stored."""
+    """The numbers and settings that a tracker stored."""
 
     numbers: dict[str, list[float]]
     """Name -> values, in their order."""
@@ -59,7 +59,7 @@ def of_tensorboard(folder: Path) -> Stored:
 
 
 def of_wandb(folder: Path) -> Stored:
-    """Of the one offline run in a folder; its file is a log of records in blocks, as LevelDB has it."""
+    """Reads the only offline run in a folder; its file is a log of records in blocks, as LevelDB has it."""
     messages = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="wandb")
     sys.modules["wandb"].teardown()  # ends the process that writes the file
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
@@ -80,7 +80,7 @@ def of_wandb(folder: Path) -> Stored:
 
 
 def of_trackio(folder: Path) -> Stored:
-    """Of the one run in a folder with the one project."""
+    """Reads the only run in a folder with one project."""
     (path,) = folder.glob("*.db")
     found = Stored({}, {})
     database = sqlite3.connect(path)

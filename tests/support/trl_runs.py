@@ -29,7 +29,7 @@ PAD, EOS = 124, 125
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per ASCII character."""
+    """A tokenizer with one token per ASCII character."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {chr(code): code for code in range(1, 124)} | {"<unk>": 0, "<pad>": PAD, "<eos>": EOS}
@@ -103,14 +103,14 @@ def saved_model(folder: Path) -> str:
 
 @dataclass
 class TRLRun:
-    """What a run under TRL leaves."""
+    """A run under TRL: its folder and trainer."""
 
     folder: Path
     trainer: Any
 
     @property
     def logged(self) -> list[dict[str, Any]]:
-        """What was logged at each step; times, shares and counts of tokens aside."""
+        """The figures logged at each step, without times, shares and counts of tokens."""
         rows = (line for line in self.trainer.state.log_history if "loss" in line)
         return [{key: value for key, value in row.items() if not _is_left_out(key)} for row in rows]
 
@@ -121,7 +121,7 @@ class TRLRun:
 
     @property
     def probed_loss(self) -> float:
-        """Of the first refresh."""
+        """The table of the first refresh."""
         found: float = json.loads((self.folder / "snip" / "divergence-2.json").read_text())["loss"]
         return found
 

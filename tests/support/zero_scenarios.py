@@ -1,4 +1,4 @@
-"""What the tests of `deepspeed_zero` train, in one process and in two. Shared by the test and zero_worker.py."""
+"""Trainings of the tests of `deepspeed_zero`, in one process and in two; shared with zero_worker.py."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ def batch(step: int, micro_batch: int, rank: int) -> dict[str, Tensor]:
 
 
 def rows() -> list[int]:
-    """What Accelerate reads the size of a micro-batch from."""
+    """Rows from which Accelerate reads the size of a micro-batch."""
     return list(range(RANKS * ROWS))

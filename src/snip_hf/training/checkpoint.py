@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ..policies.setting import names_of
 from ..records.events import TARGETS, Retarget
 from ..records.run_folder import EventWriter
 from .checks import check_plans, differences
-from .guard import read_guard
+from .guard import Health
 from .plan_in_force import fitting
 from .refresh import PendingRefresh
 from .schedule import Schedule
@@ -37,13 +37,6 @@ SCHEMA_VERSION = 2
 _CHOICE = {"skip_modules", "include_modules"}
 # Fields of the guard, which may change in mid-run.
 GUARD = ("guard", "guard_patience")
-
-
-@dataclass(frozen=True)
-class CountedState:
-    """Marks that the run has counted its first micro-batch, or tried to."""
-
-    coverage: Coverage | None
 
 
 @dataclass(frozen=True)
@@ -61,12 +54,13 @@ class SavedState:
     """Name of a backend -> its state (`Backend.state_dict`)."""
     postponed: int | None = None
     """The step to which a refresh was put off."""
-    counted: CountedState | None = None
-    """None: nothing was counted yet."""
+    is_counted: bool = False
+    """Whether the run has counted its first micro-batch, or tried to."""
+    coverage: Coverage | None = None
     ties: Ties | None = None
     """Those in force; None: unknown."""
-    guard: dict[str, Any] = field(default_factory=dict)
-    """State of the guard (`guard.Health`); empty without one."""
+    guard: Health | None = None
+    """None: there was no guard."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedState:
@@ -77,9 +71,6 @@ class SavedState:
             )
         try:
             pending, last_probe, postponed = state["pending"], state["last_probe"], state.get("postponed")
-            counted = None
-            if "coverage" in state:
-                counted = CountedState(from_json(Coverage | None, state["coverage"], "coverage"))
             return cls(
                 # Fields that a later version added have their defaults.
                 config=SnipConfig().to_dict() | dict(state["config"]),
@@ -88,11 +79,12 @@ class SavedState:
                 pending=None if pending is None else PendingRefresh.of(pending),
                 last_probe=None if last_probe is None else int(last_probe),
                 weights=None if state.get("weights") is None else str(state["weights"]),
-                counted=counted,
+                is_counted="coverage" in state,
+                coverage=from_json(Coverage | None, state.get("coverage"), "coverage"),
                 kernels={str(name): dict(entry) for name, entry in dict(state.get("kernels", {})).items()},
                 postponed=None if postponed is None else int(postponed),
                 ties=tuple(as_names("ties", tie) for tie in state["ties"]) if "ties" in state else None,
-                guard=read_guard(state.get("guard", {})),
+                guard=from_json(Health | None, state.get("guard"), "guard"),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
@@ -106,11 +98,10 @@ class SavedState:
             optional["kernels"] = self.kernels
         if self.postponed is not None:
             optional["postponed"] = self.postponed
-        if self.counted is not None:
-            coverage = self.counted.coverage
-            optional["coverage"] = None if coverage is None else coverage.to_dict()
-        if self.guard:
-            optional["guard"] = self.guard
+        if self.is_counted:
+            optional["coverage"] = None if self.coverage is None else self.coverage.to_dict()
+        if self.guard is not None:
+            optional["guard"] = asdict(self.guard)
         return {
             "schema_version": SCHEMA_VERSION,
             "step": self.step,
@@ -205,9 +196,10 @@ def state_of(run: RunParts, schedule: Schedule, step: int) -> dict[str, Any]:
         last_probe=schedule.last_probe,
         kernels=run.layers.state_dict(),
         postponed=schedule.postponed,
-        counted=None if run.coverage.is_due else CountedState(run.coverage.found),
+        is_counted=not run.coverage.is_due,
+        coverage=run.coverage.found,
         ties=names_of(run.in_force.setting.config),
-        guard={} if run.guard is None else run.guard.state(),
+        guard=None if run.guard is None else run.guard.health,
     ).to_dict()
 
 
@@ -215,8 +207,8 @@ def restore(run: RunParts, schedule: Schedule, events: EventWriter, saved: Saved
     """Puts the parts of a run into a saved state, and cuts later events from the record: they will happen again."""
     run.layers.load_state_dict(saved.kernels)
     run.in_force.resume(saved.plan, saved.step)
-    if saved.counted is not None:
-        run.coverage.restore(saved.counted.coverage)
+    if saved.is_counted:
+        run.coverage.restore(saved.coverage)
     run.refresher.stop()
     if saved.ties is not None:
         run.refresher.tie(saved.ties)
@@ -231,7 +223,7 @@ def restore(run: RunParts, schedule: Schedule, events: EventWriter, saved: Saved
     elif saved.pending is not None:
         run.refresher.resume(saved.pending, saved.step)
     if run.guard is not None:
-        run.guard.restore(saved.guard)
+        run.guard.restore(saved.guard or Health())
 
 
 def _change_target(

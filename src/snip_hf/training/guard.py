@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..config import SnipConfig
 from ..estimation.samples import read
 from ..layers.layer import SnipLayer
 from ..parallel.ranks import Processes
@@ -71,10 +69,9 @@ class Finding:
 
 @dataclass
 class Health:
-    """Tells sick steps from healthy ones; checkpoints save it."""
+    """Tells sick steps from healthy ones. Checkpoints save it as JSON."""
 
-    config: SnipConfig
-    recent: dict[str, deque[float]] = field(default_factory=dict)
+    recent: dict[str, list[float]] = field(default_factory=dict)
     """Figure -> its last healthy values."""
     risen: dict[str, list[float]] = field(default_factory=dict)
     """Figure -> its spikes since its last healthy value, which become the level if they last."""
@@ -83,12 +80,13 @@ class Health:
     alarmed: int | None = None
     """Step of the last alarm; None if it is long ago."""
 
-    def look(self, step: int, figures: Mapping[str, float | None]) -> Finding | None:
+    def look(self, step: int, figures: Mapping[str, float | None], patience: int) -> Finding | None:
         """Judges a step, and remembers its values if they are healthy.
 
         Args:
             step: from 1.
             figures: name -> value; None: unknown.
+            patience: `SnipConfig.guard_patience`.
         """
         known = {name: value for name, value in figures.items() if value is not None}
         for name, value in known.items():
@@ -96,80 +94,39 @@ class Health:
                 return Finding(name, value, None)
         finding = None
         for name, value in known.items():
-            limit = self.limit(name)
+            limit = self.limit(name, patience)
             if limit is not None and value > limit:
                 finding = finding or Finding(name, value, limit)
-                self._note_rise(name, value)
+                self._note_rise(name, value, patience)
             else:
                 self.risen.pop(name, None)
-                self._recent(name).append(value)
+                self.recent[name] = [*self.recent.get(name, []), value][-WINDOW:]
         # While raised formats hold, spikes are no alarms of their own.
-        is_held = self.alarmed is not None and step <= self.alarmed + self.config.guard_patience
+        is_held = self.alarmed is not None and step <= self.alarmed + patience
         return None if is_held else finding
 
-    def limit(self, name: str) -> float | None:
+    def limit(self, name: str, patience: int) -> float | None:
         """Returns the value above which a figure is a spike; None while too few values are known."""
-        values = self._recent(name)
-        if len(values) < min(WINDOW // 2, self.config.guard_patience):
+        values = self.recent.get(name, [])
+        if len(values) < min(WINDOW // 2, patience):
             return None
         mean = fmean(values)
         return mean + SPIKE * max(pstdev(values, mean), _MIN_DEVIATION * abs(mean))
 
-    def _note_rise(self, name: str, value: float) -> None:
-        """Makes spikes the level once there are `guard_patience` of them in a row."""
+    def _note_rise(self, name: str, value: float, patience: int) -> None:
+        """Makes spikes the level once there are `patience` of them in a row."""
         risen = self.risen.setdefault(name, [])
         risen.append(value)
-        if len(risen) >= self.config.guard_patience:
-            values = self._recent(name)
-            values.clear()
-            values.extend(self.risen.pop(name))
+        if len(risen) >= patience:
+            self.recent[name] = self.risen.pop(name)[-WINDOW:]
 
     def note_alarm(self, step: int) -> None:
         self.failures, self.alarmed = self.failures + 1, step
 
-    def note_calm(self, step: int) -> None:
+    def note_calm(self, step: int, patience: int) -> None:
         """Forgets alarms of long ago."""
-        if self.alarmed is not None and step > self.alarmed + 2 * self.config.guard_patience:
+        if self.alarmed is not None and step > self.alarmed + 2 * patience:
             self.failures, self.alarmed = 0, None
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "recent": {name: list(values) for name, values in self.recent.items()},
-            "risen": {name: list(values) for name, values in self.risen.items()},
-            "failures": self.failures,
-            "alarmed": self.alarmed,
-        }
-
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Loads the result of `to_dict`, as `read_guard` returns it; an empty state clears everything."""
-        self.failures, self.alarmed = saved.get("failures", 0), saved.get("alarmed")
-        self.recent, self.risen = {}, {name: list(values) for name, values in saved.get("risen", {}).items()}
-        for name, values in saved.get("recent", {}).items():
-            self._recent(name).extend(values)
-
-    def _recent(self, name: str) -> deque[float]:
-        return self.recent.setdefault(name, deque(maxlen=WINDOW))
-
-
-def read_guard(saved: Any) -> dict[str, Any]:
-    """Returns the guard's part of a state, checked; {} if there was no guard.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is damaged.
-    """
-    state = dict(saved)
-    if not state:
-        return {}
-    for name in ("failures", "alarmed"):
-        value = state.get(name)
-        if value is not None and (type(value) is not int or value < 0):
-            raise ValueError(f"guard.{name} is {value!r}")
-    for part in ("recent", "risen"):
-        values = {str(name): [float(value) for value in row] for name, row in state[part].items()}
-        if not all(math.isfinite(value) for row in values.values() for value in row):
-            raise ValueError(f"guard.{part} has a value that is not finite")
-        state[part] = values
-    return state
 
 
 class StepMeasurement(NamedTuple):
@@ -302,7 +259,7 @@ class Guard:
         self._meter, self._in_force, self._refresher, self._schedule = meter, in_force, refresher, schedule
         self._processes, self._events, self._log = processes, events, log
         self._config = in_force.setting.config
-        self._health = Health(self._config)
+        self.health = Health()
         self._sick: tuple[Finding, list[str], bool] | None = None
         """Verdict on the running step: the reason, the broken layers, and whether it is left out; None: healthy."""
 
@@ -314,7 +271,8 @@ class Guard:
         """Judges a step whose gradients are complete; returns True if it removed them. Collective."""
         self._processes.note(f"at the guard's look at step {step}")
         measured = self._meter.take()
-        finding = self._health.look(step, {LOSS: measured.loss, GRADIENT_NORM: measured.norm})
+        figures = {LOSS: measured.loss, GRADIENT_NORM: measured.norm}
+        finding = self.health.look(step, figures, self._config.guard_patience)
         self._sick = None
         if finding is None:
             return False
@@ -324,22 +282,12 @@ class Guard:
 
     def end_step(self, step: int) -> None:
         """Raises formats if the step that has ended was sick."""
-        self._health.note_calm(step)
+        self.health.note_calm(step, self._config.guard_patience)
         sick, self._sick = self._sick, None
         if sick is None:
             return
         finding, broken, is_left_out = sick
-        self._health.note_alarm(step)
-        alarm = Alarm(
-            step=step,
-            figure=finding.figure,
-            value=finding.value if finding.is_finite else None,
-            limit=finding.limit,
-            action=NOTED,
-            reason=finding.reason,
-            failures=self._health.failures,
-            left_out=is_left_out,
-        )
+        self.health.note_alarm(step)
         before = self._in_force.plan
         plan = raised_plan(before, self._concerned(broken), self._config.formats)
         changes = before.changes(plan)
@@ -350,16 +298,11 @@ class Guard:
             if needs_probe(self._config):
                 first = 0 if self._schedule.last_probe is not None else self._schedule.first_refresh
                 self._schedule.postponed = max(step + self._config.guard_patience + 1, first)
-        self._report(alarm, changes)
+        self._report(step, finding, is_left_out, changes)
 
-    def state(self) -> dict[str, Any]:
-        """Returns JSON data for `restore`."""
-        return self._health.to_dict()
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Continues from a state that `read_guard` returned."""
-        self._health.load(saved)
-        self._sick = None
+    def restore(self, health: Health) -> None:
+        """Continues from the health in a checkpoint."""
+        self.health, self._sick = health, None
 
     def close(self) -> None:
         self._meter.end()
@@ -373,14 +316,20 @@ class Guard:
         tied = {name for group in groups for name in group}
         return [layer for layer in layers if layer in broken or layer in tied]
 
-    def _report(self, alarm: Alarm, changes: Mapping[str, Any]) -> None:
+    def _report(self, step: int, finding: Finding, is_left_out: bool, changes: Mapping[str, Any]) -> None:
         """Writes the event and the line of the log."""
         plan = self._in_force.plan
         forward = forward_shares(plan)
         self._events.add(
-            replace(
-                alarm,
+            Alarm(
+                step=step,
+                figure=finding.figure,
+                value=finding.value if finding.is_finite else None,
+                limit=finding.limit,
                 action=RAISED if changes else NOTED,
+                reason=finding.reason,
+                failures=self.health.failures,
+                left_out=is_left_out,
                 changes={cell: (old, new) for cell, (old, new) in changes.items()},
                 fp4_fraction=plan.fp4_fraction,
                 forward_fp4_fraction=None if forward is None else forward.fp4_fraction,
@@ -393,5 +342,5 @@ class Guard:
                 "nothing is left to raise. If this goes on, stop and resume from a checkpoint of before the first "
                 "alarm (docs/reliability.md, Rolling back)"
             )
-        left_out = "; the step was left out" if alarm.left_out else ""
-        self._log.warning("snip-hf: guard, step %d: %s; %s%s.", alarm.step, alarm.reason, text, left_out)
+        left_out = "; the step was left out" if is_left_out else ""
+        self._log.warning("snip-hf: guard, step %d: %s; %s%s.", step, finding.reason, text, left_out)

@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from ..config import SnipConfig
-from ..costs.flops import Work
 from ..estimation.divergence import divergences_at
 from ..estimation.memory import measured_peak
 from ..estimation.table import DivergenceTable
@@ -86,95 +84,6 @@ class PendingRefresh:
             self.process.kill()
 
 
-class StepProbe:
-    """Probes steps of one run. With several processes, all of them do so together.
-
-    Args:
-        model: the model, or the parts of it that this process holds.
-        config: the configuration of the run.
-        flops: of all layers, in the order of tables.
-        layers: the swapped ones.
-        source: of the gradients.
-        processes: those of the run.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        config: SnipConfig,
-        flops: Work,
-        layers: SwappedLayers,
-        source: GradientSource,
-        processes: Processes,
-    ) -> None:
-        self.layers, self.source, self.processes = layers, source, processes
-        self._model, self._config, self._flops = model, config, flops
-
-    @property
-    def batch_tokens(self) -> int | None:
-        """Tokens that this rank's part of the probe may run on; None: all, as always in a pipeline."""
-        tokens = self._config.probe_batch_tokens
-        return None if tokens is None or self.processes.run else max(1, tokens // self.processes.data.size)
-
-    def why_untrained(self) -> str | None:
-        """Returns why no parameter of the model is ever updated; None if some are."""
-        return self.source.why_untrained(self._model)
-
-    def watch(self) -> StepWatch:
-        """Begins to watch a step that is to be probed."""
-        layers, parameters = self.layers.present, self.source.unclipped(self._model)
-        return StepWatch(self.batch_tokens, layers, parameters, self.source.beside(self._model, layers))
-
-    def note(self, place: str) -> None:
-        """Notes where in training the ranks exchange data next, for messages about waiting."""
-        self.processes.note(f"{place} ({_RUNS_OUT})")
-
-    def ready(self, watch: StepWatch | None) -> StepWatch:
-        """Returns the watch of the step; raises, on all ranks, if one of them cannot probe."""
-        attempt = Attempt()
-        with attempt:
-            if watch is None:
-                raise ValueError(NOT_CAPTURED)
-            _ = watch.batch
-            self.layers.check(self._flops)
-            if self.source.is_late:
-                raise ValueError(LATE)
-        self.processes.everyone.agree(attempt.error)
-        assert watch is not None
-        return watch
-
-    def check_applied(self) -> None:
-        """Raises ValueError, on all ranks, if the plan of the last probe no longer fits the training."""
-        attempt = Attempt()
-        with attempt:
-            self.layers.check(self._flops)
-        self.processes.everyone.agree(attempt.error)
-
-    def divergences(self, step: int, watch: StepWatch) -> DivergenceTable:
-        """Returns the divergences of the running step.
-
-        Args:
-            step: its number, from 1.
-            watch: of the step.
-
-        Raises:
-            ValueError: anything is not finite, or everything is 0.
-        """
-        with collecting_no_garbage():
-            table = divergences_at(
-                self._model,
-                batch=watch.batch,
-                optimizer_step=self.source.read(self._model, self.layers.present, watch, self.processes.everyone),
-                config=self._config,
-                step=step,
-                processes=self.processes,
-            )
-        _check_table(table)
-        # The stages that one process of a pipeline holds need not be neighbours.
-        order = {layer: index for index, layer in enumerate(self._flops)}
-        return replace(table, rows=tuple(sorted(table.rows, key=lambda row: order[row.layer])))
-
-
 def _check_table(table: DivergenceTable) -> None:
     for row in table.rows:
         if not all(map(math.isfinite, (row.loss_divergence, row.weight_divergence, row.criterion or 0.0))):
@@ -190,11 +99,14 @@ def _check_table(table: DivergenceTable) -> None:
 
 
 class Refresher:
-    """Runs the refreshes of one run, one at a time.
+    """Runs the refreshes of one run, one at a time. With several processes, all of them do so together.
 
     Args:
+        model: the model, or the parts of it that this process holds.
         in_force: the plan that a refresh replaces.
-        probe: measures the step.
+        layers: the swapped ones.
+        source: of the gradients.
+        processes: those of the run.
         events: get refreshes; their folder gets the divergences.
         solving: how programs are solved.
         log: gets the outcome of refreshes.
@@ -204,8 +116,11 @@ class Refresher:
 
     def __init__(
         self,
+        model: nn.Module,
         in_force: PlanInForce,
-        probe: StepProbe,
+        layers: SwappedLayers,
+        source: GradientSource,
+        processes: Processes,
         events: EventWriter,
         solving: Solving,
         log: logging.Logger,
@@ -214,11 +129,20 @@ class Refresher:
     ) -> None:
         self.pending: PendingRefresh | None = None
         """The refresh whose plan is not applied yet."""
-        self._in_force, self._probe, self._events = in_force, probe, events
+        self._model, self._in_force, self._layers, self._source = model, in_force, layers, source
+        self._processes, self._everyone, self._events = processes, processes.everyone, events
         self._solving, self._log, self._finds_ties = solving, log, finds_ties
         self._config = in_force.setting.config
         self._solver = solver
         """The solver in use; it changes after a failure."""
+
+    def watch(self) -> StepWatch:
+        """Begins to watch a step that is to be probed."""
+        layers, parameters = self._layers.present, self._source.unclipped(self._model)
+        tokens = self._config.probe_batch_tokens
+        if tokens is not None:  # this rank's part; a pipeline runs whole batches
+            tokens = None if self._processes.run else max(1, tokens // self._processes.data.size)
+        return StepWatch(tokens, layers, parameters, self._source.beside(self._model, layers))
 
     def is_planned(self, step: int) -> bool:
         """Returns True if a probe has led, or is about to lead, to a plan for the target of a step."""
@@ -233,9 +157,19 @@ class Refresher:
             step: the optimizer step that is about to be taken, from 1.
             watch: of the step; None: nobody captured it, and the refresh fails.
         """
-        self._probe.note(f"at the refresh of step {step}")
+        self._note(f"at the refresh of step {step}")
         with self._in_force.keeping(step):
-            self._begin(step, self._probe.ready(watch))
+            attempt = Attempt()
+            with attempt:
+                if watch is None:
+                    raise ValueError(NOT_CAPTURED)
+                _ = watch.batch
+                self._layers.check(self._in_force.setting.flops)
+                if self._source.is_late:
+                    raise ValueError(LATE)
+            self._everyone.agree(attempt.error)
+            assert watch is not None
+            self._begin(step, watch)
 
     def end_step(self, step: int) -> None:
         """To be called after an optimizer step: applies a plan that is due, or follows a target by rule."""
@@ -247,7 +181,7 @@ class Refresher:
         pending = self.pending
         if pending is not None and step >= pending.due:
             self.pending = None
-            self._probe.note(f"at the application of the plan of step {pending.step}")
+            self._note(f"at the application of the plan of step {pending.step}")
             with self._in_force.keeping(step, lambda: pending.begun):
                 self._apply(pending, step)
 
@@ -263,7 +197,7 @@ class Refresher:
         if self._in_force.tie(ties):
             text = "; ".join(", ".join(tie) for tie in ties) or "none"
             self._log.info("snip-hf: linears that take the same input, and so share their formats: %s.", text)
-            self._probe.layers.share_inputs(self._in_force.setting, self._log)
+            self._layers.share_inputs(self._in_force.setting, self._log)
 
     def stop(self) -> PendingRefresh | None:
         """Ends a running solver; returns the refresh that is lost."""
@@ -281,23 +215,23 @@ class Refresher:
 
     def log_if_untrained(self) -> None:
         """Logs that there is no weight divergence to measure, if that is so on all ranks. Collective."""
-        reasons = self._probe.processes.everyone.gather(self._why_untrained())
+        reasons = self._everyone.gather(self._why_untrained())
         if None not in reasons:
             self._log.info("snip-hf: %s, so that only the loss divergence decides.", reasons[0])
 
     def _begin(self, step: int, watch: StepWatch) -> None:
-        config, layers = self._config, self._probe.layers.present
+        config, layers = self._config, self._layers.present
         if config.budget == "measured" and self._in_force.setting.measured is None:
             self._in_force.measure_cost(config.timing_tokens or watch.counts.tokens)
         began = self._solving.clock()
         with measured_peak(next(iter(layers.values())).weight) as peak:
-            table = self._probe.divergences(step, watch)
+            table = self._divergences(step, watch)
         has_update = any(table.totals(fmt)["weight"] for fmt in config.quantized_formats)
         if not has_update and weighs_updates(config) and not self._why_untrained():
             self._log.warning(
                 "snip-hf: all weight divergences of step %d are 0, since %s; only the loss divergence decides.",
                 step,
-                self._probe.source.why_no_update(layers.values()),
+                self._source.why_no_update(layers.values()),
             )
         if self._finds_ties:
             self.tie(table.ties)
@@ -308,20 +242,44 @@ class Refresher:
             divergence={fmt: table.totals(fmt) for fmt in reversed(config.formats)},
             memory_mib={"measured": peak[0]},
             seconds={"probe": self._solving.clock() - began, "solver": None, "waited": None},
-            kernels=self._probe.layers.counters,
+            kernels=self._layers.counters,
         )
         self._events.folder.write_divergences(step, table)
         process = self._start_solver(program)
         self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, process)
 
+    def _divergences(self, step: int, watch: StepWatch) -> DivergenceTable:
+        """Returns the divergences of the running step.
+
+        Raises:
+            ValueError: anything is not finite, or everything is 0.
+        """
+        with collecting_no_garbage():
+            table = divergences_at(
+                self._model,
+                batch=watch.batch,
+                optimizer_step=self._source.read(self._model, self._layers.present, watch, self._everyone),
+                config=self._config,
+                step=step,
+                processes=self._processes,
+            )
+        _check_table(table)
+        # The stages that one process of a pipeline holds need not be neighbours.
+        order = {layer: index for index, layer in enumerate(self._in_force.setting.flops)}
+        return replace(table, rows=tuple(sorted(table.rows, key=lambda row: order[row.layer])))
+
+    def _note(self, place: str) -> None:
+        """Notes where in training the ranks exchange data next, for messages about waiting."""
+        self._processes.note(f"{place} ({_RUNS_OUT})")
+
     def _why_untrained(self) -> str | None:
         """Returns why this rank has no weight divergence to measure, if the policy needs it; None if it has."""
-        return self._probe.why_untrained() if weighs_updates(self._config) else None
+        return self._source.why_untrained(self._model) if weighs_updates(self._config) else None
 
     def _start_solver(self, program: dict[str, Any]) -> SolverProcess | None:
         """Starts solving on the first rank; raises on all of them if that fails."""
         started: list[SolverProcess] = []
-        self._probe.processes.everyone.by_first(lambda: started.append(self._solving.start(program)))
+        self._everyone.by_first(lambda: started.append(self._solving.start(program)))
         return started[0] if started else None
 
     def _solution(self, pending: PendingRefresh) -> SolverResult:
@@ -346,8 +304,11 @@ class Refresher:
         def solution() -> dict[str, Any]:
             return asdict(self._solution(pending))
 
-        result = SolverResult(**self._probe.processes.everyone.by_first(solution))
-        self._probe.check_applied()
+        result = SolverResult(**self._everyone.by_first(solution))
+        attempt = Attempt()
+        with attempt:
+            self._layers.check(self._in_force.setting.flops)
+        self._everyone.agree(attempt.error)
         pending.begun = pending.begun.with_seconds(solver=result.seconds, waited=self._solving.clock() - began)
         plan = solved_plan(self._in_force.setting, self._in_force.model_name, pending.step, result)
         changes = self._in_force.plan.changes(plan)

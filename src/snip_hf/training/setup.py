@@ -40,7 +40,7 @@ from .gradients import GradientSource, find_source, warn_if_unscaled
 from .guard import Guard, StepMeter
 from .messages import RunMessages
 from .plan_in_force import PlanInForce, first_plan, formats_in_use
-from .refresh import Refresher, Solving, StepProbe
+from .refresh import Refresher, Solving
 from .schedule import Schedule
 from .swapped_layers import SwappedLayers
 
@@ -63,7 +63,6 @@ class RunParts:
     layers: SwappedLayers
     source: GradientSource
     in_force: PlanInForce
-    probe: StepProbe
     refresher: Refresher
     coverage: CoverageCounter
     guard: Guard | None
@@ -126,8 +125,8 @@ def set_up(
     _check_for_probe(bare, config, source, log)
     setting = find_setting(bare, config, processes.pipeline)
     in_force = _first_in_force(bare, backend.name, setting, processes, events, log)
-    probe = StepProbe(bare, config, setting.flops, layers, source, processes)
-    refresher = Refresher(in_force, probe, events, solving, log, solver, finds_ties=config.ties == AUTO_TIES)
+    finds_ties = config.ties == AUTO_TIES
+    refresher = Refresher(bare, in_force, layers, source, processes, events, solving, log, solver, finds_ties)
     coverage = CoverageCounter(bare, in_force, processes, events, log, accelerator)
     guard = None
     if config.guard != "off":
@@ -135,7 +134,7 @@ def set_up(
         guard = Guard(meter, in_force, refresher, schedule, processes, events, log)
     messages = RunMessages(config, backend.name, log)
     events.add_tracker(messages.note)
-    return RunParts(config, bare, backend.name, layers, source, in_force, probe, refresher, coverage, guard, messages)
+    return RunParts(config, bare, backend.name, layers, source, in_force, refresher, coverage, guard, messages)
 
 
 def _check_for_probe(model: nn.Module, config: SnipConfig, source: GradientSource, log: logging.Logger) -> None:

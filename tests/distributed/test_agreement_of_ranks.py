@@ -23,22 +23,20 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 PLANS = (
-    "ValueError: Rank 1 has another plan than rank 0: layer 'model.layers.0.self_attn.q_proj' runs in fp4/fp4/fp4 on "
-    "rank 1 and in fp8/fp8/fp8 on rank 0. Expected one plan on all ranks: let all of them read the same file."
+    "ValueError: Rank 1 has another plan than rank 0: model.layers.0.self_attn.q_proj is fp4/fp4/fp4 on rank 1 and "
+    "fp8/fp8/fp8 on rank 0. Expected one plan on all ranks: let all of them read one file."
 )
 LAYERS = (
-    "ValueError: Rank 1 has other swapped layers than rank 0, of 14 against 21: 'model.layers.2.self_attn.q_proj' is "
-    "(not swapped) on rank 1 and (32x32, trained) on rank 0. Expected the same model, frozen and swapped alike, on all "
-    "ranks that share it."
+    "ValueError: Rank 1 has other swapped layers than rank 0: model.layers.2.self_attn.q_proj is missing on rank 1 and "
+    "32x32, trained on rank 0. Expected the same model, frozen and swapped alike, on all ranks that share it."
 )
 FROZEN = (
-    "ValueError: Rank 1 has other swapped layers than rank 0, of 14 against 14: 'model.layers.1.mlp.up_proj' is "
-    "(80x32, frozen) on rank 1 and (80x32, trained) on rank 0. Expected the same model, frozen and swapped alike, on "
-    "all ranks that share it."
+    "ValueError: Rank 1 has other swapped layers than rank 0: model.layers.1.mlp.up_proj is 80x32, frozen on rank 1 "
+    "and 80x32, trained on rank 0. Expected the same model, frozen and swapped alike, on all ranks that share it."
 )
 STEPS = (
-    "ValueError: max_steps is 11 on rank 1 and 10 on rank 0; expected the same on all ranks, since it decides which "
-    "refreshes are run."
+    "ValueError: Rank 1 has another length of training than rank 0: max_steps is 11 on rank 1 and 10 on rank 0. "
+    "Expected the same number on all ranks, since it decides which refreshes are run."
 )
 
 
@@ -60,8 +58,8 @@ def test_what_one_rank_refuses_is_refused_by_all_at_once(two: Found) -> None:
 def test_states_of_different_plans_are_refused_before_they_change_anything(two: Found) -> None:
     for found in two:
         assert found["states"]["error"].startswith(
-            "ValueError: Rank 1 has another plan than rank 0: layer 'model.layers.0.self_attn.q_proj' runs in "
-            "fp4/fp8/fp8 on rank 1 and in fp8/fp8/fp8 on rank 0."
+            "ValueError: Rank 1 has another plan than rank 0: model.layers.0.self_attn.q_proj is fp4/fp8/fp8 on rank 1 "
+            "and fp8/fp8/fp8 on rank 0."
         )
 
 

@@ -70,14 +70,10 @@ def check_configs(config: SnipConfig, everyone: Ranks) -> None:
     """Refuses ranks with different configurations. Collective.
 
     Raises:
-        ValueError: names another rank and the fields, on all ranks.
+        ValueError: names another rank and a field, on all ranks.
     """
-    for rank, other in enumerate(everyone.gather(config.to_dict())):
-        if different := differences(config, other):
-            raise ValueError(
-                f"This rank's configuration is not that of rank {rank}: they differ in {', '.join(different)}. "
-                "Expected the same SnipConfig on all ranks."
-            )
+    fields = {name: value for name, value in config.to_dict().items() if name not in _FREE}
+    _check_equal(fields, everyone, "another configuration", "Expected the same SnipConfig on all ranks.")
 
 
 def check_alike(
@@ -86,74 +82,45 @@ def check_alike(
     """Refuses ranks with different swapped layers, first plans or lengths of training. Collective.
 
     Raises:
-        ValueError: names the ranks and the difference, on all ranks.
+        ValueError: names another rank and the difference, on all ranks.
     """
+    found = {
+        name: f"{layer.out_features}x{layer.in_features}, {'trained' if layer.weight.requires_grad else 'frozen'}"
+        for name, layer in layers.items()
+    }
     attempt = Attempt()
     with attempt:
-        _check_same_layers(layers, processes.data)
+        expected = "Expected the same model, frozen and swapped alike, on all ranks that share it."
+        _check_equal(found, processes.data, "other swapped layers", expected)
     processes.everyone.agree(attempt.error)
     check_plans(plan, processes.everyone)
-    steps = processes.everyone.gather(max_steps)
-    if others := [rank for rank, given in enumerate(steps) if given != steps[0]]:
-        raise ValueError(
-            f"max_steps is {steps[others[0]]} on rank {others[0]} and {steps[0]} on rank 0; expected the same on all "
-            "ranks, since it decides which refreshes are run."
-        )
+    expected = "Expected the same number on all ranks, since it decides which refreshes are run."
+    _check_equal({"max_steps": max_steps}, processes.everyone, "another length of training", expected)
 
 
 def check_plans(plan: PrecisionPlan, everyone: Ranks) -> None:
     """Refuses ranks with different plans, e.g. from different files. Collective.
 
     Raises:
-        ValueError: names the ranks and a layer, on all ranks.
+        ValueError: names another rank and a layer, on all ranks.
     """
-    assignment = {layer: dict(formats) for layer, formats in plan.assignment.items()}
-    others = _unlike_first(assignment, everyone)
-    if not others:
+    formats = {layer: "/".join(row.values()) for layer, row in plan.assignment.items()}
+    _check_equal(formats, everyone, "another plan", "Expected one plan on all ranks: let all of them read one file.")
+
+
+def _check_equal(found: Mapping[str, Any], ranks: Ranks, what: str, expected: str) -> None:
+    """Raises ValueError, on all ranks, if the JSON data of one rank is not that of the first one. Collective."""
+    digests = ranks.gather(hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest())
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is None:
         return
-    plans = everyone.gather(assignment)
-    mine, theirs = plans[0], plans[others[0]]
-    layer = next(name for name in [*mine, *theirs] if mine.get(name) != theirs.get(name))
+    data = ranks.gather(dict(found))
+    first, theirs = data[0], data[other]
+    name = next(name for name in {**first, **theirs} if first.get(name) != theirs.get(name))
     raise ValueError(
-        f"{_names(others)} another plan than rank 0: layer {layer!r} runs in {_formats(theirs.get(layer))} on rank "
-        f"{others[0]} and in {_formats(mine.get(layer))} on rank 0. Expected one plan on all ranks: let all of them "
-        "read the same file."
+        f"Rank {other} has {what} than rank 0: {name} is {theirs.get(name, 'missing')} on rank {other} and "
+        f"{first.get(name, 'missing')} on rank 0. {expected}"
     )
-
-
-def _check_same_layers(layers: Mapping[str, SnipLayer], data: Ranks) -> None:
-    found = {
-        name: f"{layer.out_features}x{layer.in_features}, {'trained' if layer.weight.requires_grad else 'frozen'}"
-        for name, layer in layers.items()
-    }
-    others = _unlike_first(list(found.items()), data)
-    if not others:
-        return
-    models = data.gather(found)
-    mine, theirs = models[0], models[others[0]]
-    unlike = [name for name in dict.fromkeys([*mine, *theirs]) if mine.get(name) != theirs.get(name)]
-    layer = (unlike or list(mine))[0]
-    raise ValueError(
-        f"{_names(others)} other swapped layers than rank 0, of {len(theirs)} against {len(mine)}: {layer!r} is "
-        f"({theirs.get(layer, 'not swapped')}) on rank {others[0]} and ({mine.get(layer, 'not swapped')}) on rank 0"
-        f"{'' if unlike else '; they come in another order'}. Expected the same model, frozen and swapped alike, on "
-        "all ranks that share it."
-    )
-
-
-def _unlike_first(value: Any, ranks: Ranks) -> list[int]:
-    """Returns, on all ranks, those whose JSON data is not that of the first one."""
-    digests = ranks.gather(hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest())
-    return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-
-
-def _names(ranks: list[int]) -> str:
-    numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"Rank {numbers} has" if len(ranks) == 1 else f"Ranks {numbers} have"
-
-
-def _formats(formats: Mapping[str, str] | None) -> str:
-    return "no format" if formats is None else "/".join(formats.values())
 
 
 def check_trainer(args: Any) -> None:

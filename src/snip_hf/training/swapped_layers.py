@@ -56,10 +56,10 @@ class SwappedLayers:
         self._config = config
         self._processes = processes
         self._kernels = kernels
-        self._keeps_weights = False
+        self._keeps_weights, self._is_released = False, False
         self.counters: dict[str, float] = {}
         """Counters of the kernels at the last `log_findings`."""
-        self._mark = RunMark(self.unclaim)
+        self._mark = RunMark(self.release)
         if self._are_driven():
             gc.collect()  # an abandoned run may hold itself in a cycle
         if self._are_driven():
@@ -72,18 +72,13 @@ class SwappedLayers:
         """Name -> layer."""
         use_backend(self.present, kernels, processes.data, mixed_precision, config, log)
         self._states = PackedStates(self.present)
-        self._is_owned = True
 
     def _are_driven(self) -> bool:
         return any(isinstance(mark.driver, SwappedLayers) for mark in marks_on(self._model))
 
     def claim(self) -> None:
-        """Refuses the layers to other runs until `unclaim` or `release`, or until this run is garbage."""
+        """Refuses the layers to other runs until `release`, or until this run is garbage."""
         self._mark.put_on(self._marked)
-
-    def unclaim(self) -> None:
-        """Leaves the layers to other runs."""
-        self._mark.remove(self._marked)
 
     @property
     def _marked(self) -> nn.Module:
@@ -157,10 +152,10 @@ class SwappedLayers:
 
     def release(self) -> None:
         """Gives the layers up: they compute plainly, and the kernels keep nothing of them."""
-        self.unclaim()
-        if not self._is_owned:  # the user may have set formats since
+        if self._is_released:  # the user may have set formats since
             return
-        self._is_owned = False
+        self._is_released = True
+        self._mark.remove(self._marked)
         self._kernels.release(self._run_by_kernels)
         remove_gates(self._model)
         for layer in self.present.values():

@@ -403,10 +403,32 @@ def test_one_process_sends_nothing_and_has_exact_gradients(alone: None, caplog: 
     assert (compression.bytes_sent, compression.step) == (0, 0)
 
 
-def test_gradients_in_float16_are_refused(alone: None) -> None:
-    ddp = nn.parallel.DistributedDataParallel(Given(torch.float16))
-    compression = GradientCompression(ddp, 0, True, True)
+def hooked(dtype: torch.dtype) -> tuple[nn.Module, GradientCompression]:
+    """Compresses the gradients of one process, which sends them to itself."""
+    ddp = nn.parallel.DistributedDataParallel(Given(dtype), bucket_cap_mb=BUCKET_MB)
+    compression = GradientCompression(ddp, 0, error_feedback=True, stochastic=True)
     ddp.register_comm_hook(compression, lambda state, bucket: state.start(bucket))
+    return ddp, compression
+
+
+def test_what_one_process_rounds_away_is_carried_over_also_by_a_saved_state(alone: None) -> None:
+    ddp, compression = hooked(torch.float32)
+    found = [averaged(ddp, given(0, step)) for step in range(3)]
+    assert not torch.equal(found[0], given(0, 0)) and compression.step == 3
+    state = compression.state_dict()
+    carried = torch.cat([error.view(-1) for error in state["errors"].values()])
+    expected = sum(given(0, step) for step in range(3))
+    assert torch.allclose(sum(found) + carried, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    _, other = hooked(torch.float32)
+    other.load_state_dict(state)
+    assert all(torch.equal(error, state["errors"][name]) for name, error in other.state_dict()["errors"].items())
+    for changed, message in (({"rank": 1}, "of rank 1 of 1"), ({"errors": {"x": carried}}, "of 1 parameters")):
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(state | changed)
+
+
+def test_gradients_in_float16_are_refused(alone: None) -> None:
+    ddp, _ = hooked(torch.float16)
     with pytest.raises(TypeError, match=r"Got gradients in torch\.float16; expected"):
         ddp(given(0, 0).half()).backward()
 

@@ -23,7 +23,7 @@ from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Ranks
 from snip_hf.text import WITHOUT_PROBE
-from snip_hf.training.gradients import LossScaling, check_weights, warn_if_unscaled
+from snip_hf.training.gradients import LossScaling, check_weights
 from snip_hf.training.schedule import Schedule
 
 CONFIG = fp4_config(**SCHEDULE)
@@ -90,24 +90,6 @@ def test_trained_weights_in_fp16_are_refused_before_training_also_where_nothing_
 def test_frozen_weights_may_be_in_fp16() -> None:
     frozen = a_weight(dtype=torch.float16).requires_grad_(False)
     check_weights(torch.optim.SGD([a_weight(), frozen], lr=1.0))
-
-
-def test_fp16_on_a_cpu_is_warned_of_where_nothing_is_scaled(caplog: pytest.LogCaptureFixture) -> None:
-    log, sgd = logging.getLogger("snip_hf"), torch.optim.SGD([a_weight()], lr=1.0)
-    asked = SimpleNamespace(mixed_precision="fp16", scaler=None)
-    for accelerator, device in (
-        (SimpleNamespace(mixed_precision="fp16", scaler=scaler()), "cpu"),
-        (SimpleNamespace(mixed_precision="no", scaler=None), "cpu"),
-        (None, "cpu"),
-        (asked, "cuda"),
-    ):
-        warn_if_unscaled(sgd, accelerator, torch.device(device), log)
-    assert caplog.messages == []
-    warn_if_unscaled(sgd, asked, torch.device("cpu"), log)
-    assert caplog.messages == [
-        "snip-hf: mixed precision in FP16 was asked for on a CPU, where Accelerate gives no GradScaler and no "
-        "autocast: the model runs in the precision of its weights. Train on a GPU, or in BF16."
-    ]
 
 
 # In a loop of one's own

@@ -167,7 +167,6 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     set_step(new, config.seed, 0, 0)
     for layer in new.values():
         layer.compute_plainly()
-    _warn_of_backend(config.backend, layers)
     _keep_ddp_out(model)
     if before.keys() != layers.keys():
         counts = ", ".join(f"{reason}: {count}" for reason, count in Counter(skipped.values()).items())
@@ -185,18 +184,6 @@ def _nothing_left(model: nn.Module, skipped: Mapping[str, str]) -> ValueError:
         "Expected at least one nn.Linear inside a numbered block: check skip_modules, name linears elsewhere in "
         "include_modules, or add another class of modules with register_layer_kind (docs/extending.md)."
     )
-
-
-def _warn_of_backend(requested: str, layers: Mapping[str, SnipLayer]) -> None:
-    asked = BACKENDS.get(requested)
-    lacks = None if asked is None else asked.lacks(next(iter(layers.values())).weight.device)
-    if lacks is not None and any(layer.snip_backend is not asked for layer in layers.values()):
-        logger.warning(
-            "snip-hf: backend=%r cannot run where the model is now (%s); its layers are emulated until a controller "
-            "finds it on such a device.",
-            requested,
-            lacks,
-        )
 
 
 def restore_model(model: nn.Module) -> None:

@@ -20,7 +20,6 @@ original and gets it back when it is restored.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,12 +42,6 @@ _ORIGINAL = "snip_config"
 _FLAGS = {"has_gate", "has_bias", "is_transposed"}
 # Fields of configs for the number of experts per token.
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
-_PROJECTION = re.compile(r"(^|\.)experts\.[^\W\d]\w*$")
-
-
-def looks_like_experts(layer: str) -> bool:
-    """Returns True if a layer's name in a plan looks like that of a projection of experts."""
-    return _PROJECTION.search(layer) is not None
 
 
 class SnipExperts(SnipLayer):

@@ -36,7 +36,6 @@ from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
 from ..text import WITHOUT_PROBE
 from .gradients import LATE
-from .schedule import Schedule
 
 # Fields that do not decide the course of a run: they may differ on resume, and between ranks.
 _FREE = ("solver_time_limit", "backend", "timing_file")
@@ -271,14 +270,12 @@ class StepCalls:
 
     Args:
         accelerator: the Accelerate object of the loop, if there is one.
-        schedule: learns the accumulation if the loop calls in each micro-batch.
         needs_probe: whether the policy probes; without a probe, `before_optimizer_step` has nothing to do.
         log: gets each warning once.
     """
 
-    def __init__(self, accelerator: Any, schedule: Schedule, needs_probe: bool, log: logging.Logger) -> None:
+    def __init__(self, accelerator: Any, needs_probe: bool, log: logging.Logger) -> None:
         self._accelerator = accelerator if hasattr(accelerator, "sync_gradients") else None
-        self._schedule = schedule
         self._needs_probe = needs_probe
         self._log = log
         self._said: set[str] = set()
@@ -296,7 +293,6 @@ class StepCalls:
         if not isinstance(step, SupportsIndex):
             raise TypeError(f"{call} got the step {step!r} ({type(step).__name__}); expected an int, e.g. {done + 1}.")
         if self._accelerator is not None and not self._accelerator.sync_gradients:
-            self._schedule.count_micro_batches(self._accelerator.gradient_accumulation_steps)
             return False
         if self.is_begun and call == "before_optimizer_step":
             raise ValueError(

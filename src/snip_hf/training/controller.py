@@ -54,8 +54,7 @@ class SnipController:
         output_dir: the first process writes the plan, the history and the divergences to `snip/` in this folder; None:
             nothing is written.
         pipeline: runs the whole model if this process holds only parts of it.
-        max_steps: the last optimizer step, if it is known: refreshes whose plan would be due after it are left out. In
-            a loop that calls the controller in each micro-batch inside `accelerator.accumulate`: the last micro-batch.
+        max_steps: the last optimizer step, if it is known: refreshes whose plan would be due after it are left out.
         solving: how the integer programs are solved; None: by the configured solver, in a process of its own.
 
     Raises:
@@ -91,7 +90,7 @@ class SnipController:
         """Folder in which the first process records the run; None: nowhere."""
         self._events = EventWriter(self._folder, is_first, self._log)
         self._schedule = Schedule(config, max_steps, self._log)
-        self._calls = StepCalls(accelerator, self._schedule, self.needs_probe, self._log)
+        self._calls = StepCalls(accelerator, self.needs_probe, self._log)
         self._watch: StepWatch | None = None
         """Watch of the running step, if it refreshes."""
         self._micro_batch, self._has_labels, self._started, self._is_new = 0, False, False, True
@@ -120,7 +119,7 @@ class SnipController:
         self._layers.set_step(1, 0)
         self._chunks = PipelineChunks(parts_of(self.model), self.config.seed, lambda: self.step + 1)
         self._source.attach(self._before_optimizer_step)
-        self._layers.share_inputs(run.in_force.setting, self._log)
+        self._layers.share_inputs(run.in_force.setting)
         self._schedule.warn_if_too_short()
         run.refresher.log_if_untrained()
         self._layers.claim()
@@ -258,7 +257,7 @@ class SnipController:
             # With apply_delay = refresh_every the last plan is due after this very step, whose passes are done.
             run.refresher.apply_due(step)
             self._schedule.note_probe(step)
-            self._layers.log_findings(self._log)
+            self._layers.log_findings()
             run.coverage.count_again(step, watch)
             run.refresher.begin(step, watch)
 
@@ -288,10 +287,7 @@ class SnipController:
         `restore_model` swaps them back.
         """
         self._calls.is_closed = True
-        try:
-            self._layers.log_findings(self._log)
-        finally:  # reading from the device may fail
-            self._layers.release()
+        self._layers.release()
         self._chunks.close()
         self._source.close()
         if self._guard is not None:

@@ -7,7 +7,6 @@ not finite.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -141,16 +140,6 @@ class LossScaling:
             return False
         gradients = [own_part(one.grad.detach()) for one in parameters if one.grad is not None]
         return not all(everyone.gather(all(read([torch.isfinite(gradient).all() for gradient in gradients]))))
-
-
-def warn_if_unscaled(optimizer: Any, accelerator: Any, device: torch.device, log: logging.Logger) -> None:
-    """Warns of FP16 on a CPU, where Accelerate neither scales the loss nor casts."""
-    is_asked = getattr(accelerator, "mixed_precision", None) == "fp16"
-    if is_asked and device.type == "cpu" and not LossScaling(optimizer, accelerator).is_on:
-        log.warning(
-            "snip-hf: mixed precision in FP16 was asked for on a CPU, where Accelerate gives no GradScaler and no "
-            "autocast: the model runs in the precision of its weights. Train on a GPU, or in BF16."
-        )
 
 
 def _scaler_of(holder: Any) -> Any:

@@ -197,7 +197,7 @@ class Refresher:
         if self._in_force.tie(ties):
             text = "; ".join(", ".join(tie) for tie in ties) or "none"
             self._log.info("snip-hf: linears that take the same input, and so share their formats: %s.", text)
-            self._layers.share_inputs(self._in_force.setting, self._log)
+            self._layers.share_inputs(self._in_force.setting)
 
     def stop(self) -> PendingRefresh | None:
         """Ends a running solver; returns the refresh that is lost."""

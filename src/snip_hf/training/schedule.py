@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 
 from ..config import SnipConfig
 from ..policies.registry import needs_probe
@@ -31,7 +30,6 @@ class Schedule:
         self._config = config
         self._needs_probe = needs_probe(config)
         self._log = log
-        self._counts_micro_batches = False
         self._said_too_late = False
         self._said_too_short = False
 
@@ -91,13 +89,6 @@ class Schedule:
     @property
     def _first_due(self) -> int:
         return self.first_refresh + self._config.apply_delay
-
-    def count_micro_batches(self, per_step: int) -> None:
-        """Converts `max_steps` from micro-batches to optimizer steps of `per_step` micro-batches."""
-        if self.max_steps is not None and not self._counts_micro_batches:
-            self.max_steps = math.ceil(self.max_steps / per_step)
-            self._counts_micro_batches = True
-            self.warn_if_too_short()
 
     def warn_if_too_short(self) -> None:
         """Warns, once, if training will end before the first plan could be applied."""

@@ -36,7 +36,7 @@ from ..records.run_folder import EventWriter
 from ..text import printable
 from .checks import check_guard, check_model, check_parts, check_pipeline
 from .coverage import CoverageCounter
-from .gradients import GradientSource, find_source, warn_if_unscaled
+from .gradients import GradientSource, find_source
 from .guard import Guard, StepMeter
 from .messages import RunMessages
 from .plan_in_force import PlanInForce, first_plan, formats_in_use
@@ -120,7 +120,6 @@ def set_up(
     solver = processes.everyone.by_first(lambda: check_solver(config, log)) if needs_probe(config) else config.solver
     layers = SwappedLayers(bare, config, processes, backend, getattr(accelerator, "mixed_precision", None), log)
     keep_liger_out_of_graphs(bare, log)
-    warn_if_unscaled(optimizer, accelerator, next(bare.parameters()).device, log)
     keep_states_apart([model] if isinstance(model, nn.Module) else model)
     _check_for_probe(bare, config, source, log)
     setting = find_setting(bare, config, processes.pipeline)

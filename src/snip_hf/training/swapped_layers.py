@@ -55,7 +55,7 @@ class SwappedLayers:
         self._model = model
         self._config = config
         self._processes = processes
-        self._kernels = kernels
+        self._kernels, self._log = kernels, log
         self._keeps_weights, self._is_released = False, False
         self.counters: dict[str, float] = {}
         """Counters of the kernels at the last `log_findings`."""
@@ -111,11 +111,11 @@ class SwappedLayers:
         if data.size > 1 and not self._states.set_rank(data.rank, data.size):
             set_rank(self.present, data.rank, data.size)
 
-    def share_inputs(self, setting: Setting, log: logging.Logger) -> None:
+    def share_inputs(self, setting: Setting) -> None:
         """Lets the kernels quantize a shared input once, and fuse gated MLPs; logs which."""
         layers = self._run_by_kernels
         self._kernels.share_inputs(layers, [group for group in siblings(setting) if group[0] in layers])
-        put_gates(self._model, log)
+        put_gates(self._model, self._log)
 
     def keep_weights(self, everything: bool) -> None:
         """Quantizes the weights for a training pass, if they are kept."""
@@ -142,24 +142,29 @@ class SwappedLayers:
         """Continues from a `state_dict`; the state of another backend is ignored."""
         self._kernels.load_state_dict(self._run_by_kernels, state.get(self._kernels.name, {}))
 
-    def log_findings(self, log: logging.Logger) -> None:
+    def log_findings(self) -> None:
         """Logs the findings of the kernels since the last call, and keeps their counters."""
         self.counters = dict(self._kernels.figures(self._run_by_kernels))
         found = self._kernels.findings(self._run_by_kernels)
         if found is not None:
             warns, text = found
-            log.log(logging.WARNING if warns else logging.INFO, "snip-hf: backend %s: %s", self._kernels.name, text)
+            self._log.log(
+                logging.WARNING if warns else logging.INFO, "snip-hf: backend %s: %s", self._kernels.name, text
+            )
 
     def release(self) -> None:
         """Gives the layers up: they compute plainly, and the kernels keep nothing of them."""
         if self._is_released:  # the user may have set formats since
             return
         self._is_released = True
-        self._mark.remove(self._marked)
-        self._kernels.release(self._run_by_kernels)
-        remove_gates(self._model)
-        for layer in self.present.values():
-            layer.compute_plainly()
+        try:
+            self.log_findings()
+        finally:  # reading from the device may fail
+            self._mark.remove(self._marked)
+            self._kernels.release(self._run_by_kernels)
+            remove_gates(self._model)
+            for layer in self.present.values():
+                layer.compute_plainly()
 
 
 def swap(model: nn.Module, config: SnipConfig, pipeline: Ranks) -> None:

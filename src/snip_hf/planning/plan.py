@@ -234,11 +234,12 @@ class PrecisionPlan:
         except (KeyError, TypeError):  # no table, or a plan from elsewhere whose config names anything
             return None
 
-    def _fp4_fraction(self, layers: Iterable[str], work: Work) -> float:
-        pairs = [(name, work[layer][gemm]) for layer in layers for gemm, name in self.assignment[layer].items()]
-        return math.fsum(weight for name, weight in pairs if FORMATS[name].counts_as_fp4) / math.fsum(
-            weight for _, weight in pairs
-        )
+    def _fp4_fraction(self, layers: Iterable[str], work: Work, gemms: Collection[str] = GEMMS) -> float:
+        """Returns the share of these layers' work in these GEMMs that is in FP4; 0 if there is no such work."""
+        formats = [(layer, gemm, name) for layer in layers for gemm, name in self.assignment[layer].items()]
+        pairs = [(name, work[layer][gemm]) for layer, gemm, name in formats if gemm in gemms]
+        whole = math.fsum(weight for _, weight in pairs)
+        return math.fsum(weight for name, weight in pairs if FORMATS[name].counts_as_fp4) / whole if whole > 0 else 0.0
 
     def changes(self, other: PrecisionPlan) -> dict[str, list[str]]:
         """Differences from this plan to `other`: {"layer:gemm": [format here, format in other]}.
@@ -477,17 +478,12 @@ def forward_shares(plan: PrecisionPlan) -> ForwardShares | None:
     if (plan.provenance.config or {}).get("decides") != FORWARD:
         return None
     work, times = plan.executed, plan.times
+
+    def share(layers: Iterable[str], work: Work) -> float:
+        return plan._fp4_fraction(layers, work, GEMMS[:1])
+
     return ForwardShares(
-        forward_fraction(plan, plan.assignment, work),
-        tuple(forward_fraction(plan, stage, work) for stage in plan.stages),
-        None if times is None else forward_fraction(plan, plan.assignment, times.work),
+        share(plan.assignment, work),
+        tuple(share(stage, work) for stage in plan.stages),
+        None if times is None else share(plan.assignment, times.work),
     )
-
-
-def forward_fraction(plan: PrecisionPlan, layers: Iterable[str], work: Work) -> float:
-    """Returns the share of these layers' forward work that is in FP4; 0 if there is no such work."""
-    gemm = GEMMS[0]
-    numbers = {layer: work[layer][gemm] for layer in layers}
-    low = [number for layer, number in numbers.items() if FORMATS[plan.assignment[layer][gemm]].counts_as_fp4]
-    whole = math.fsum(numbers.values())
-    return math.fsum(low) / whole if whole > 0 else 0.0

@@ -17,7 +17,6 @@ from ..kernels.backend import BACKENDS
 from ..kernels.emulated import Emulated
 from ..layers.layer import SnipLayer
 from ..numerics.formats import FORMATS
-from ..parallel.sharding import is_sharded
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import aims_at_share, needs_probe
 from ..records.events import Event, Refresh
@@ -142,7 +141,6 @@ class SpeedForecast:
         """The expected speed, for the log; None if the backend was not measured."""
         self._backend = BACKENDS[backend]
         self._hidden = mode(layer.in_features for layer in layers.values())
-        self._is_sharded = any(is_sharded(layer.weight) for layer in layers.values())
         is_fallback = requested == "auto" and backend == Emulated.name
         self._is_fallback = is_fallback and any(layer.weight.is_cuda for layer in layers.values())
         self._log = log
@@ -175,12 +173,11 @@ class SpeedForecast:
                 "; ".join(missing),
             )
             return
+        slowest, fastest = min(measured.values()), max(measured.values())
         self.text = (
-            f"{compiled}, hidden size {self._hidden}: by runs on one H200 about "
-            f"{interpolated(measured, self._hidden):.2f} times the speed of compiled BF16 (docs/hopper.md)"
+            f"{compiled}: runs on one H200 had {slowest:.2f} to {fastest:.2f} times the speed of compiled BF16 "
+            "(docs/hopper.md)"
         )
-        if self._is_sharded:
-            self.text += "; weights are sharded, and with FSDP2 on two GPUs it was 2 to 18% less (docs/distributed.md)"
 
     def _missing(self, compiled: str | None, tokens: int | None, least_hidden: int) -> list[str]:
         """Returns the conditions of the measured speed that this run does not meet."""
@@ -228,14 +225,3 @@ def how_compiled(model: nn.Module) -> str | None:
 
 def _is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-
-
-def interpolated(measured: Mapping[int, float], size: int) -> float:
-    """Returns the speed at a size: interpolated in the logarithm of the size, constant beyond both ends."""
-    sizes = sorted(measured)
-    if size <= sizes[0] or size >= sizes[-1]:
-        return measured[sizes[0] if size <= sizes[0] else sizes[-1]]
-    above = next(index for index, one in enumerate(sizes) if one >= size)
-    low, high = sizes[above - 1], sizes[above]
-    part = math.log(size / low) / math.log(high / low)
-    return measured[low] + part * (measured[high] - measured[low])

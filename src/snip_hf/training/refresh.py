@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..estimation.divergence import divergences_at
-from ..estimation.memory import measured_peak
+from ..estimation.memory import adds_noise, kept_tokens, measured_peak, probe_memory
 from ..estimation.table import DivergenceTable
 from ..estimation.ties import Ties
 from ..parallel.ranks import Attempt, Processes
@@ -51,8 +51,6 @@ class Solving:
     """Seconds that training waits for a solver beyond its time limit before the plan in force is kept."""
     rank_grace: float = 660.0
     """Seconds that a rank waits for the others beyond the solver's time limit before training ends with an error."""
-    clock: Callable[[], float] = time.perf_counter
-    """Seconds, for the history."""
 
 
 @dataclass
@@ -223,7 +221,7 @@ class Refresher:
         config, layers = self._config, self._layers.present
         if config.budget == "measured" and self._in_force.setting.measured is None:
             self._in_force.measure_cost(config.timing_tokens or watch.counts.tokens)
-        began = self._solving.clock()
+        began = time.perf_counter()
         with measured_peak(next(iter(layers.values())).weight) as peak:
             table = self._divergences(step, watch)
         has_update = any(table.totals(fmt)["weight"] for fmt in config.quantized_formats)
@@ -241,7 +239,7 @@ class Refresher:
             loss=table.loss,
             divergence={fmt: table.totals(fmt) for fmt in reversed(config.formats)},
             memory_mib={"measured": peak[0]},
-            seconds={"probe": self._solving.clock() - began, "solver": None, "waited": None},
+            seconds={"probe": time.perf_counter() - began, "solver": None, "waited": None},
             kernels=self._layers.counters,
         )
         self._events.folder.write_divergences(step, table)
@@ -299,7 +297,7 @@ class Refresher:
                 pending.process = self._solving.start(pending.problem | {"solver": self._solver})
 
     def _apply(self, pending: PendingRefresh, step: int) -> None:
-        began = self._solving.clock()
+        began = time.perf_counter()
 
         def solution() -> dict[str, Any]:
             return asdict(self._solution(pending))
@@ -309,7 +307,7 @@ class Refresher:
         with attempt:
             self._layers.check(self._in_force.setting.flops)
         self._everyone.agree(attempt.error)
-        pending.begun = pending.begun.with_seconds(solver=result.seconds, waited=self._solving.clock() - began)
+        pending.begun = pending.begun.with_seconds(solver=result.seconds, waited=time.perf_counter() - began)
         plan = solved_plan(self._in_force.setting, self._in_force.model_name, pending.step, result)
         changes = self._in_force.plan.changes(plan)
         self._in_force.put(plan)

@@ -261,7 +261,7 @@ def test_a_compiled_run_refreshes_without_a_graph_break_or_a_recompilation(
     count = SnipController.count
 
     def noted(self: SnipController, one: Any) -> None:
-        if not one.counted:
+        if not one.is_counted:
             steps.append(self.step + 1)
         count(self, one)
 

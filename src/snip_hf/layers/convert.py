@@ -71,7 +71,7 @@ class SnipLinearConfig(AOBaseConfig):
     seed: int = 0
     """Seed of stochastic rounding."""
     backend: str = "auto"
-    """As `SnipConfig.backend`. Another backend stands in until it can run on the layer's device."""
+    """`SnipConfig.backend`. Another backend stands in until it can run on the layer's device."""
 
     formats: tuple[str, ...] = ()
     """Other formats that the layers will get; "auto" chooses a backend that knows them."""

@@ -6,9 +6,9 @@ in_features, O out_features of a projection.
 An experts module of transformers contains no linears. It holds one parameter per projection, (E, O, I) or (E, I, O),
 and dispatches its forward pass through `ExpertsInterface` by a name in its config. A swap gives every projection a
 `SnipExperts`: one entry of plans, whose E matrices share their formats. The module then runs `experts_forward`, the
-implementation "snip" of that interface. Routers are left alone.
+implementation "snip" of that interface. Routers stay as they are.
 
-The layers are children of the experts module, in a container that plain names leave out (`state.plain_name`), so that
+The layers are children of the experts module, in a container that plain names omit (`state.plain_name`), so that
 plans call a projection as checkpoints call its parameter: `model.layers.0.mlp.experts.gate_up_proj`. They hold no
 parameters. Those stay with the experts module, where FSDP shards them and optimizers find them.
 
@@ -58,7 +58,7 @@ class SnipExperts(SnipLayer):
         self._owner = (owner,)
         self.parameter = parameter
         self.is_transposed = bool(owner.is_transposed)
-        """Whether the parameter is stored as (E, I, O)."""
+        """True if the parameter is stored as (E, I, O)."""
         shape = _shape(owner._parameters[parameter])
         self.num_matrices = shape[0]
         self.out_features, self.in_features = shape[:0:-1] if self.is_transposed else shape[1:]

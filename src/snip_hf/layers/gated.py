@@ -21,7 +21,7 @@ _SILU_OF_TRANSFORMERS = "SiLUActivation"
 # The attribute of a module that holds its class at the time of `put_gates`.
 _CLASS = "snip_gated_class"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# transformers' text models whose forward, in modeling_<folder>.py, is the formula. By name, since nothing here imports
+# transformers' text MLPs whose forward, in modeling_<folder>.py, is this formula. Named, since nothing here imports
 # transformers.
 _OF_TRANSFORMERS = """
     afmoe.AfmoeMLP bamba.BambaMLP cohere.CohereMLP cohere2.Cohere2MLP csm.CsmMLP cwm.CwmMLP deepseek_v2.DeepseekV2MLP
@@ -50,8 +50,8 @@ def register_gated_mlp(cls: type[nn.Module]) -> type[nn.Module]:
     """Registers a class of gated MLPs. Returns it, as a decorator does.
 
     Args:
-        cls: its forward takes x alone and returns `self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))`.
-            Modules whose `act_fn` is no `nn.SiLU`, and modules of subclasses, run linear by linear.
+        cls: its forward takes only x and returns `self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))`.
+            Modules with another `act_fn` than `nn.SiLU`, and modules of subclasses, run linear by linear.
     """
     GATED_MLPS.add(f"{cls.__module__}.{cls.__qualname__}")
     return cls

@@ -1,6 +1,6 @@
-"""The kinds of layers that can be swapped: which modules they recognize, and what replaces them.
+"""The kinds of layers that can be swapped: the modules that they recognize, and their replacements.
 
-Kinds are entries of the registry `LAYER_KINDS`. Selection, conversion, estimate and training know none of them by name.
+Kinds are entries of the registry `LAYER_KINDS`. Selection, conversion, estimation and training name no kind.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class LayerLabels:
     """Labels of a model's blocks, of the layers within a block, and of both: "3", "up_proj" and "3 up_proj".
 
     Each is the shortest ending that tells it from the others of the model (`endings`): "up_proj", but
-    "experts.down_proj" beside "shared_expert.down_proj". Blocks are numbers; where two blocks of a model have the same
-    one, all of them are named with their stack: "encoder 3" and "decoder 3", and "decoder 4" without an "encoder 4".
+    "experts.down_proj" beside "shared_expert.down_proj". Blocks are numbers. If two blocks of a model have the
+    same number, all blocks are named with their stack: "encoder 3" and "decoder 3", and also a lone "decoder 4".
 
     Args:
         layers: the names of all layers of the model, or of its plan.

@@ -10,7 +10,7 @@ convert between the two; nothing else in snip-hf knows how a kind of layer store
 
 A module may have several layers, and a parameter several matrices. Experts need both: their module holds parameters
 (E, O, I) or (E, I, O) and no linears. Each such parameter is one layer, with one entry of a plan. `LayerKind.swap`
-makes the layer a child of the module, in a container that `state.plain_name` leaves out of names. Plans then call it by
+makes the layer a child of the module, in a container that `state.plain_name` removes from names. Plans then call it by
 the parameter's name, which `weight_name` returns unchanged. (`load_state_dict(assign=True)` would overwrite a child of
 the parameter's own name.) The layer has E `matrices` in the same formats. Its sample holds the rows of all of them, one
 matrix after the other (`Dispatch`). The estimate adds the errors of all rows of a token before it squares them.
@@ -88,7 +88,7 @@ class SnipLayer(nn.Module):
     snip_key: int
     """The layer's part of the key of its random numbers: a hash of its name."""
     snip_is_plain: bool
-    """Whether the layer computes exactly as before the swap: no run owns it, and no formats were requested."""
+    """True if the layer computes exactly as before the swap: no run owns it, and no formats were requested."""
     snip_recorder: ForwardRecorder | None
     """Set by the probe during its passes; computes the layer's output instead of the backend."""
     snip_backend: Backend

@@ -119,7 +119,7 @@ def register_linear_class(cls: type[nn.Linear]) -> type[nn.Linear]:
     must be registered themselves.
 
     Raises:
-        TypeError: it is no subclass of `nn.Linear`.
+        TypeError: it is not a subclass of `nn.Linear`.
         ValueError: in a trial in BF16 the class computes something other than input @ weight^T + bias, or needs more
             than these two parameters; or the class changes how `nn.Module` saves, loads, moves or calls it.
     """
@@ -151,7 +151,7 @@ def _difference(cls: type[nn.Linear]) -> str | None:
                 nn.Linear.__init__(layer, _IN, _OUT, bias=has_bias, dtype=x.dtype)
                 found = layer(x)
             except Exception as error:  # A foreign class may raise anything.
-                return f"does not run with a weight and a bias alone ({type(error).__name__}: {error})"
+                return f"does not run with only a weight and a bias ({type(error).__name__}: {error})"
             expected = nn.functional.linear(x, layer.weight, layer.bias)
             if not isinstance(found, Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
                 return f"gives {_described(found)} for {_described(x)}, expected {_described(expected)}"

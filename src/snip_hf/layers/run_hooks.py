@@ -44,7 +44,7 @@ class RunMark:
     """Marks a model as trained by a run, and holds the run's hooks. Copies of the model are not marked.
 
     Args:
-        end: a method that ends the run, held weakly; None: there is no run.
+        end: a method that ends the run, held weakly; None without a run.
     """
 
     def __init__(self, end: Callable[[], None] | None = None) -> None:

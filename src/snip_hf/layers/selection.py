@@ -1,7 +1,7 @@
-"""The selection of layers: which ones are swapped, why the others are not, and which weights no layer kind takes.
+"""The selection of layers: which ones are swapped, why the others are not, and which weights have no layer kind.
 
-Routers and indexers stay in high precision. A small error in a router's output sends a token to another expert, and one
-in an indexer's output hides a token from sparse attention. No estimate of this library sees such a jump.
+Routers and indexers stay in high precision. A small error in a router's output sends a token to another expert, and a
+small error in an indexer's output hides a token from sparse attention. This library's estimates see no such jumps.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class _Decoder(NamedTuple):
     """The language model's decoder."""
 
     name: str
-    """Its plain name in the model; "": it is no module of the model."""
+    """Its plain name in the model; "" if it is not a module of the model."""
     modules: frozenset[int]
     """Their ids."""
 
 
 def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
-    """Returns, for every layer of a known kind, why `convert_model` leaves it alone, or None if it is swapped."""
+    """Returns, for every layer of a known kind, why `convert_model` skips it, or None if it is swapped."""
     head, decoder = head_of(model), _decoder_of(model)
     routers, adapters = _Routers(model), adapter_reasons(model)
 
@@ -257,13 +257,13 @@ class WeightMatrix:
 
     parameter: nn.Parameter
     name: str
-    """Of the module, or of the parameter if it is not called "weight"; `*` stands for a number."""
+    """Name of the module, or of the parameter if it is not called "weight"; `*` stands for a number."""
     kind: str
     """`EXPERTS`, `ROUTER` or the module's class."""
     reason: str | None
     """Why no plan decides on it; None: one does."""
     is_aside: bool
-    """Whether it belongs to the output head or to an embedding."""
+    """True for the output head and embeddings."""
 
     @property
     def size(self) -> int:
@@ -279,7 +279,7 @@ def weight_matrices(model: nn.Module, config: SnipConfig | None) -> list[WeightM
 
     Args:
         model: a model, converted or not.
-        config: says what is swapped; None: what is, or the defaults in a model that is not converted.
+        config: selects the layers; None: the swapped ones, or the defaults in a model that is not converted.
     """
     reasons, routers, adapters = layer_reasons(model, config), _Routers(model), adapter_reasons(model)
     head = head_of(model)

@@ -48,7 +48,7 @@ def plain_name(name: str) -> str:
 
 
 def unwrapped_name(name: str) -> str:
-    """As `plain_name`, but keeps what PEFT adds."""
+    """Returns `plain_name` with the parts that PEFT adds."""
     return _WRAPPERS.sub("", name)
 
 
@@ -96,7 +96,7 @@ class PackedStates:
         return self._base if all(map(is_, found, self._states)) else None
 
     def set_step(self, seed: int, step: int, micro_batch: int) -> bool:
-        """As the function `set_step`; returns False if nothing was written."""
+        """Does the work of the function `set_step`; returns False if nothing was written."""
         base = self.writable()
         if base is not None:
             keys = stream_key(seed, step, micro_batch, self._keys, GRAD_OUTPUT)
@@ -104,7 +104,7 @@ class PackedStates:
         return base is not None
 
     def set_rank(self, rank: int, ranks: int) -> bool:
-        """As the function `set_rank`; returns False if nothing was written."""
+        """Does the work of the function `set_rank`; returns False if nothing was written."""
         base = self.writable()
         if base is not None:
             base[:, KEY + 1 :] = kept_on_device((rank, ranks), base.device)

@@ -11,7 +11,7 @@ Rounding errors are not lost: a rank keeps the error of the data that it sent, a
 mean of its chunk (the mean divides it by W again). So the sum of all averaged gradients stays within one step's errors
 of the sum of the true means. Errors belong to parameters, not to buckets, which DDP lays out anew after the first step.
 
-A NaN or an infinity makes its block NaN on all ranks (128 elements, or part of them where a bucket ends), never a
+A NaN or an infinity makes its block NaN on all ranks (128 elements, or fewer at the end of a bucket), never a
 clipped number; the errors there start again from zero.
 """
 
@@ -100,7 +100,7 @@ class GradientCompression:
         self._stream: torch.cuda.Stream | None = None
 
     def start(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Returns the future of `reduce`. On CUDA it runs beside the rest of the backward pass, in a stream of its own.
+        """Returns the future of `reduce`. On CUDA it runs beside the rest of the backward pass, in a separate stream.
 
         All collectives are issued here, in the order of the buckets, which is the same on all ranks.
         """

@@ -73,7 +73,7 @@ class Ranks:
     """
 
     says_after = 30.0
-    """Seconds of waiting for the others after which the log says so."""
+    """Seconds of waiting for the others before a log message."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 600.0) -> None:
         self._group = group
@@ -81,7 +81,7 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
         self._timeout = timeout
         self.place = _AT_START
-        """Where in the program the ranks exchange data next, for messages about waiting."""
+        """The point at which the ranks exchange data next, for messages about waiting."""
         self._control: dist.ProcessGroup | None = None
         if group is not None and self.size > 1:
             self._control = self._bounded(lambda: _control_group(group, timeout))
@@ -101,7 +101,7 @@ class Ranks:
 
         Args:
             value: JSON data.
-            what: its name, by which ranks at different points of the program are noticed.
+            what: its name; different names reveal ranks at different points of the program.
 
         Raises:
             RankError: one of them did not answer in time, or is at another point.
@@ -176,7 +176,7 @@ class Ranks:
         """Sends one flat tensor to each rank and returns the tensors that they sent here.
 
         Args:
-            make: returns rank -> (any,), all of one dtype and device. Where it fails, all of them raise.
+            make: returns rank -> (any,), all of one dtype and device. If it fails, all of them raise.
             sizes: rank -> number of elements that come from there.
         """
         if self.size == 1:
@@ -319,7 +319,7 @@ def describe(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run, by their part in a probe."""
+    """The processes of a run, grouped by their role in a probe."""
 
     data: Ranks = field(default_factory=Ranks)
     """Ranks with the same layers, or shards of them, and other data."""
@@ -331,6 +331,6 @@ class Processes:
     """Runs a batch forward and backward if this process holds only parts of the model; None: it is whole."""
 
     def note(self, place: str) -> None:
-        """Notes where in the program the ranks exchange data next, for messages about waiting."""
+        """Names the point at which the ranks exchange data next, for messages about waiting."""
         for ranks in (self.data, self.pipeline, self.everyone):
             ranks.place = place

@@ -147,7 +147,7 @@ def squares(tensors: Iterable[Tensor]) -> list[float]:
 
 
 def pending_squares(tensors: Iterable[Tensor]) -> Tensor:
-    """As `squares`, without waiting for the device."""
+    """Returns `squares` as a tensor, without waiting for the device."""
     found, layouts = [], []
     for tensor in tensors:
         found.append(_sum_of_squares(own_part(tensor)))

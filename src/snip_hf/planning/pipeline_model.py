@@ -1,6 +1,6 @@
 """The predicted time of a pipeline's stages under a plan.
 
-Everything here is a prediction from the linears' GEMMs alone. With measured times (`budget="measured"`) it is in
+Everything here is predicted from the linears' GEMMs only. With measured times (`budget="measured"`) it is in
 seconds on the machine of the plan; otherwise on a modelled one, whose FP4 runs at twice FP8's rate
 (`NumberFormat.speed`). Times are compared with those of a plan that has everything in one format, the reference.
 """
@@ -41,10 +41,10 @@ class PipelineTimes:
 
     stages: tuple[StageTimes, ...]
     fp4_fraction: float
-    """Of all stages together."""
+    """FP4 share of all stages together."""
     micro_batches: int
     measured: bool
-    """Whether times are in seconds; otherwise 1 is the time of all linears in the reference, for one micro-batch."""
+    """True: times are in seconds. False: 1 is the time of all linears in the reference, for one micro-batch."""
     reference: str = REFERENCE.name
     """The format that times are compared with: that of the measured budget (`MeasuredCost.reference`), or FP8."""
 
@@ -76,7 +76,7 @@ class PipelineTimes:
 
 
 def pipeline_times(plan: PrecisionPlan, micro_batches: int | None = None) -> PipelineTimes:
-    """Predicts what the stages of a plan take, from measured times where all formats of the plan were timed.
+    """Predicts the times of a plan's stages, from measured times if all formats of the plan were timed.
 
     Args:
         micro_batches: per step; None means four times the number of stages.

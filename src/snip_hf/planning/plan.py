@@ -1,7 +1,6 @@
-"""The precision plan: the format of each GEMM of each layer, and where that decision came from.
+"""The precision plan: the format of each GEMM of each layer, and the origin of that decision.
 
-A plan is checked whenever it is built, so a plan that exists can be applied. `raised_plan` and `forward_shares` are the
-other views of it that a run needs.
+A plan is checked whenever it is built, so a plan that exists can be applied.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Flops = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanProvenance:
-    """Where a plan comes from. `None` means that it does not apply or is not known.
+    """The origin of a plan. None: does not apply, or unknown.
 
     Raises:
         ValueError: `config` is not JSON data.
@@ -94,8 +93,8 @@ class PrecisionPlan:
     measured: MeasuredCost | None = None
     """The times that the target was met by (`budget="measured"`); None: it was met by FLOPs."""
     tokens: Tokens | None = None
-    """{layer: tokens that it saw, and its GEMMs ran for}, of the last micro-batch that was counted; None: every layer
-    saw the same number, and so did all its GEMMs, or, of a model with experts, nothing was counted."""
+    """{layer: tokens that it saw, and its GEMMs ran for}, from the last counted micro-batch. None: every layer and all
+    its GEMMs saw the same number, or the model has experts and nothing was counted."""
 
     def __post_init__(self) -> None:
         flops, assignment = _table(self.flops, "flops", float), _table(self.assignment, "assignment", str)
@@ -169,13 +168,13 @@ class PrecisionPlan:
 
     @property
     def is_share_known(self) -> bool:
-        """Whether `fp4_fraction` counts executed FLOPs; otherwise it assumes that experts see every token."""
+        """True if `fp4_fraction` counts executed FLOPs; otherwise it assumes that experts see every token."""
         is_counted = self.tokens is not None or not any(map(is_routed, self.assignment))
         return is_counted or self.fp4_fraction in (0.0, 1.0)
 
     @property
     def stage_fp4_fractions(self) -> tuple[float, ...]:
-        """`fp4_fraction` of each stage alone."""
+        """`fp4_fraction` of each stage."""
         work = self.executed
         return tuple(self._fp4_fraction(stage, work) for stage in self.stages)
 
@@ -187,7 +186,7 @@ class PrecisionPlan:
 
     @property
     def stage_fp4_time_fractions(self) -> tuple[float, ...] | None:
-        """`fp4_time_fraction` of each stage alone."""
+        """`fp4_time_fraction` of each stage."""
         times = self.times
         if times is None:
             return None
@@ -195,7 +194,7 @@ class PrecisionPlan:
         return tuple(self._fp4_fraction(stage, work) for stage in self.stages)
 
     def linear_speedup(self, rates: str | None = None) -> float | None:
-        """Returns the time of the planned GEMMs in BF16 by their time in the plan; None: nothing tells the speeds.
+        """Returns the time of the planned GEMMs in BF16 / their time in the plan; None: the speeds are unknown.
 
         Args:
             rates: a table of `costs.rates`. None: the measured times, or else the table that the plan's config names.
@@ -207,7 +206,7 @@ class PrecisionPlan:
         return None if times is None else speedup(self.assignment, self.assignment, times)
 
     def stage_linear_speedups(self, rates: str | None = None) -> tuple[float, ...] | None:
-        """`linear_speedup` of each stage alone."""
+        """`linear_speedup` of each stage."""
         times = self._times(rates)
         return None if times is None else tuple(speedup(stage, self.assignment, times) for stage in self.stages)
 
@@ -222,7 +221,7 @@ class PrecisionPlan:
 
     @property
     def is_timed(self) -> bool:
-        """Whether there are measured times in every format of the plan."""
+        """True if there are measured times in every format of the plan."""
         return self.measured is not None and self._used <= set(self.measured.formats)
 
     def _times(self, rates: str | None) -> GemmTimes | None:
@@ -334,9 +333,9 @@ class PrecisionPlan:
                 )
 
     def with_flops(self, flops: Flops) -> PrecisionPlan:
-        """Returns the plan with a model's own FLOPs in place of a file's, so that its FP4 shares are the model's.
+        """Returns the plan with the model's FLOPs in place of the file's, so that FP4 shares are those of the model.
 
-        Measured times stay only where the FLOPs are the same, since others are not of this model.
+        Measured times stay only if the FLOPs are equal; otherwise they are of another model.
 
         Raises:
             KeyError: as `check_layers`.
@@ -460,11 +459,11 @@ class ForwardShares:
     """Shares (0..1) of the forward GEMMs that run in FP4."""
 
     fp4_fraction: float
-    """Of their FLOPs."""
+    """Share of their FLOPs."""
     stage_fp4_fractions: tuple[float, ...]
-    """Of their FLOPs in each stage."""
+    """Share of their FLOPs in each stage."""
     fp4_time_fraction: float | None
-    """Of their measured time; None: nothing was measured."""
+    """Share of their measured time; None: nothing was measured."""
 
     def describe(self) -> str:
         """Returns text for the log, to follow the shares of all GEMMs."""

@@ -1,4 +1,4 @@
-"""The state of a run in a checkpoint: how it is collected, written and read, and which run may continue from it."""
+"""The state of a run in a checkpoint: collects it, reads it, and refuses it to runs that cannot continue from it."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ class SavedState:
     postponed: int | None = None
     """The step to which a refresh was put off."""
     is_counted: bool = False
-    """Whether the run has counted its first micro-batch, or tried to."""
+    """True if the run has counted its first micro-batch, or tried to."""
     coverage: Coverage | None = None
     ties: Ties | None = None
     """Those in force; None: unknown."""
     guard: Health | None = None
-    """None: there was no guard."""
+    """None without a guard."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedState:
-        """Reads a state; raises ValueError if it is none, or damaged."""
+        """Reads a state; raises ValueError if it is damaged or not a state."""
         if not isinstance(state, Mapping) or state.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(
                 f"The SNIP state has no schema_version {SCHEMA_VERSION}; it is not a state of this version."

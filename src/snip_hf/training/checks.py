@@ -1,6 +1,6 @@
-"""Checks of a run: refusals at the start, and the order of a training loop's calls.
+"""Checks of a run: unsupported settings at the start, and the order of a training loop's calls.
 
-Each error states the value, the expectation and the remedy. In order:
+Each error gives the value, the expectation and the remedy. The checks run in this order:
 
 1. `check_trainer` and `check_launch`, before anything is built: the Trainer's arguments, Accelerate's settings.
 2. `check_pipeline` and `check_configs`: the process groups of a pipeline, and one configuration on all ranks.
@@ -9,7 +9,7 @@ Each error states the value, the expectation and the remedy. In order:
 
 Checks of a single part are in that part: fields in `SnipConfig`, layers in `layers.convert`, optimizers in
 `optimizers.response`, backends in `kernels.backend`, a saved state in `checkpoint`. In mid-run, `StepCalls` refuses
-calls out of order, and `check_layers` a model whose layers were replaced; the latter costs a refresh, not the run.
+calls out of order, and `check_layers` refuses a model whose layers were replaced, which costs only a refresh.
 """
 
 from __future__ import annotations

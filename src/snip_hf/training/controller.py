@@ -1,8 +1,8 @@
-"""The controller of a run: tells its parts when to probe, refresh and apply. Any training loop can drive it.
+"""The controller of a run: decides when to probe, refresh and apply a plan. Any training loop can drive it.
 
 One refresh at optimizer step s: `capture` keeps the step's first micro-batch; `before_optimizer_step` probes it and
-starts the solver in a process of its own; training goes on; `after_step(s + apply_delay)` reads the solution, waiting
-for it only if it is not there yet, and applies it.
+starts the solver in a separate process. Training goes on. `after_step(s + apply_delay)` reads the solution and
+applies it, waiting only if it is not there yet.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SnipController:
         self.step = 0
         """Optimizer steps done."""
         self.compiled = compiled_by(accelerator)
-        """How Accelerate compiles the model, for the log; None: it does not."""
+        """Accelerate's way of compiling the model, for the log; None: it does not compile."""
         check_launch(config, accelerator)
         solving = solving or Solving()
         self.processes = find_processes(config, pipeline, solving.rank_grace)
@@ -108,7 +108,7 @@ class SnipController:
             raise
 
     def _begin(self, run: RunParts, max_steps: int | None) -> None:
-        """Takes over the parts of the run, puts the hooks in place and logs the start."""
+        """Adopts the parts of the run, installs the hooks and logs the start."""
         self._run = run
         self.config, self.model, self.model_name = run.config, run.model, run.in_force.model_name
         self.backend = run.backend
@@ -131,7 +131,7 @@ class SnipController:
 
     @property
     def coverage(self) -> Coverage | None:
-        """The FLOPs that plans decide on, by the last micro-batch that was counted; None: unknown."""
+        """The FLOPs that plans decide on, from the last counted micro-batch; None: unknown."""
         return self._run.coverage.found
 
     def start(self) -> None:
@@ -144,12 +144,12 @@ class SnipController:
     def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Sets the GradScaler of a loop of your own (FP16).
 
-        Accelerate's, and so the Trainer's, is found without it. Without either, the scale is guessed from gradients.
+        Accelerate's, and so the Trainer's, is found without it. Without either, the scale is estimated from gradients.
         """
         self._source.scaling.scaler = scaler
 
     def note_loss(self, loss: Tensor | float) -> None:
-        """Tells the guard the share of a micro-batch in the loss of its step. Without it, it sees only gradients."""
+        """Gives the guard a micro-batch's share of the step's loss. Without it, the guard sees only gradients."""
         if self._guard is not None:
             self._guard.note_loss(loss)
 
@@ -161,7 +161,7 @@ class SnipController:
         self._events.add_tracker(tracker)
 
     def capture(self, batch: Mapping[str, Any], compute_loss: Compute | None = None, terms: int | None = None) -> None:
-        """Tells the controller that a training micro-batch is about to run forward.
+        """Announces a training micro-batch that is about to run forward.
 
         Args:
             batch: keyword arguments of the model's forward, or the inputs of `compute_loss`; kept for a probe.
@@ -169,7 +169,7 @@ class SnipController:
             terms: the number of independent terms that this loss is a mean over.
 
         Raises:
-            TypeError: the batch is no mapping.
+            TypeError: the batch is not a mapping.
             ValueError: the policy needs a probe, and the very first batch cannot be probed, e.g. without labels.
         """
         self._calls.check_open("capture")
@@ -181,7 +181,7 @@ class SnipController:
         self.count(self.offer(batch, objective_of(compute_loss, terms)))
 
     def offer(self, batch: Mapping[str, Any], objective: Objective | None = None) -> TrainingPass:
-        """Tells the controller that a forward pass is about to run; `count` tells it that it is backpropagated.
+        """Announces a forward pass that is about to run; `count` reports that it is backpropagated.
 
         A pass that is not counted does not change the random numbers of others. Several passes before one backward pass
         draw the same random numbers.
@@ -200,14 +200,14 @@ class SnipController:
         return TrainingPass(batch if is_read else {}, RandomState.now() if is_probed else None, objective)
 
     def count(self, one: TrainingPass) -> None:
-        """Tells the controller that a pass is backpropagated, and so is a micro-batch of the step.
+        """Reports that a pass is backpropagated, which makes it a micro-batch of the step.
 
         Raises:
             ValueError: as `capture`.
         """
-        if one.counted:
+        if one.is_counted:
             return
-        one.counted = True
+        one.is_counted = True
         if self.needs_probe and not self._has_labels:
             one.check(in_pipeline=self.processes.run is not None)
             self._has_labels = True
@@ -229,10 +229,10 @@ class SnipController:
         """To be called with the gradients of optimizer step `step` (from 1) complete and clipped; probes if due.
 
         With an Accelerator, calls while it accumulates gradients are ignored, and `step` may be the number of the
-        micro-batch. Under DeepSpeed, whose step is over by then, it does nothing: a hook in that step does its work.
+        micro-batch. Under DeepSpeed, whose step is over by then, a hook inside that step does the work instead.
 
         Raises:
-            TypeError, ValueError: `step` is no integer, or (without an Accelerator) not the one after `self.step`.
+            TypeError, ValueError: `step` is not an integer, or (without an Accelerator) not the one after `self.step`.
         """
         if self._calls.count("before_optimizer_step", step, self.step) and not self._source.is_inside_step:
             self._before_optimizer_step()
@@ -246,7 +246,7 @@ class SnipController:
         run.coverage.count_first(step, is_new=self._is_new)
         run.messages.begin(self.plan, self.coverage, self._forecast.text, self._schedule.first_refresh)
         watch = self._end_watch()
-        # By the schedule and not by captured batches: all ranks share the schedule.
+        # Ask the schedule, not the captured batches: all ranks share the schedule.
         if not self._refreshes(step):
             return
         if is_left_out:  # there are no gradients to probe with
@@ -315,7 +315,7 @@ class SnipController:
     def load_state_dict(self, state: Mapping[str, Any], at_step: int | None = None, weights: str | None = None) -> None:
         """Continues from a `state_dict`. Nothing is changed if it does not fit. With several ranks it is collective.
 
-        The target may be another one than the state's: estimates stay, and the next step refreshes.
+        The target may differ from the state's: estimates stay, and the next step refreshes.
 
         Args:
             state: the result of `state_dict`, perhaps through JSON, perhaps with an entry "weights": the

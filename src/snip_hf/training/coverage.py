@@ -41,7 +41,7 @@ class _Inputs(NamedTuple):
 
 
 class CoverageCounter:
-    """Counts micro-batches of one run. With several processes, all of them do so together.
+    """Counts micro-batches of one run. Collective.
 
     Args:
         model: the model, or the parts of it that this process holds.
@@ -75,7 +75,7 @@ class CoverageCounter:
         self._last_step = 0
 
     def take(self, first: TrainingPass) -> None:
-        """Takes the first micro-batch of a step, if it is to be counted."""
+        """Keeps the first micro-batch of a step until it is counted, if it is to be."""
         self._autocast = first.autocast or self._autocast
         if self.is_due:
             self._first = first
@@ -134,8 +134,8 @@ class CoverageCounter:
             return
         assert inputs is not None
         try:
-            counted, tokens = self._count_all(inputs)
-            self._use(step, counted, relative_tokens(counted.tokens, counted.returned, tokens), is_new)
+            counts, tokens = self._count_all(inputs)
+            self._use(step, counts, relative_tokens(counts.tokens, counts.returned, tokens), is_new)
         except RankError:
             raise
         except Exception as error:  # the planner may fail; training may not
@@ -159,13 +159,13 @@ class CoverageCounter:
         assert local is not None
         every = self._processes.everyone.gather([local.entries(), tokens_of(batch)], "FLOPs")
         entries, tokens = zip(*every, strict=True)
-        counted = PassCounts(itertools.chain(*entries))
-        if not counted.coverage.flops:
+        counts = PassCounts(itertools.chain(*entries))
+        if not counts.coverage.flops:
             raise RuntimeError("the forward pass showed no matrix product with a weight; expected those of the layers.")
-        return counted, None if None in tokens else sum(tokens)
+        return counts, None if None in tokens else sum(tokens)
 
-    def _use(self, step: int, counted: PassCounts, tokens: Tokens | None, is_new: bool) -> None:
-        before, found = self.found, counted.coverage
+    def _use(self, step: int, counts: PassCounts, tokens: Tokens | None, is_new: bool) -> None:
+        before, found = self.found, counts.coverage
         old_tokens = self._in_force.setting.tokens
         changes = self._in_force.count_by(tokens, decides=is_new and not needs_probe(self._in_force.setting.config))
         self.found = found

@@ -1,8 +1,8 @@
-"""The gradients of a step, the optimizer's response to them, clipping and loss scaling: from torch or DeepSpeed's ZeRO.
+"""The gradients of a step, the optimizer's response to them, clipping and loss scaling, in torch and DeepSpeed's ZeRO.
 
-The probe needs the gradients right before the optimizer's step, and the factor of clipping. A GradScaler
-(FP16) multiplies the loss, divides the gradients by the same scale before the step, and skips a step if one of them is
-not finite.
+The probe needs the gradients right before the optimizer's step, and the factor by which they were clipped. A GradScaler
+(FP16) multiplies the loss, divides the gradients by the same scale before the step, and skips the step if one of them
+is not finite.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ LATE = (
 
 
 class BackwardEnd(ABC):
-    """Calls `note` at the end of each backward pass, before anybody clips the gradients, until `end`.
+    """Calls `note` at the end of each backward pass, before gradients are clipped, until `end`.
 
     Args:
-        parameters: all that get a gradient, since any of them may be the last to get it.
+        parameters: all that get a gradient, since any of them may get it last.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -74,7 +74,7 @@ class BackwardEnd(ABC):
 
 
 class Clipping(BackwardEnd):
-    """Measures the size of gradients at the end of each backward pass, to know later by how much they were clipped.
+    """Measures gradients at the end of each backward pass, to compute later how much they were clipped.
 
     Args:
         layers: the swapped layers, whose weights' gradients are measured.
@@ -229,7 +229,7 @@ class GradientSource:
         self._taken = 0
         """Steps that the optimizer has taken, over all parts of a combined one."""
         self._taken_before: int | None = None
-        """The same before the forward passes of the running step."""
+        """`_taken` before the forward passes of the running step."""
 
     def check(self) -> None:
         """Raises TypeError for an optimizer whose updates cannot be differentiated."""
@@ -243,11 +243,11 @@ class GradientSource:
             hook.remove()
 
     def begin_step(self) -> None:
-        """To be called before the forward passes of a step."""
+        """Call it before the forward passes of a step."""
         self._taken_before = self._taken
 
     def note_step(self) -> None:
-        """To be called before each optimizer step: finds out whether it is late."""
+        """Sets `is_late`; call it in `before_optimizer_step`."""
         self.is_late = self._taken_before not in (None, self._taken)
         self._taken_before = None
 
@@ -265,7 +265,7 @@ class GradientSource:
         """
         return self._read(model, compared_parameters(model, layers, self.trains(), everyone), watch, everyone)
 
-    def _read(self, model: nn.Module, counted: ComparedParameters, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
+    def _read(self, model: nn.Module, compared: ComparedParameters, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
         raise NotImplementedError
 
     def beside(self, model: nn.Module, layers: Mapping[str, SnipLayer]) -> dict[str, Tensor]:
@@ -275,7 +275,7 @@ class GradientSource:
         return {} if is_full else trained_beside(model, layers, is_trained)
 
     def trains(self) -> Callable[[Tensor], bool]:
-        """Returns a function that tells whether the optimizer trains a parameter."""
+        """Returns a predicate: does the optimizer train this parameter?"""
         return lambda parameter: False
 
     def why_untrained(self, model: nn.Module) -> str | None:
@@ -300,7 +300,7 @@ class GradientSource:
 
 
 class TorchGradients(GradientSource):
-    """Gradients in `weight.grad`, where torch leaves them."""
+    """Gradients that torch leaves in `weight.grad`."""
 
     def check(self) -> None:
         check_optimizer(self._optimizer)
@@ -318,8 +318,8 @@ class TorchGradients(GradientSource):
     def unclipped(self, model: nn.Module) -> Iterable[nn.Parameter]:
         return model.parameters()
 
-    def _read(self, model: nn.Module, counted: ComparedParameters, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
-        weights = counted.parameters
+    def _read(self, model: nn.Module, compared: ComparedParameters, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
+        weights = compared.parameters
         gradients = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
         if not gradients and is_fully_sharded(model):
             raise ValueError(
@@ -328,9 +328,9 @@ class TorchGradients(GradientSource):
             )
         answers = responses(self._optimizer, weights)
         check_gradients(gradients, bool(answers), everyone)
-        # The gradients were measured in the scale of the loss, and are read without it.
+        # The clipping was measured on gradients with the loss scale; these are without it.
         factor = watch.clipping.factor(gradients, everyone) * self.scaling.scale
-        return OptimizerStep(gradients, answers, factor, watch.micro_batches, counted.others)
+        return OptimizerStep(gradients, answers, factor, watch.micro_batches, compared.others)
 
     def trains(self) -> Callable[[Tensor], bool]:
         return trained_by(self._optimizer)
@@ -353,10 +353,10 @@ class ZeroGradients(GradientSource):
     def attach(self, before_step: Callable[[], None]) -> None:
         self._hooks = [self._zero.before_step(before_step)]
 
-    def _read(self, model: nn.Module, counted: ComparedParameters, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
-        weights, factor = counted.parameters, self._zero.clip_factor()
+    def _read(self, model: nn.Module, compared: ComparedParameters, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
+        weights, factor = compared.parameters, self._zero.clip_factor()
         gradients, answers = self._zero.gradients(weights, factor), self._zero.responses(weights)
-        return OptimizerStep(gradients, answers, factor, watch.micro_batches, counted.others)
+        return OptimizerStep(gradients, answers, factor, watch.micro_batches, compared.others)
 
     def trains(self) -> Callable[[Tensor], bool]:
         return self._zero.holds

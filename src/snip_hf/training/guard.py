@@ -2,14 +2,14 @@
 
 All ranks combine their measurements once the gradients of a step are complete, and so reach the same verdict. A step is
 sick if its loss or norm is not finite, or is a spike: more than 6 standard deviations above the mean of the last 128
-healthy values. Then the layers concerned run one format more precise from the next step on, for
-`guard_patience` steps; after that the plan is refreshed. Layers whose own gradients are not finite are concerned, if
-these are some and not all; otherwise every layer is. A step with gradients that are not finite is left out.
+healthy values. Then the layers concerned run one format more precise from the next step on, for `guard_patience` steps;
+after that the plan is refreshed. If only some layers have gradients that are not finite, these layers are concerned;
+otherwise all are. A step with gradients that are not finite is left out.
 
 The rule and its defaults are those of OLMo-core's optimizers that skip steps (`SkipStepOptimizer`: 128 steps, 6
 standard deviations; https://github.com/allenai/OLMo-core), with three changes of ours. A sick value does not count
-towards the mean. The deviation is at least a tenth of the mean, since in a nearly constant run anything would be a
-spike. And after `guard_patience` spikes in a row, their values become the level that later ones are compared with.
+towards the mean. The deviation is at least a tenth of the mean; otherwise anything would be a spike in a nearly
+constant run. And after `guard_patience` spikes in a row, later values are compared with these.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Health:
             else:
                 self.risen.pop(name, None)
                 self.recent[name] = [*self.recent.get(name, []), value][-WINDOW:]
-        # While raised formats hold, spikes are no alarms of their own.
+        # While raised formats hold, spikes raise no alarm.
         is_held = self.alarmed is not None and step <= self.alarmed + patience
         return None if is_held else finding
 
@@ -264,7 +264,7 @@ class Guard:
         """Verdict on the running step: the reason, the broken layers, and whether it is left out; None: healthy."""
 
     def note_loss(self, loss: Tensor | float) -> None:
-        """As `StepMeter.note_loss`."""
+        """Passes a loss on to `StepMeter.note_loss`."""
         self._meter.note_loss(loss)
 
     def leaves_out(self, step: int) -> bool:

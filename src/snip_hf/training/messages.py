@@ -1,4 +1,4 @@
-"""The messages of a run as a whole: how it begins, which speed to expect, and how it ended."""
+"""The log messages about a whole run: its beginning, the speed to expect, and its end."""
 
 from __future__ import annotations
 
@@ -124,9 +124,9 @@ def _unmeasured(backend: str) -> str:
 
 
 class SpeedForecast:
-    """Tells the speed to expect from measurements of the backend, once the first micro-batch has run.
+    """Forecasts the speed from measurements of the backend, and warns of missing conditions.
 
-    Only then it is known whether the model is compiled. It warns of missing conditions.
+    Made at the first micro-batch, since models may be compiled until then.
 
     Args:
         backend: name of the one in use.

@@ -1,10 +1,10 @@
 """The micro-batches of a step: forward passes that are backpropagated, and the step that is to be probed.
 
 A model runs forward for many reasons: generation, a look at its logits, a reference. A pass is a micro-batch of the
-step if its outputs get a gradient, which is known when the backward pass begins. Until then `SnipController.offer` has
-it pending; `SnipController.count` counts it when a gradient reaches one of its outputs. A loop that computes its loss
-itself brackets it by `TrainingPasses.begin_loss` and `end_loss`. All passes in between make one micro-batch, which
-counts when a gradient reaches the loss.
+step if its outputs get a gradient, which is known when the backward pass begins. `SnipController.offer`
+announces the pass, and `SnipController.count` counts it when a gradient reaches one of its outputs. A loop that
+computes its loss itself brackets it by `TrainingPasses.begin_loss` and `end_loss`. All passes in between make one
+micro-batch, which counts when a gradient reaches the loss.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TrainingPass:
     """None: the model returns the loss."""
     seen: int = 0
     """Tokens that the model has seen in passes of an objective."""
-    counted: bool = False
+    is_counted: bool = False
     """True once it is known to be a micro-batch of the step."""
     labels: Labels = LABELS_OF_LOOP
     autocast: torch.dtype | None = field(default_factory=_autocast)
@@ -101,7 +101,7 @@ class StepWatch:
         self.clipping = Clipping(layers, parameters, others or {})
 
     def take(self, first: TrainingPass) -> None:
-        """Takes the step's first micro-batch. One that cannot be probed raises when `batch` is read."""
+        """Keeps the step's first micro-batch. If it cannot be probed, reading `batch` raises the error."""
         try:
             complete = first.to_probe()
             if first.random_state is not None:
@@ -125,7 +125,7 @@ class StepWatch:
 
 
 class TrainingPasses:
-    """Tells a controller the micro-batches of a training loop.
+    """Reports the micro-batches of a training loop to a controller.
 
     Args:
         outer: the model as the loop calls it, perhaps wrapped.
@@ -206,12 +206,12 @@ class TrainingPasses:
         loss = _loss(output)
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:
-                # Without references to outputs: a hook that holds its own graph would keep it for good.
+                # The hook holds no output: a hook that holds its own graph would never be freed.
                 tensor.register_hook(partial(self._reached, one, tensor is loss))
 
     @torch.compiler.disable
     def _reached(self, one: TrainingPass, is_loss: bool, gradient: Tensor | None) -> None:
-        # All outputs of a compiled model share one backward pass: this one got no gradient of its own.
+        # All outputs of a compiled model share one backward pass; None: this one has no gradient.
         if gradient is not None:
             self._controller.count(one)
             self.known_loss |= is_loss

@@ -1,4 +1,4 @@
-"""The plan in force: the first one, those from a solver's choices, and the fallback if a refresh fails."""
+"""The plan in force: the first plan, plans from a solver's choices, and what happens if a refresh fails."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class PlanInForce:
         model: its layers get the plan.
         model_name: for the provenance of plans.
         events: get refreshes that failed; their folder gets the plan.
-        measure: times the GEMMs with so many tokens, where the program counts times.
+        measure: times the GEMMs with a number of tokens, if the budget is measured time.
         log: gets the warnings.
     """
 
@@ -134,7 +134,7 @@ class PlanInForce:
         self._log = log
 
     def put(self, plan: PrecisionPlan) -> None:
-        """Puts a plan in force, as `solved_plan` or a checkpoint has it."""
+        """Puts a plan in force that `solved_plan` made or a checkpoint holds."""
         plan.apply(self._model, elsewhere=self.setting.flops)
         self.plan = plan
         # Later decisions use the same times and tokens as the plan.
@@ -167,7 +167,7 @@ class PlanInForce:
         self.save()
 
     def count_by(self, tokens: Tokens | None, decides: bool) -> dict[str, list[str]]:
-        """Makes all later decisions use these tokens; the plan keeps them.
+        """Bases all later decisions on these tokens; the plan keeps them.
 
         Args:
             tokens: of each layer (`costs.flops.relative_tokens`).
@@ -178,10 +178,10 @@ class PlanInForce:
         Raises:
             ValueError: no layer of a stage saw a token.
         """
-        counted, setting = replace(self.plan, tokens=tokens), replace(self.setting, tokens=tokens)
+        same, setting = replace(self.plan, tokens=tokens), replace(self.setting, tokens=tokens)
         decides = decides and tokens is not None and setting.config.fixed_plan is None
-        plan = first_plan(setting, self.model_name) if decides else counted
-        changes = counted.changes(plan)
+        plan = first_plan(setting, self.model_name) if decides else same
+        changes = same.changes(plan)
         self.plan, self.setting = plan, setting
         if changes:
             self.apply()

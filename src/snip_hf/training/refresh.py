@@ -1,6 +1,6 @@
-"""The refresh of a plan: probe, integer program, a solver beside training, and the application at a fixed step.
+"""The refresh of a plan: probe, integer program, a solver beside training, and a new plan at a fixed step.
 
-The planner may fail, training may not: any failure keeps the plan in force, with a warning and an event.
+The planner may fail, training may not: after any failure the plan in force stays, with a warning and an event.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .micro_batches import NOT_CAPTURED, StepWatch
 from .plan_in_force import PlanInForce, describe_plan, solved_plan
 from .swapped_layers import SwappedLayers
 
-# Failures that every solver would share. With solver="auto", any other failure leads to the next solver.
+# Failures that every solver would have. With solver="auto", any other failure leads to the next solver.
 _OF_PROBLEM = ("infeasible", "bad problem")
-# A possible reason for ranks that wait for each other.
+# A possible reason why ranks wait for each other.
 _RUNS_OUT = "a rank that runs out of batches, as under DDP's Join, never comes to it"
 
 
@@ -43,7 +43,7 @@ def start_solver(program: dict[str, Any]) -> SolverProcess:
 
 @dataclass(frozen=True)
 class Solving:
-    """How refreshes have their programs solved."""
+    """The way refreshes solve their integer programs."""
 
     start: Callable[[dict[str, Any]], SolverProcess] = start_solver
     """Starts solving a program and returns at once."""
@@ -97,7 +97,7 @@ def _check_table(table: DivergenceTable) -> None:
 
 
 class Refresher:
-    """Runs the refreshes of one run, one at a time. With several processes, all of them do so together.
+    """Runs the refreshes of one run, one at a time. Collective.
 
     Args:
         model: the model, or the parts of it that this process holds.
@@ -212,7 +212,7 @@ class Refresher:
             self._in_force.keep(step, pending.begun, reason, "was not applied")
 
     def log_if_untrained(self) -> None:
-        """Logs that there is no weight divergence to measure, if that is so on all ranks. Collective."""
+        """Logs that no rank has a weight divergence to measure, if none has. Collective."""
         reasons = self._everyone.gather(self._why_untrained())
         if None not in reasons:
             self._log.info("snip-hf: %s, so that only the loss divergence decides.", reasons[0])
@@ -267,7 +267,7 @@ class Refresher:
         return replace(table, rows=tuple(sorted(table.rows, key=lambda row: order[row.layer])))
 
     def _note(self, place: str) -> None:
-        """Notes where in training the ranks exchange data next, for messages about waiting."""
+        """Names the point at which the ranks exchange data next, for messages about waiting."""
         self._processes.note(f"{place} ({_RUNS_OUT})")
 
     def _why_untrained(self) -> str | None:

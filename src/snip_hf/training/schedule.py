@@ -12,7 +12,7 @@ _MAX_SKIPPED = 10
 
 
 class Schedule:
-    """Decides by the step only, so that all ranks decide the same.
+    """Decides from the step number only, so that all ranks decide the same.
 
     Args:
         config: of the run.

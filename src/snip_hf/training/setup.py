@@ -55,7 +55,7 @@ class RunParts:
     """The parts of one run."""
 
     config: SnipConfig
-    """The configuration, with everything that it leaves to be found in the model."""
+    """The configuration, with what it leaves open filled in from the model."""
     model: nn.Module
     """Without wrappers, or the parts of it that this process holds."""
     backend: str
@@ -105,7 +105,7 @@ def set_up(
         processes: those of the run.
         schedule: of refreshes.
         events: of the run.
-        solving: how programs are solved.
+        solving: solves the integer programs.
         log: of this rank.
 
     Raises:

@@ -177,7 +177,7 @@ def swap(model: nn.Module, config: SnipConfig, pipeline: Ranks) -> None:
     given = config.skip_modules, config.include_modules
     here = {pattern: any(fnmatchcase(name, pattern) for name in names) for pattern in chain(*given)}
     everywhere = pipeline.gather(here)
-    # A pattern that matches on another rank only is no mistake.
+    # A pattern may match only on another rank.
     matching = {pattern for pattern in here if here[pattern] or not any(found[pattern] for found in everywhere)}
     skipped, included = (tuple(one for one in patterns if one in matching) for patterns in given)
     convert_model(model, replace(config, skip_modules=skipped, include_modules=included))

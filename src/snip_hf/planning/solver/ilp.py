@@ -69,7 +69,7 @@ class Part:
         return math.fsum(unit.costs[pick] for unit, pick in zip(self.units, picks, strict=True))
 
     def shortfall(self, picks: Sequence[int]) -> float:
-        """By how much a map misses the minimum (negative: slack)."""
+        """The amount by which a map misses the minimum (negative: slack)."""
         attained = math.fsum(unit.weights[pick] for unit, pick in zip(self.units, picks, strict=True))
         return (self.minimum or 0.0) - attained
 
@@ -93,7 +93,7 @@ def _tied_sets(names: Sequence[str], ties: Sequence[Sequence[str]]) -> list[list
 
 
 def tolerance(constraint: dict[str, Any], options: dict[str, dict[str, Any]]) -> float:
-    """How far a constraint may be missed. The scale includes what the sum could be, so a minimum of 0 has one too."""
+    """The amount by which a constraint may be missed, relative to its minimum or, if larger, to its largest sum."""
     members = options if constraint["groups"] is None else constraint["groups"]
     largest = math.fsum(max(abs(option["weight"]) for option in options[name].values()) for name in members)
     return float(CONSTRAINT_TOLERANCE * max(abs(constraint["minimum"]), largest))
@@ -193,7 +193,7 @@ def _cover(units: Sequence[Unit], goal: float) -> tuple[list[int], float, float]
 
     if need > 0:
         candidates = moves(need)
-        if candidates:  # none is left when rounding alone made the goal look out of reach
+        if candidates:  # none is left if only rounding made the goal look out of reach
             _, u, option, gain = candidates[0]
             picks[u] = option
             need -= gain
@@ -263,7 +263,7 @@ class Scaled:
 def _scale(part: Part, raised: float, incumbent: Sequence[int], hopeless: Sequence[set[int]]) -> Scaled:
     """Counts costs from each unit's cheapest option; costs and weights sum to SCALED_SUM.
 
-    An option that alone costs more than the whole incumbent is left out, as `hopeless` ones are: one huge cost would
+    An option that costs more than the whole incumbent is left out, as `hopeless` ones are: one huge cost would
     press all others below the solver's tolerances. `raised` is added to the minimum.
     """
     floors = [min(unit.costs) for unit in part.units]
@@ -291,7 +291,7 @@ def _scale(part: Part, raised: float, incumbent: Sequence[int], hopeless: Sequen
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an exact solver found; its bound is worth nothing if it says "infeasible", since hull-greedy has a map."""
+    """The answer of an exact solver. If it is "infeasible", its bound is worthless, since hull-greedy has a map."""
 
     picks: list[int] | None
     bound: float

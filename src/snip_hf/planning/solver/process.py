@@ -37,8 +37,8 @@ _MAX_TEXT = 1000
 class SolverError(RuntimeError):
     """The solver process gave no solution; the message gives the details.
 
-    `reason`: "bad problem", "missing" (the solver is not installed), "crashed", "garbage" (the output is no solution),
-    "timeout" or "infeasible".
+    `reason`: "bad problem", "missing" (the solver is not installed), "crashed", "garbage" (the output is not a
+    solution), "timeout" or "infeasible".
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -146,7 +146,7 @@ def _end(process: subprocess.Popen[bytes], files: Sequence[IO[bytes]]) -> None:
 
 
 class SolverProcess:
-    """One integer program being solved in a process of its own; get one from `start`.
+    """One integer program being solved in a separate process; get one from `start`.
 
     Input and outputs are unnamed temporary files, so nothing blocks on a full pipe and nothing is left behind. The
     process is killed at its limit, when this object is collected and when Python ends; it notices if Python is killed.
@@ -275,7 +275,7 @@ def check_solver(config: SnipConfig, log: logging.Logger) -> str:
     With "auto" that is HiGHS if CBC is not installed, or fails, which costs a warning.
 
     Raises:
-        ValueError: the solver is not installed where the process can use it; the message says what to do.
+        ValueError: the process cannot use the solver; the message says what to do.
     """
     wanted = solver_of(config)
     if wanted == "greedy":

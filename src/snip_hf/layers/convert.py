@@ -43,17 +43,14 @@ def keep_states_apart(models: Sequence[nn.Module]) -> None:
 
 
 # On import torchao warns about CUDA extensions that do not load and about registered enums; nothing here uses either.
-_noisy = {name: logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")}
-_levels = {name: noisy.level for name, noisy in _noisy.items()}
+_disabled = logging.root.manager.disable
+logging.disable(logging.WARNING)
 try:
-    for _name in _noisy:
-        _noisy[_name].setLevel(logging.ERROR)
     from torchao.core.config import AOBaseConfig
     from torchao.quantization import quantize_
     from torchao.quantization.transform_module import register_quantize_module_handler
 finally:
-    for _name in _noisy:
-        _noisy[_name].setLevel(_levels[_name])
+    logging.disable(_disabled)
 # The attribute of a model with the names of parameters and buffers that DDP ignores.
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 

@@ -289,16 +289,11 @@ def _scale(part: Part, raised: float, incumbent: Sequence[int], hopeless: Sequen
     )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The answer of an exact solver. If it is "infeasible", its bound is worthless, since hull-greedy has a map."""
-
-    picks: list[int] | None
-    bound: float
-    infeasible: bool = False
+Answer = tuple[list[int] | None, float]
+"""The map of an exact solver, if it found one, and its bound."""
 
 
-def cbc(scaled: Scaled, time_limit: float, relative_gap: float) -> Outcome:
+def cbc(scaled: Scaled, time_limit: float, relative_gap: float) -> Answer:
     import mip
 
     model = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
@@ -312,11 +307,12 @@ def cbc(scaled: Scaled, time_limit: float, relative_gap: float) -> Outcome:
     status = model.optimize(max_seconds=time_limit)
     bound = model.objective_bound
     picks = scaled.picks([float(column.x) for column in x]) if model.num_solutions else None
-    infeasible = status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE)
-    return Outcome(picks, -math.inf if bound is None else float(bound), infeasible)
+    # By rounding only, since hull-greedy has a map: the bound is worthless.
+    is_infeasible = status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE)
+    return picks, -math.inf if bound is None or is_infeasible else float(bound)
 
 
-def highs(scaled: Scaled, time_limit: float, relative_gap: float) -> Outcome:
+def highs(scaled: Scaled, time_limit: float, relative_gap: float) -> Answer:
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_matrix
@@ -333,34 +329,34 @@ def highs(scaled: Scaled, time_limit: float, relative_gap: float) -> Outcome:
         constraints=LinearConstraint(matrix, [1.0] * last + [scaled.minimum], [1.0] * last + [math.inf]),
         options={"time_limit": time_limit, "mip_rel_gap": relative_gap},
     )
-    bound = -math.inf if found.mip_dual_bound is None else float(found.mip_dual_bound)
-    # 2: infeasible; 3: "unbounded", which 0/1 columns cannot be.
-    return Outcome(None if found.x is None else scaled.picks(list(found.x)), bound, found.status in (2, 3))
+    # 2: infeasible, as in `cbc`; 3: "unbounded", which 0/1 columns cannot be.
+    is_worthless = found.mip_dual_bound is None or found.status in (2, 3)
+    bound = -math.inf if is_worthless else float(found.mip_dual_bound)
+    return None if found.x is None else scaled.picks(list(found.x)), bound
 
 
-_SOLVERS: dict[str, Callable[[Scaled, float, float], Outcome]] = {"cbc": cbc, "highs": highs}
+_SOLVERS: dict[str, Callable[[Scaled, float, float], Answer]] = {"cbc": cbc, "highs": highs}
 
 
 def _solve_exactly(
     part: Part, solver: str, incumbent: list[int], hopeless: list[set[int]], gap: float, deadline: float
-) -> Outcome:
+) -> Answer:
     """Runs an exact solver; the bound is in the part's own costs. Demands more if the map misses the minimum.
 
     Solvers take 0.999999 for 1, so the rounded map may fall short of a minimum that they report as met.
     """
-    raised, first = 0.0, None
+    raised, bounds = 0.0, []
     for _ in range(3):
         scaled = _scale(part, raised, incumbent, hopeless)
-        outcome = _SOLVERS[solver](scaled, max(deadline - time.perf_counter(), 0.1), gap)
-        first = first or Outcome(None, scaled.unscaled(outcome.bound), outcome.infeasible)
-        if outcome.picks is None:
+        picks, bound = _SOLVERS[solver](scaled, max(deadline - time.perf_counter(), 0.1), gap)
+        bounds.append(scaled.unscaled(bound))
+        if picks is None:
             break
-        short = part.shortfall(outcome.picks)
+        short = part.shortfall(picks)
         if short <= part.tolerance:
-            return Outcome(outcome.picks, first.bound)
+            return picks, bounds[0]
         raised += 2 * short
-    assert first is not None
-    return first
+    return None, bounds[0]
 
 
 def _solve_part(part: Part, solver: str, gap: float, deadline: float) -> tuple[list[int], float, bool]:
@@ -371,11 +367,9 @@ def _solve_part(part: Part, solver: str, gap: float, deadline: float) -> tuple[l
     hopeless: list[set[int]] = [set() for _ in part.units]
     if part.shortfall(picks) <= part.tolerance:
         hopeless = hopeless_options(part, picks, price)
-    exact = _solve_exactly(part, solver, picks, hopeless, gap, deadline)
-    if exact.picks is None:
-        return picks, bound if exact.infeasible else max(bound, exact.bound), False
-    is_better = part.total(exact.picks) <= part.total(picks)
-    return exact.picks if is_better else picks, max(bound, exact.bound), is_better
+    exact, exact_bound = _solve_exactly(part, solver, picks, hopeless, gap, deadline)
+    is_better = exact is not None and part.total(exact) <= part.total(picks)
+    return exact if exact is not None and is_better else picks, max(bound, exact_bound), is_better
 
 
 def version_of(solver: str) -> str:

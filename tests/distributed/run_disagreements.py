@@ -130,7 +130,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    Ranks.says_after = 0.5
+    Ranks.log_after = 0.5
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

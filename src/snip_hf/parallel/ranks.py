@@ -72,7 +72,7 @@ class Ranks:
         timeout: seconds after which waiting for the others ends with a `RankError`.
     """
 
-    says_after = 30.0
+    log_after = 30.0
     """Seconds of waiting for the others before a log message."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 600.0) -> None:
@@ -195,9 +195,9 @@ class Ranks:
         return list(received.split(list(sizes)))
 
     def _bounded(self, call: Callable[[], Result]) -> Result:
-        said = threading.Timer(self.says_after, self._say_waiting)
-        said.daemon = True
-        said.start()
+        timer = threading.Timer(self.log_after, self._log_waiting)
+        timer.daemon = True
+        timer.start()
         try:
             return call()
         except RuntimeError as error:
@@ -208,14 +208,14 @@ class Ranks:
                 "them again from the last checkpoint."
             ) from error
         finally:
-            said.cancel()
+            timer.cancel()
 
-    def _say_waiting(self) -> None:
+    def _log_waiting(self) -> None:
         logger.warning(
             "snip-hf: rank %d of %d has waited for the others for %g s, %s; it gives up after %g s.",
             self.rank,
             self.size,
-            self.says_after,
+            self.log_after,
             self.place,
             self._timeout,
         )

@@ -36,7 +36,7 @@ SCHEMA_VERSION = 2
 # Fields that decide nothing but which layers are swapped.
 _CHOICE = {"skip_modules", "include_modules"}
 # Fields of the guard, which may change in mid-run.
-GUARD = ("guard", "guard_patience")
+_GUARD = ("guard", "guard_patience")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class SavedState:
             KeyError: the plan is for another model.
         """
         fields = config.to_dict()
-        different = [name for name in differences(config, self.config) if name not in (*TARGETS, *GUARD, "solver")]
+        different = [name for name in differences(config, self.config) if name not in (*TARGETS, *_GUARD, "solver")]
         is_same_choice = _CHOICE.issuperset(different) and self.plan.assignment.keys() == flops.keys()
         if different and not is_same_choice:
             name = different[0]

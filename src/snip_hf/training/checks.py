@@ -278,7 +278,7 @@ class StepCalls:
         self._accelerator = accelerator if hasattr(accelerator, "sync_gradients") else None
         self._needs_probe = needs_probe
         self._log = log
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self.is_begun = False
         """True between `before_optimizer_step` and `after_step`."""
         self.is_closed = False
@@ -316,18 +316,18 @@ class StepCalls:
         """Records a call of `before_optimizer_step`; `is_late` if the optimizer has already taken its step."""
         self.is_begun = True
         if is_late:
-            self._say(LATE)
+            self._warn_once(LATE)
 
     def end(self) -> None:
         """Records a call of `after_step`."""
         if not self.is_begun and self._needs_probe:
-            self._say(
+            self._warn_once(
                 "after_step was called without before_optimizer_step: no plan can be made. Call "
                 "before_optimizer_step(step) before each optimizer step, once the gradients are complete and clipped."
             )
         self.is_begun = False
 
-    def _say(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
             self._log.warning("snip-hf: %s", message)

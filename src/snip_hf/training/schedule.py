@@ -30,8 +30,8 @@ class Schedule:
         self._config = config
         self._needs_probe = needs_probe(config)
         self._log = log
-        self._said_too_late = False
-        self._said_too_short = False
+        self._has_logged_too_late = False
+        self._has_warned_too_short = False
 
     def refreshes(self, step: int, is_planned: bool) -> bool:
         """Returns True if this step refreshes, counted from the last probe.
@@ -66,8 +66,8 @@ class Schedule:
 
     def log_if_left_out(self, step: int, is_planned: bool) -> None:
         """Logs, once, that a refresh is left out because training ends before its plan could be applied."""
-        if not self._said_too_late and self._is_too_late(step) and self._is_scheduled(step, is_planned):
-            self._said_too_late = True
+        if not self._has_logged_too_late and self._is_too_late(step) and self._is_scheduled(step, is_planned):
+            self._has_logged_too_late = True
             self._log.info(
                 "snip-hf: the refresh of step %d is left out: its plan would be applied after step %d, and training "
                 "ends at step %d.",
@@ -92,8 +92,8 @@ class Schedule:
 
     def warn_if_too_short(self) -> None:
         """Warns, once, if training will end before the first plan could be applied."""
-        if self._needs_probe and not self.will_refresh and not self._said_too_short:
-            self._said_too_short = True
+        if self._needs_probe and not self.will_refresh and not self._has_warned_too_short:
+            self._has_warned_too_short = True
             self._log.warning(
                 "snip-hf: training ends at step %d, before the first plan would be applied after step %d "
                 "(first_refresh + apply_delay): everything stays in %s.",
@@ -105,8 +105,8 @@ class Schedule:
     def warn_if_ended_early(self, step: int) -> None:
         """Warns, once, if training has ended before the first refresh, unless `warn_if_too_short` did."""
         is_short = self._needs_probe and self.last_probe is None and 0 < step < self.first_refresh
-        if is_short and not self._said_too_short:
-            self._said_too_short = True
+        if is_short and not self._has_warned_too_short:
+            self._has_warned_too_short = True
             self._log.warning(
                 "snip-hf: training ended at step %d, before the first refresh (first_refresh=%d): no plan was made.",
                 step,

@@ -13,15 +13,16 @@ import pytest
 import torch
 from configs import fp4_config
 from small import tiny_llama
+from thread_ranks import on_ranks
 from torch import Tensor, nn
 
-from snip_hf import SnipController, convert_model
+from snip_hf import convert_model
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.layers.selection import skip_reasons
-from snip_hf.parallel.ranks import Processes, Ranks
+from snip_hf.parallel.ranks import Processes
 from snip_hf.training import setup
-from snip_hf.training.checks import check_model, check_parts
+from snip_hf.training.checks import check_configs, check_model, check_parts
 from snip_hf.training.setup import keep_liger_out_of_graphs
 
 
@@ -66,19 +67,11 @@ def test_layers_on_which_another_forward_is_set_are_left_alone_and_the_reason_is
     assert "model.layers.0.mlp.up_proj" not in convert_model(model, fp4_config())
 
 
-class OtherConfig(Ranks):
-    """Two ranks, the second of which gives what the first does but for the seed."""
-
-    def gather(self, value: Any, what: str = "figures") -> list[Any]:
-        return [value, value | {"seed": 1, "solver_time_limit": 5.0}]
-
-
-def test_another_configuration_on_another_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ranks, "of_all", lambda timeout: OtherConfig())
-    model = tiny_llama()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match=r"not that of rank 1: they differ in seed\. Expected the same SnipConfig"):
-        SnipController(model, optimizer, fp4_config())
+def test_another_configuration_on_another_rank_is_refused() -> None:
+    configs = [fp4_config(), fp4_config(seed=1, solver_time_limit=5.0)]
+    message = "Rank 1 has another configuration than rank 0: seed is 1 on rank 1 and 0 on rank 0. Expected the same"
+    with pytest.raises(ValueError, match=message):
+        on_ranks(2, lambda ranks: check_configs(configs[ranks.rank], ranks))
 
 
 LOG = logging.getLogger("test")

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..estimation.divergence import divergences_at
-from ..estimation.memory import adds_noise, kept_tokens, measured_peak, probe_memory
+from ..estimation.memory import measured_peak
 from ..estimation.table import DivergenceTable
 from ..estimation.ties import Ties
 from ..parallel.ranks import Attempt, Processes

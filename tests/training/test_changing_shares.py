@@ -1,4 +1,4 @@
-"""A share of FP4 that changes during a run: when plans follow it, what records say of it, and how runs resume."""
+"""An FP4 share that changes during a run: new plans, records, and resumed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a loop of one's own hear at once that its calls are out of order, or that it trains something else by now?"""
+"""Loops of users: calls out of order, two controllers on one model, adapters in mid-run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the controller drive a loop of one's own, and does whatever goes wrong in a refresh cost only the refresh?"""
+"""The controller in a loop of one's own; any failure in a refresh costs only that refresh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do runs count by what runs: the tokens that each layer sees, measured on a real micro-batch, and told beside it?"""
+"""Coverage and executed FLOPs follow the tokens that each layer sees in a real micro-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does FP16 training with a GradScaler plan as training without a scale does, and what of steps that are left out?"""
+"""FP16 training with a GradScaler makes the plans of unscaled training, and skipped steps delay a refresh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard in a loop of one's own: provoked it raises and asks for a refresh; on a healthy run it does nothing."""
+"""The guard in a loop of one's own: it raises formats when provoked and does nothing on a healthy run."""
 
 from __future__ import annotations
 

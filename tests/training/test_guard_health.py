@@ -1,4 +1,4 @@
-"""Spikes are told from healthy steps by the rule that is written down, and alarms add up to failures by steps."""
+"""The rule that separates spikes from healthy steps, and the count of alarms."""
 
 from __future__ import annotations
 

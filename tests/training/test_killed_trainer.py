@@ -1,4 +1,4 @@
-"""A run that was killed in the middle of a refresh goes on to the bit, and its solver does not outlive it."""
+"""A run that was killed in a refresh resumes bit for bit, and its solver does not outlive it."""
 
 from __future__ import annotations
 

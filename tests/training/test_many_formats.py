@@ -1,4 +1,4 @@
-"""A run that chooses among five formats, GEMM by GEMM: it trains, goes on where it stopped, reports, and exports."""
+"""A run that chooses among five formats per GEMM: it trains, resumes, reports and exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A NaN or an infinity at the probed micro-batch costs one refresh, and nothing else."""
+"""A NaN or an infinity at the probed micro-batch costs only one refresh."""
 
 from __future__ import annotations
 

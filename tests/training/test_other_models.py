@@ -1,4 +1,4 @@
-"""Do encoder-decoders, encoders and classifiers train, refresh and resume, by estimates that are the measured ones?"""
+"""Encoder-decoders, encoders and classifiers train, refresh and resume, and their estimates match measurements."""
 
 from __future__ import annotations
 

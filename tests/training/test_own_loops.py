@@ -1,4 +1,4 @@
-"""Refreshes in loops of users, which scale, zero or replace gradients and layers."""
+"""Refreshes in loops of users that scale, zero or replace gradients and layers."""
 
 from __future__ import annotations
 

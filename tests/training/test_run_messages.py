@@ -1,4 +1,4 @@
-"""The log tells how a run begins and ends, the speed to expect, and the conditions that are missing for it."""
+"""The log describes the beginning and end of a run, the expected speed and missing conditions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start refuses, and Liger's functions outside of compiled graphs."""
+"""Refusals at the start, and Liger's functions outside compiled graphs."""
 
 from __future__ import annotations
 

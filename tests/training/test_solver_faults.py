@@ -1,4 +1,4 @@
-"""A solver that dies, hangs, lies or is missing costs a run one refresh, and nothing else."""
+"""A solver that dies, hangs, prints garbage or is missing costs a run only one refresh."""
 
 from __future__ import annotations
 

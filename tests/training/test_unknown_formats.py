@@ -1,4 +1,4 @@
-"""What a run with a format of one's own left, where that format is not registered: refused before anything happens."""
+"""Plans and checkpoints with a user format are refused if it is not registered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated MLPs: which modules are taken for one, and what putting their forward in place leaves behind."""
+"""Gated MLPs: recognition, and the forward that a run puts in place and removes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kind of layer says of its modules, and a swapped layer of its weight."""
+"""Layer kinds describe their modules, and swapped layers their weights."""
 
 from __future__ import annotations
 

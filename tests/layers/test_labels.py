@@ -1,4 +1,4 @@
-"""Labels of layers: as short as tells them apart."""
+"""Labels of layers are as short as is unambiguous."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""SnipLinear against nn.Linear and the written-out reference; the swap against the model as it was before."""
+"""SnipLinear against nn.Linear and the written-out reference; the swapped model against the original."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a swapped layer compute exactly what its module did, until it gets formats?"""
+"""A swapped layer computes exactly like its original module until it gets formats."""
 
 from __future__ import annotations
 

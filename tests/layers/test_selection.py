@@ -1,4 +1,4 @@
-"""Which layers are swapped: those of the language model's decoder, and others only if they are named?"""
+"""The selection of layers: those of the language model's decoder, others only by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do ranks meet before each collective of all of them, whatever code calls it, and hear there of a rank that failed?"""
+"""Ranks exchange failures before each collective, whoever calls it."""
 
 from __future__ import annotations
 

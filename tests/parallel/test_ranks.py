@@ -1,4 +1,4 @@
-"""Does a process that is alone get what it gave, and are sharding's hooks the only ones that are taken away?"""
+"""A single process gathers its own value; only FSDP2's hooks are removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does FSDP2 gather blocks' weights ahead, where nobody has told it anything else?"""
+"""FSDP2 prefetches blocks' weights unless the user has set up prefetching."""
 
 from __future__ import annotations
 

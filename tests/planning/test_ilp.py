@@ -1,4 +1,4 @@
-"""The integer program against brute force, against itself in another solver, and against malformed input."""
+"""The integer program against brute force and between solvers, and malformed input."""
 
 from __future__ import annotations
 

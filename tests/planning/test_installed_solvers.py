@@ -1,4 +1,4 @@
-"""A solver that cannot be used is named before training, and "auto" goes on with HiGHS."""
+"""A solver that cannot be used is reported before training, and "auto" falls back to HiGHS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted times are those of a simulated pipeline."""
+"""Predicted times match a simulated pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a plan exactly what was put in, on disk and in the model, and is everything else refused?"""
+"""A plan survives disk and model unchanged, and everything else is refused."""
 
 from __future__ import annotations
 

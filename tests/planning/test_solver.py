@@ -1,4 +1,4 @@
-"""The parent's side of the solver process: every way in which it can go wrong, and that nothing is left behind."""
+"""The solver process, as seen from its caller: failures are reported, and nothing is left behind."""
 
 from __future__ import annotations
 

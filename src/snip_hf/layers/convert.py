@@ -34,14 +34,6 @@ from .state import set_step, snip_linears
 logger = logging.getLogger(__name__)
 
 
-def keep_states_apart(models: Sequence[nn.Module]) -> None:
-    """Keeps a DDP wrapper from broadcasting the first rank's layer states to the others."""
-    for wrapper in (module for model in models for module in model.modules()):
-        if isinstance(wrapper, nn.parallel.DistributedDataParallel):
-            names = (name for name, _ in wrapper.module.named_buffers())
-            wrapper.parameters_to_ignore.update(name for name in names if name.endswith(f".{STATE}"))
-
-
 # On import torchao warns about CUDA extensions that do not load and about registered enums; nothing here uses either.
 _disabled = logging.root.manager.disable
 logging.disable(logging.WARNING)
@@ -195,8 +187,16 @@ def restore_model(model: nn.Module) -> None:
     _keep_ddp_out(model)
 
 
+def keep_states_apart(models: Sequence[nn.Module]) -> None:
+    """Keeps DDP wrappers of these models from broadcasting the first rank's layer states to the others."""
+    for wrapper in (module for model in models for module in model.modules()):
+        if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+            names = (name for name, _ in wrapper.module.named_buffers())
+            wrapper.parameters_to_ignore.update(name for name in names if name.endswith(f".{STATE}"))
+
+
 def _keep_ddp_out(model: nn.Module) -> None:
-    """Keeps DDP, which may wrap the model later, from broadcasting the first rank's states to the others."""
+    """Does the same for DDP that wraps the model later."""
     ignored = [name for name in getattr(model, _DDP_IGNORES, ()) if not name.endswith(f".{STATE}")]
     states = [name for name, _ in model.named_buffers() if name.endswith(f".{STATE}")]
     if not ignored and not states:

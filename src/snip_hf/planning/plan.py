@@ -39,11 +39,7 @@ Flops = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanProvenance:
-    """The origin of a plan. None: does not apply, or unknown.
-
-    Raises:
-        ValueError: `config` is not JSON data.
-    """
+    """The origin of a plan. None: does not apply, or unknown."""
 
     step: int
     """Optimizer step that the probe preceded; 0 for a plan made before training."""
@@ -64,13 +60,8 @@ class PlanProvenance:
     model_name: str | None = None
 
     def __post_init__(self) -> None:
-        if self.config is None:
-            return
-        try:
-            config = json.loads(json.dumps(dict(self.config), allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"provenance.config is not JSON data: {error}.") from error
-        object.__setattr__(self, "config", config)
+        if self.config is not None:  # in JSON's types, so that a plan equals what is read from its file
+            object.__setattr__(self, "config", json.loads(json.dumps(dict(self.config), allow_nan=False)))
 
 
 @dataclass(frozen=True)

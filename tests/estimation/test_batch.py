@@ -120,7 +120,7 @@ def test_hooks_before_the_forward_pass_act_once_also_where_the_loss_calls_the_mo
     assert run_forward(model, Batch.of(inputs, Objective(model_loss))) == pytest.approx(expected, rel=1e-6)
 
 
-def test_what_is_no_loss_is_refused() -> None:
+def test_results_that_are_not_a_loss_are_refused() -> None:
     model, inputs = tiny_llama(hidden=32), text(2, 8)
     with pytest.raises(ValueError, match=r"^terms=3 says what a loss of your own is a mean over, but there is no comp"):
         objective_of(None, 3)
@@ -169,7 +169,7 @@ def test_a_loss_without_a_gradient_costs_the_refresh(caplog: pytest.LogCaptureFi
     controller.close()
 
 
-def test_what_the_forward_takes_is_found_without_running_it() -> None:
+def test_the_inputs_of_the_forward_are_found_without_running_it() -> None:
     model, inputs = tiny_llama(hidden=32), text(2, 8)
     runs: list[bool] = []
     model.model.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))

@@ -115,11 +115,11 @@ def test_errors_of_independent_tokens_add_nothing_on_the_average() -> None:
 
 
 def mixed(tokens: Tensor, channels: Tensor, seed: int) -> Tensor:
-    """What the errors meet along one direction: <m_ti m_sj> = (tokens tokens^T)_ts (channels^T channels)_ij."""
+    """Returns factors along one direction: <m_ti m_sj> = (tokens tokens^T)_ts (channels^T channels)_ij."""
     return tokens @ drawn(tokens.shape[1], channels.shape[0], seed=seed) @ channels
 
 
-def test_where_rows_repeat_the_forward_s_figure_is_the_mean_square_over_directions() -> None:
+def test_with_repeated_rows_the_forward_s_figure_is_the_mean_square_over_directions() -> None:
     """Six kinds of rows among 256, as behind an activation function: small values that FP4 rounds to zero.
 
     The weight lies on the grid, so that only errors of activations are left. The mean square of the whole inner product
@@ -147,7 +147,7 @@ def test_where_rows_repeat_the_forward_s_figure_is_the_mean_square_over_directio
 @pytest.mark.parametrize(
     ("shape", "once", "each"), [((2, 30, 12), 1, 3), ((2, 5, 12), 1, 3)], ids=["channels", "tokens"]
 )
-def test_what_errors_meet_is_multiplied_with_itself_once_for_all_formats(
+def test_factors_are_multiplied_with_themselves_once_for_all_formats(
     shape: tuple[int, int, int], once: int, each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     factors, errors = drawn(*shape, seed=1) + 0.5, [drawn(*shape, seed=seed) for seed in (2, 3)]

@@ -53,7 +53,7 @@ def weight_divergences(table: DivergenceTable) -> dict[tuple[str, str, str], flo
 
 
 @pytest.mark.parametrize("trained", [(), ("layers.1.up",), ("layers.0.up", "layers.1.down")])
-def test_where_a_swapped_weight_is_frozen_all_that_is_trained_counts(trained: tuple[str, ...]) -> None:
+def test_if_a_swapped_weight_is_frozen_all_trained_parameters_count(trained: tuple[str, ...]) -> None:
     model = converted_copy(frozen_lm(*trained))
     found = compared_parameters(model, snip_linears(model), trained_by(None))
     assert list(found.weights) == LAYERS
@@ -61,13 +61,13 @@ def test_where_a_swapped_weight_is_frozen_all_that_is_trained_counts(trained: tu
     assert list(found.parameters) == LAYERS + BESIDE
 
 
-def test_where_every_swapped_weight_is_trained_these_alone_count() -> None:
+def test_if_every_swapped_weight_is_trained_only_these_count() -> None:
     model = converted_copy(tiny_lm())
     found = compared_parameters(model, snip_linears(model), trained_by(torch.optim.SGD(model.parameters(), lr=1.0)))
     assert found.others is None and list(found.parameters) == LAYERS
 
 
-def test_what_the_optimizer_does_not_hold_is_not_trained() -> None:
+def test_a_parameter_that_the_optimizer_does_not_hold_is_not_trained() -> None:
     model = converted_copy(tiny_lm())
     norms = [parameter for name, parameter in model.named_parameters() if name in NORMS]
     found = compared_parameters(model, snip_linears(model), trained_by(torch.optim.SGD(norms, lr=1.0)))

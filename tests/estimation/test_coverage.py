@@ -63,7 +63,7 @@ def send_all_tokens_to(model: nn.Module, experts: tuple[int, ...]) -> None:
 
 
 def flops(products: float, tokens: int = TOKENS) -> float:
-    """Of the three GEMMs: a multiplication and an addition are two."""
+    """Returns the FLOPs of the three GEMMs: a multiplication and an addition are two."""
     return 3 * 2.0 * products * tokens
 
 
@@ -134,7 +134,7 @@ def test_a_weight_that_is_used_without_a_call_of_its_layer_is_listed_and_sees_no
 
 
 def test_a_layer_that_is_called_and_whose_weight_is_used_otherwise_too_is_covered_in_part() -> None:
-    """As a weight that is clamped in training alone."""
+    """A weight that is clamped only in training is an example."""
     model = Model(nn.Linear(8, 8, bias=False), lambda linear, x: linear(x) + x @ linear.weight.t().clamp(-1, 1))
     found = coverage(model, {"x": torch.ones(6, 8, requires_grad=True)})
     assert (found.flops, found.covered) == (flops(3 * 64, 6), flops(2 * 64, 6))
@@ -310,7 +310,7 @@ def test_rows_after_the_last_group_do_not_count(last: int) -> None:
         lambda weight: weight.to(torch.bfloat16).float() * torch.ones(8),
     ],
 )
-def test_what_is_computed_from_a_weight_without_products_is_that_weight(compose: Any) -> None:
+def test_a_tensor_computed_from_a_weight_without_products_counts_as_that_weight(compose: Any) -> None:
     assert beside(lambda bank, x: x @ compose(bank.weight), 8, 8) == 2.0 * 6 * 64
 
 
@@ -434,7 +434,7 @@ def test_a_converted_model_has_the_coverage_of_the_plain_one(family: str) -> Non
     assert coverage(model, text()) == before
 
 
-def test_what_is_swapped_decides_unless_a_config_is_given() -> None:
+def test_the_swapped_layers_decide_unless_a_config_is_given() -> None:
     model = build("llama")
     skipping = fp4_config(skip_modules=("*.down_proj",))
     expected = coverage(model, text(), skipping)
@@ -483,7 +483,7 @@ def test_labels_are_not_needed_and_compiled_blocks_are_looked_into() -> None:
     assert coverage(torch.compile(model, backend="eager"), text()) == expected
 
 
-def test_what_is_left_is_described_by_kind() -> None:
+def test_the_uncovered_rest_is_described_by_kind() -> None:
     groups = [
         Uncovered("layers.*.experts.gate_up_proj", "MoE experts", 0.4, "no layer kind takes a MixtralExperts"),
         Uncovered("layers.*.experts.down_proj", "MoE experts", 0.21, "no layer kind takes a MixtralExperts"),
@@ -520,7 +520,7 @@ def test_a_quantized_model_is_refused() -> None:
         coverage(model, text())
 
 
-def test_of_a_model_without_products_a_plan_decides_on_nothing() -> None:
+def test_a_plan_decides_on_nothing_in_a_model_without_products() -> None:
     found = coverage(nn.Sequential(), {"input": torch.ones(2)})
     assert found == Coverage(
         0.0, 0.0, [], {"output head": 0.0, "products of activations with each other (attention, scans)": 0.0}
@@ -552,11 +552,11 @@ def idle(model: nn.Module) -> set[str]:
     return {name for name, tokens in counted.returned.items() if not tokens}
 
 
-def test_of_a_model_that_is_trained_as_a_whole_every_grad_input_runs() -> None:
+def test_every_grad_input_runs_if_the_whole_model_is_trained() -> None:
     assert idle(build("llama")) == set()
 
 
-def test_where_embeddings_are_frozen_no_gradient_flows_through_the_first_layers() -> None:
+def test_no_gradient_flows_through_the_first_layers_behind_frozen_embeddings() -> None:
     model = build("llama")
     model.model.embed_tokens.weight.requires_grad_(False)
     # The input of the first norm needs no gradient, but its weight is trained.
@@ -610,7 +610,7 @@ class Operators(TorchDispatchMode):
     ("checkpoints", "asks"), [(None, False), (None, True), (False, False), (False, True), (True, True)]
 )
 @pytest.mark.parametrize("trained", [("model", "lm_head"), (f"{BLOCK}.1.mlp", "lm_head"), ("lm_head",)])
-def test_as_many_grad_inputs_run_in_training_as_are_counted(
+def test_the_grad_inputs_that_run_in_training_are_those_counted(
     trained: tuple[str, ...], checkpoints: bool | None, asks: bool
 ) -> None:
     model = freeze(build("llama"), *trained)
@@ -636,7 +636,9 @@ def test_as_many_grad_inputs_run_in_training_as_are_counted(
         ({}, fp4_config(skip_modules=("*.qproj",)), ValueError, r"skip_modules: '\*\.qproj' matches no linear layer"),
     ],
 )
-def test_what_cannot_be_counted_is_refused(batch: Any, config: Any, error: type[Exception], message: str) -> None:
+def test_arguments_that_cannot_be_counted_are_refused(
+    batch: Any, config: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         coverage(tiny_llama(hidden=16, layers=1), batch, config)
 

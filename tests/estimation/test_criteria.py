@@ -124,7 +124,7 @@ def test_greedy_takes_the_gradient_of_the_probed_micro_batch() -> None:
 
 
 def kl_of(values: Tensor, after: np.ndarray) -> float:
-    """By numpy and scipy."""
+    """Computes the expected values by numpy and scipy."""
     before = values.double().numpy().ravel()
     inner = inner_edges(values).double().numpy()
     assert inner == pytest.approx(np.linspace(before.min(), before.max(), BINS + 1)[1:-1], rel=1e-5, abs=1e-6)
@@ -174,7 +174,7 @@ def test_values_on_an_edge_or_beyond_the_range_are_counted_once() -> None:
 
 
 def hessian_traces(model: nn.Module, inputs: dict[str, Tensor], names: list[str]) -> dict[str, float]:
-    """By differentiating twice in float64, one weight's gradient after the other."""
+    """Differentiates twice in float64, one weight's gradient after the other."""
     model = copy.deepcopy(model).double()
     weights = [model.get_submodule(name).weight for name in names]
     gradients = torch.autograd.grad(model(**inputs)["loss"], weights, create_graph=True)

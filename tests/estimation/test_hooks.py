@@ -115,7 +115,7 @@ def test_a_hook_that_writes_or_returns_acts_in_the_probe_however_it_does(hook: C
     assert estimate_divergence(model, tokens()).loss == pytest.approx(expected, rel=1e-6)
 
 
-def test_what_another_thread_adds_to_a_list_meanwhile_stays() -> None:
+def test_an_element_that_another_thread_adds_to_a_list_meanwhile_stays() -> None:
     model, queue = tiny_lm(), list[int]()
     model.layers[0].queue = queue
 
@@ -186,7 +186,7 @@ def test_hooks_of_the_model_itself_act_in_the_probe_once() -> None:
         assert shifted == float(run_pass(model, Batch.of(expected), {}))
 
 
-def test_what_hooks_did_to_the_inputs_that_snip_noted_is_not_done_twice(tmp_path: Path) -> None:
+def test_hooks_do_not_change_captured_inputs_twice(tmp_path: Path) -> None:
     def drop_the_last(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         cut = {name: value[:, :-1] for name, value in kwargs.items() if isinstance(value, Tensor) and value.dim() == 2}
         return args, {**kwargs, **cut}

@@ -74,7 +74,7 @@ def on_grid(*shape: int, seed: int = 5) -> Tensor:
 
 
 def cut(n: int) -> list[slice]:
-    """As many pieces as there are runs of 128 tokens, 2 to 8 of them, as even as can be, longer ones first."""
+    """One piece per run of 128 tokens, 2 to 8 of them, as even as possible, longer ones first."""
     count = max(2, min(8, n // 128))
     lengths = [n // count + (index < n % count) for index in range(count)]
     return [slice(sum(lengths[:index]), sum(lengths[: index + 1])) for index in range(count)]
@@ -291,7 +291,7 @@ def test_on_a_gpu_they_are_those_of_its_kernels(fmt: str) -> None:
 def test_products_of_bf16_parts_change_them_by_less_than_a_part_in_1000(
     fmt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where those that only squares are summed of are one BF16 product."""
+    """On a GPU, products of which only squares are summed are one BF16 product."""
     sample, weight = a_sample(1203, 2406, 2, 260, 130), a_weight(130, 260)
     factors = torch.rand(130, 260, generator=torch.Generator().manual_seed(4))
     exact = LayerSums(sample, weight, factors, 2)
@@ -364,7 +364,7 @@ def test_grad_weight_goes_through_a_derivative_that_is_not_elementwise() -> None
 
 
 def bending(bound: float) -> UpdateChange:
-    """Of h(g) = left tanh(g / bound) right at g = 0: it saturates where changes are of the size of the bound."""
+    """h(g) = left tanh(g / bound) right at g = 0: it saturates if changes are of the size of the bound."""
     left, right = drawn(9, 9, seed=30), drawn(12, 12, seed=31)
     return UpdateChange(
         lambda change: left @ (change / bound) @ right, lambda change: left @ (change / bound).tanh() @ right
@@ -463,7 +463,7 @@ def test_step_and_bias_are_right_on_the_average_for_known_means_and_variances(
         assert 4 * values.std().item() / draws**0.5 < max(step - bias, 0.02 * bias)
 
 
-def test_what_is_found_in_one_sample_is_what_whole_steps_of_several_micro_batches_do_on_the_average() -> None:
+def test_one_sample_estimates_the_average_effect_of_whole_steps_of_several_micro_batches() -> None:
     """grad_weight in FP8, tokens with something in common: 3 micro-batches of 1,024, of one of which 512 are sampled.
 
     Something in common, since a sum that is noise around 0 is cut off at 0, which moves its mean.
@@ -523,7 +523,7 @@ def test_an_error_that_is_the_same_for_every_token_is_all_bias(sampled: int) -> 
 
 
 def test_stochastic_rounding_of_gradients_has_no_bias_in_grad_input() -> None:
-    """Also not where every token is the same; nearest rounding has one there."""
+    """It has none even if all tokens are equal; nearest rounding then has one."""
     n, weight = 256, on_grid(9, 12)
     g = drawn(1, 9, seed=2).expand(n, 9).contiguous()
     x_dot = drawn(1, 12, seed=7).expand(n, 12).contiguous()
@@ -623,7 +623,7 @@ def test_pieces_give_the_same_sums_whether_they_are_held_at_once_or_not(
         assert_squares(found[row], wanted[row])
 
 
-def test_what_is_read_at_once_is_what_is_read_one_by_one() -> None:
+def test_results_read_at_once_equal_those_read_one_by_one() -> None:
     layer_sums = [
         layer_sums_module.LayerSums(a_sample(n, 2 * n), [a_weight()], scaled(), 1, formats=DEFAULT) for n in (50, 300)
     ]

@@ -77,7 +77,7 @@ def llama(dtype: torch.dtype = torch.float32, frozen: str = "", **options: Any) 
     return model
 
 
-def test_what_the_probe_keeps_of_a_micro_batch_is_what_is_said() -> None:
+def test_a_probe_keeps_as_many_tokens_as_predicted() -> None:
     model = tiny_lm()
     convert_model(model, fp4_config())
     for wanted in (None, 128, 200, 256, 300):
@@ -221,7 +221,7 @@ def test_a_small_bound_gives_the_same_divergences(
     assert bool(used[1].remade) is (optimizer is not torch.optim.Muon)
 
 
-def test_what_is_done_twice_is_not_held() -> None:
+def test_recomputed_parts_are_not_held() -> None:
     model = tiny_llama(hidden=64, layers=4)
     convert_model(model, fp4_config())
     batch = Batch.of(text(2, 256))

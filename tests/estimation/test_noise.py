@@ -28,7 +28,7 @@ def a_tensor(rows: int = 200, columns: int = 50) -> Tensor:
 
 
 def added(noise: Noise, name: str = "layers.0.up", x: Tensor | None = None) -> Tensor:
-    """What the noise adds to an input or to an output's gradient."""
+    """Returns the noise that is added to an input or to an output's gradient."""
     x = a_tensor() if x is None else x
     if noise.place == "input":
         return noise.on_input(name, x) - x
@@ -122,7 +122,7 @@ def test_a_linear_answers_with_the_expected_size(place: int) -> None:
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_two_passes_per_draw_differ_from_the_one_without_noise(reentrant: bool | None) -> None:
-    """By derivatives, whatever the size; recomputed blocks have the numbers of their first run."""
+    """The derivatives show it at any size; recomputed blocks repeat the numbers of their first run."""
     samples = []
     for noise in (1e-2, 1e-3):
         model = tiny_lm(dropout=0.2, reentrant=reentrant)
@@ -150,7 +150,7 @@ def test_the_loss_is_that_of_the_pass_without_noise() -> None:
 
 
 class Dropping(Straight):
-    """As `Straight`, but each pass has fewer tokens than the one before, as behind a router."""
+    """`Straight` with fewer tokens in each pass than in the one before, as behind a router."""
 
     def __init__(self, dropped: Iterator[int]) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Dropping(Straight):
 
 
 def test_other_tokens_in_a_pass_with_noise_are_refused() -> None:
-    """Also with two draws, whose pairs of differences would be complete without one pass of each."""
+    """This holds for two draws too, whose pairs of differences would be complete without one pass of each."""
     model = Dropping(itertools.count())
     convert_model(model, fp4_config())
     with pytest.raises(ValueError, match=r"Layer 'layers\.0\.up' saw other tokens in a pass with noise"):

@@ -164,7 +164,7 @@ def test_an_embedding_that_bounds_its_norm_does_so_on_a_copy() -> None:
     assert torch.equal(model.embed.weight, before)
 
 
-def test_what_parametrizes_a_weight_acts_and_is_put_back() -> None:
+def test_the_parametrization_of_a_weight_acts_and_is_put_back() -> None:
     model, optimizer = trained_tiny_lm()
     nn.utils.parametrizations.spectral_norm(model.head)
     inner = model.head.parametrizations.weight[0]

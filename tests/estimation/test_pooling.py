@@ -102,7 +102,7 @@ def test_more_ranks_than_layers_leave_some_without_one() -> None:
 
 
 def test_a_rank_whose_tokens_did_not_pass_through_a_layer_adds_nothing_to_it() -> None:
-    """As with experts. What nobody saw has no owner."""
+    """Experts are an example. Layers that no rank saw have no owner."""
     names = list(LAYERS)
     by_rank = [{name: a_sample(name, 4, seed=rank) for name in names[:4] if name != names[rank]} for rank in range(2)]
     weights = [0.5, 0.5]
@@ -169,7 +169,7 @@ def of_rank(inputs: Inputs, rank: int, size: int) -> Inputs:
 @pytest.mark.parametrize("size", [4])
 @pytest.mark.parametrize("probe_tokens", [None, 256, 384])
 @pytest.mark.parametrize("build", [lambda: tiny_lm(blocks=1), lambda: tiny_llama(hidden=32, layers=1)])
-def test_what_the_ranks_probe_of_their_parts_is_together_what_one_probes_of_the_whole(
+def test_the_ranks_parts_together_are_probed_as_one_process_probes_the_whole(
     size: int, probe_tokens: int | None, build: Callable[[], nn.Module]
 ) -> None:
     model, inputs = build(), tokens(rows=4, length=256)  # runs of 128: 8

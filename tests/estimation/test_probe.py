@@ -680,7 +680,7 @@ def test_a_part_holds_whole_sequences_and_at_least_one(tokens_asked: int, rows: 
 def test_the_parts_of_several_ranks_are_together_the_part_of_one_with_all_their_sequences(
     ranks: int, rows: int, asked: int
 ) -> None:
-    """Where each rank takes the same whole number of sequences."""
+    """Each rank takes the same whole number of sequences."""
     whole = a_batch(rows)
     wanted = Batch.of(whole).part(asked).kwargs
     assert wanted["labels"].shape[0] < rows
@@ -699,7 +699,7 @@ def test_the_parts_of_several_ranks_are_together_the_part_of_one_with_all_their_
 
 
 @pytest.mark.parametrize("asked", [None, 60, 61])
-def test_what_is_small_enough_is_taken_whole(asked: int | None) -> None:
+def test_a_micro_batch_that_is_small_enough_is_taken_whole(asked: int | None) -> None:
     batch = Batch.of(a_batch())
     assert batch.part(asked) is batch
 
@@ -733,7 +733,7 @@ def test_masks_of_heads_are_cut_and_what_all_sequences_share_is_kept() -> None:
         ("attention_mask", torch.ones(2, 10)),
     ],
 )
-def test_what_may_belong_to_several_sequences_keeps_the_batch_whole_and_the_log_says_so(
+def test_an_input_that_may_belong_to_several_sequences_keeps_the_batch_whole_and_the_log_says_so(
     name: str, value: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     batch = Batch.of(a_batch() | {name: value})
@@ -848,7 +848,7 @@ def test_a_layer_that_a_router_gives_other_tokens_keeps_the_rank_s_share_of_them
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_with_split_products_the_derivatives_are_those_of_fp32(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the errors of 2^-17 are small against a step of 1e-3."""
+    """This is the case on a GPU: errors of 2^-17 are small against a step of 1e-3."""
     model, inputs = tiny_llama(hidden=64, attention_bias=bias), text(2, 64)
     plain = probed(model, inputs)[0]
     calls: list[int] = []

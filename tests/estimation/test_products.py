@@ -55,7 +55,7 @@ def test_numbers_of_two_bf16_parts_without_a_low_one_on_the_other_side_are_multi
 
 
 @pytest.mark.parametrize("where", ["left", "right"])
-def test_what_is_not_finite_does_not_become_finite(where: str) -> None:
+def test_operands_that_are_not_finite_do_not_become_finite(where: str) -> None:
     left, right = drawn(4, 8), drawn(8, 5, seed=1)
     (left if where == "left" else right)[1, 2] = float("inf")
     found = split_product(left, right)
@@ -147,7 +147,7 @@ def test_outputs_and_gradients_are_those_of_torch_s_linear(small_parts: None, ha
 
 
 def test_a_loss_may_differentiate_its_gradient(small_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a penalty of gradients does; the kernels that split operands would count for constants."""
+    """A penalty of gradients does so; the kernels that split operands would count as constants."""
 
     def without_derivative(left: Tensor, right: Tensor) -> Tensor:
         return left.detach() @ right.detach()

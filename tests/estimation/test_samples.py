@@ -35,7 +35,7 @@ def up_of_four() -> tuple[SnipLayer, Tensor]:
 
 
 def recorded(plan: SamplePlan, x: Tensor, grad_output: Tensor) -> tuple[Recorder, Tensor, Tensor]:
-    """What a recorder keeps of a layer, its output, and the gradient of its input."""
+    """Returns the recorder of one layer after a pass, the layer's output, and the gradient of its input."""
     layer, _ = up_of_four()
     recorder, x = Recorder(plan), x.clone().requires_grad_()
     with recording({"up": layer}, recorder):
@@ -91,7 +91,7 @@ def test_rows_of_several_calls_or_ranks_are_sorted_by_matrix_and_their_tokens_fo
 
 
 @pytest.mark.parametrize("build", [tiny_qwen3_moe, tiny_gpt_oss])
-def test_what_passes_do_twice_changes_no_number(build: object) -> None:
+def test_recomputing_changes_no_number(build: object) -> None:
     """Neither the activations and moved weights that the probe makes again, nor the model's own checkpointing."""
 
     def probe(savings: bool, is_checkpointed: bool) -> Probe:

@@ -134,7 +134,7 @@ def test_a_run_runs_no_module_before_training_does(tmp_path: Path, caplog: pytes
             assert plan["assignment"][row] == plan["assignment"][f"{block}.gate_proj"]
 
 
-def test_what_a_probe_finds_takes_the_place_of_usual_names(caplog: pytest.LogCaptureFixture) -> None:
+def test_ties_that_a_probe_finds_replace_the_usual_names(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "snip_hf")
     loop = Loop(SnipConfig.from_dict({**CONFIG.to_dict(), "ties": "auto"}))
     for block in loop.model.model.layers:  # whose v does not see what q and k see

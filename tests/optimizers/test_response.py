@@ -40,7 +40,7 @@ class OtherAdamW(AdamW):
 
 
 class EagerAdagrad(optim.Adagrad):
-    """As in torch 2.11: all state is made when the optimizer is built, none in a step."""
+    """Adagrad of torch 2.11: all state is made when the optimizer is built, none in a step."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -156,7 +156,7 @@ def take_step(parameters: Parameters, optimizer: optim.Optimizer, gradients: dic
 def real_update(
     rule: Rule, parameters: Parameters, optimizer: optim.Optimizer, gradients: dict[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """What the next step of a copy subtracts, in dtype, with all weight decay in it."""
+    """Returns the amount that the next step of a copy subtracts, in this dtype, with all weight decay."""
     copies = {name: nn.Parameter(value.detach().to(dtype, copy=True)) for name, value in parameters.items()}
     twin = built(rule, copies)
     twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -166,7 +166,7 @@ def real_update(
 
 
 def decoupled_decay(rule: Rule, optimizer: optim.Optimizer, index: int, parameter: Tensor) -> Tensor:
-    """What weight decay subtracts that analytic and autograd rules leave out; numerical ones have it in their steps."""
+    """Returns the weight decay that analytic and autograd rules leave out; numerical ones have it in their steps."""
     kind, options = rule
     group = optimizer.param_groups[index]
     if kind in (AdamW, optim.Adafactor, TransformersAdafactor) or (
@@ -224,7 +224,7 @@ def check_against_real_steps(rule: Rule, parameters: Parameters, optimizer: opti
 @pytest.mark.parametrize("steps", [1, 7])
 @pytest.mark.parametrize("rule", AUTOGRAD)
 def test_vectors_are_answered_too_where_matrices_are_factored(rule: str, steps: int) -> None:
-    """As norms, biases and the vectors of adapters are."""
+    """Norms, biases and vectors of adapters are examples."""
     kind, options = AUTOGRAD[rule]
     vector, *draws = torch.randn(steps + 3, 12, generator=torch.Generator().manual_seed(4))
     parameter = nn.Parameter(vector)
@@ -585,7 +585,7 @@ def test_torchao_s_quantized_adam_is_torch_s_on_the_dequantized_state(torchao_op
 
 
 def codes(optimizer: optim.Optimizer) -> list[Tensor]:
-    """What the quantized states hold."""
+    """Returns the numbers that the quantized states hold."""
     states = [value for state in optimizer.state.values() for value in state.values() if type(value) is not Tensor]
     return [getattr(state, name) for state in states for name in ("codes", "scale")]
 
@@ -871,7 +871,7 @@ def split(model: nn.Module) -> tuple[optim.Muon, optim.AdamW]:
 
 
 class Combined(optim.Optimizer):
-    """As users write it: one optimizer to the outside, several inside."""
+    """Looks like one optimizer and holds several, as users write it."""
 
     def __init__(self, *optimizers: optim.Optimizer) -> None:
         self.optimizers = list(optimizers)

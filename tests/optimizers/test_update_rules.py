@@ -127,7 +127,7 @@ def take_step(parameters: Parameters, optimizer: optim.Optimizer, gradients: dic
 def real_update(
     make: Make, parameters: Parameters, optimizer: optim.Optimizer, gradients: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What the next step of a copy subtracts."""
+    """Returns the amount that the next step of a copy subtracts."""
     copies = {name: nn.Parameter(value.detach().clone()) for name, value in parameters.items()}
     twin, memo = make(copies.values()), {id(value): copies[name] for name, value in parameters.items()}
     for group, other in zip(optimizer.param_groups, twin.param_groups, strict=True):
@@ -229,7 +229,7 @@ def test_bitsandbytes_own_dequantization_gives_the_same_numbers() -> None:
     assert torch.equal(dequantized(codes, state.code, state.absmax), expected)
 
 
-def test_what_is_overridden_for_one_weight_counts_for_it_alone(source: Callable[[Case], Make]) -> None:
+def test_an_option_overridden_for_one_weight_counts_for_it_only(source: Callable[[Case], Make]) -> None:
     make = source(("bitsandbytes.optim", "RMSprop", {"lr": 1e-2}, {}))
     parameters, optimizer = trained(make, 2)
     before = {name: answer.update(draw(5)[name]) for name, answer in responses(optimizer, parameters).items()}
@@ -369,7 +369,7 @@ def test_optimizers_in_the_backward_pass_are_refused_with_others_that_save_memor
     assert ": with gradient_release it steps within the backward pass. " in refusal(stable)
 
 
-def test_what_makes_bitsandbytes_updates_depend_on_others_is_refused() -> None:
+def test_options_that_make_bitsandbytes_updates_depend_on_others_are_refused() -> None:
     def adamw(**settings: Any) -> optim.Optimizer:
         optimizer = stand_ins.AdamW([nn.Parameter(torch.ones(2, 2))])
         vars(optimizer.args).update(settings)
@@ -395,7 +395,7 @@ def test_grokadamw_with_signals_of_the_user_s_is_refused() -> None:
 
 def test_a_package_that_steps_in_another_way_is_refused_before_training() -> None:
     class Next(stand_ins.StableAdamW):
-        """As a later version might be."""
+        """Steps as a later version might."""
 
         def one(self, group: dict[str, Any], parameter: Tensor, index: int) -> None:
             super().one({**group, "lr": group["lr"] * float(parameter.grad.norm())}, parameter, index)

@@ -117,7 +117,9 @@ class LayerSums:
         self._sample, self._pushforward, self._formats = sample, pushforward, list(formats)
         self._shape, self._probes = self.matrices[0].shape, len(sample.x_dot)
         count = self.x.shape[0]
-        self._tokens = _DenseRows(count, self._pieces(count)) if sample.rows is None else self._routed_rows(sample.rows)
+        self._tokens = _DenseRows(count, self._pieces(count))
+        if sample.rows is not None:
+            self._tokens = _RoutedRows(sample.rows, len(self.matrices), self._pieces(sample.rows.tokens))
         # A part of a micro-batch, with a mean loss of its own, is to the step what one of more micro-batches is.
         batches = micro_batches * self.batch.parts
         self.sizes = Sizes(sample.tokens / max(1, count), sample.scale, self._tokens.pieces, batches)
@@ -136,9 +138,6 @@ class LayerSums:
         self.g_w, self._gdot_w, self._xdot_w = self._products_with_weights()
         # (Probe, format) -> what `Sizes.of_pieces` takes, for eW in forward, in grad_input and in both, (3, 2).
         self._on_weight = self._weight_terms() if sample.rows is None else self._terms_of_several()
-
-    def _routed_rows(self, rows: Rows) -> _RoutedRows:
-        return _RoutedRows(rows, len(self.matrices), self._pieces(rows.tokens))
 
     def _pieces(self, tokens: int) -> int:
         """Returns the number of pieces, R; fewer for several matrices, whose products repeat for each piece."""
@@ -297,8 +296,8 @@ class LayerSums:
         is_random = FORMATS[name].gradient.stochastic
         figures, across = [], []
         for gdot_w, xdot_w, met in zip(self._gdot_w, self._xdot_w, self._gdot_w_prepared, strict=True):
-            of_x = self._errors_times("x", name, None, gdot_w)
-            of_g = self._errors_times("g", name, keys[0] if is_random else None, xdot_w, is_random)
+            of_x = self._error_products("x", name, None, gdot_w)
+            of_g = self._error_products("g", name, keys[0] if is_random else None, xdot_w, is_random)
             figures += of_x.figures + of_g.figures
             across.append(met.across_channels(self._across_pieces(of_x.error), of_x.in_channel()))
         on_weight = [self._on_weight[probe, name].flatten() for probe in range(self._probes)]
@@ -325,7 +324,7 @@ class LayerSums:
         """True if all rows of a token have the same X."""
         return self._sample.rows is None or torch.equal(self._tokens.first(self.x)[self._sample.rows.token], self.x)
 
-    def _errors_times(
+    def _error_products(
         self, operand: str, name: str, key: int | None, factors: Tensor, is_random: bool = False
     ) -> ErrorProducts:
         """Returns the errors of "x" or "g", and sums of their products with `factors`, for `Sizes.of_tokens`."""

@@ -89,7 +89,7 @@ def test_what_megatron_cannot_express_is_refused_with_the_reason_for_each_module
     assert error.value.reasons == {
         "decoder.layers.0.self_attention.linear_qkv": "its parts differ in the plan: q_proj mxfp8/mxfp8/mxfp8; "
         "k_proj nvfp4/nvfp4/nvfp4; v_proj nvfp4/nvfp4/nvfp4",
-        "decoder.layers.0.mlp.linear_fc2": f"mxfp6 is no format there (it has {offered})",
+        "decoder.layers.0.mlp.linear_fc2": f"it has no format mxfp6 (only {offered})",
         "decoder.layers.1.self_attention.linear_proj": "forward, grad_input, grad_weight cannot be nvfp4, nvfp4, bf16 "
         "in one module",
     }
@@ -103,7 +103,7 @@ def test_a_layer_whose_name_means_nothing_to_megatron_is_refused() -> None:
     plan = renamed(make_plan("nvfp4"), f"{BLOCK}.1.self_attn.o_proj", f"{BLOCK}.1.mixer.in_proj")
     with pytest.raises(NotExpressible) as error:
         export_plan(plan, "megatron")
-    assert error.value.reasons == {f"{BLOCK}.1.mixer.in_proj": "no module there is known for this name"}
+    assert error.value.reasons == {f"{BLOCK}.1.mixer.in_proj": "no module of Megatron-LM is known for this name"}
 
 
 def test_two_towers_are_not_taken_for_one_by_megatron() -> None:
@@ -111,7 +111,7 @@ def test_two_towers_are_not_taken_for_one_by_megatron() -> None:
     with pytest.raises(NotExpressible) as error:
         export_plan(plan, "megatron")
     assert error.value.reasons == {
-        "vision.layers.0.mlp.down_proj": f"decoder.layers.0.mlp.linear_fc2 is already that of {BLOCK}.0.mlp.down_proj"
+        "vision.layers.0.mlp.down_proj": f"decoder.layers.0.mlp.linear_fc2 already stands for {BLOCK}.0.mlp.down_proj"
     }
 
 
@@ -126,13 +126,12 @@ def without(plan: PrecisionPlan, *ends: str) -> PrecisionPlan:
 
 def test_a_module_is_not_quantized_whose_part_the_plan_leaves_out() -> None:
     plan = without(make_plan("nvfp4"), "k_proj", "0.mlp.up_proj")
-    reason = "is a part of the module that the plan leaves in bf16"
     with pytest.raises(NotExpressible) as error:
         export_plan(plan, "megatron")
     assert error.value.reasons == {
-        "decoder.layers.0.self_attention.linear_qkv": f"k_proj {reason}",
-        "decoder.layers.0.mlp.linear_fc1": f"up_proj {reason}",
-        "decoder.layers.1.self_attention.linear_qkv": f"k_proj {reason}",
+        "decoder.layers.0.self_attention.linear_qkv": "the plan leaves its part k_proj in bf16",
+        "decoder.layers.0.mlp.linear_fc1": "the plan leaves its part up_proj in bf16",
+        "decoder.layers.1.self_attention.linear_qkv": "the plan leaves its part k_proj in bf16",
     }
     in_bf16 = make_plan("nvfp4", b0_q_proj="bf16", b0_v_proj="bf16", b1_q_proj="bf16", b1_v_proj="bf16")
     text = export_plan(without(in_bf16, "k_proj"), "megatron")
@@ -225,12 +224,12 @@ def test_a_gemm_that_does_not_run_stops_no_export() -> None:
 
 def test_what_torchao_cannot_express_is_refused_with_the_reason_for_each_layer() -> None:
     plan = make_plan("mxfp8", b0_q_proj="mxfp4", b1_up_proj=("nvfp4", "nvfp4", "bf16"))
-    with pytest.raises(NotExpressible, match="The target 'torchao' cannot express the plan: it lacks the above for 2 "):
+    with pytest.raises(NotExpressible, match="The target 'torchao' cannot express the plan: it does not support 2 "):
         export_plan(plan, "torchao")
     with pytest.raises(NotExpressible) as error:
         export_plan(plan, "torchao")
     assert error.value.reasons == {
-        f"{BLOCK}.0.self_attn.q_proj": "mxfp4 is no format there (it has bf16, fp8, fp8-tensor, fp8-tensor-e5m2, "
+        f"{BLOCK}.0.self_attn.q_proj": "it has no format mxfp4 (only bf16, fp8, fp8-tensor, fp8-tensor-e5m2, "
         "mxfp8, nvfp4)",
         f"{BLOCK}.1.mlp.up_proj": "forward, grad_input, grad_weight cannot be nvfp4, nvfp4, bf16 in one module",
     }
@@ -275,7 +274,7 @@ def test_the_command_refuses_with_exit_code_1_and_a_list_and_writes_nothing(
     captured = capsys.readouterr()
     first, last = captured.err.splitlines()
     assert captured.out == "" and first.startswith("  decoder.layers.0.self_attention.linear_qkv: its parts differ")
-    assert last.startswith("snip-hf: The target 'megatron' cannot express the plan: it lacks the above for 1 modules. ")
+    assert last.startswith("snip-hf: The target 'megatron' cannot express the plan: it does not support 1 modules. ")
     assert not output.exists()
 
 

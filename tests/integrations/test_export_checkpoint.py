@@ -125,11 +125,11 @@ def test_what_torchao_cannot_store_is_refused_with_every_layer_and_nothing_is_wr
     assert export(tmp_path) == 1
     *reasons, last = capsys.readouterr().err.splitlines()
     assert [line for line in reasons if line.startswith("  ")] == [
-        "  model.layers.0.self_attn.q_proj: torchao stores no weights in mxfp6",
+        "  model.layers.0.self_attn.q_proj: torchao cannot store weights in mxfp6",
         "  model.layers.0.mlp.gate_proj: its shape (72, 64) is not a multiple of (16, 16), which 'E2M1, an E4M3 scale "
         "per 16 values' needs",
     ]
-    assert last.startswith("snip-hf: The target 'checkpoint' cannot express the plan: it lacks the above for 2 modules")
+    assert last.startswith("snip-hf: The target 'checkpoint' cannot express the plan: it does not support 2 modules")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "plan.json"]
 
 

@@ -282,7 +282,7 @@ def test_a_run_s_section_stays_beside_the_plan_s(hub: Hub) -> None:
 def test_what_is_no_plan_is_refused_with_what_was_looked_for(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has neither snip/plan\.json nor plan\.json; expected the output"):
         load_plan(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"does not exist, and is no name of a repository"):
+    with pytest.raises(FileNotFoundError, match=r"does not exist and cannot be the name of a repository"):
         load_plan(tmp_path / "a" / "b" / "c")
     client(hub).create_repo(NAME)
     with pytest.raises(FileNotFoundError, match=rf"The repository '{NAME}' has no snip/plan\.json"):

@@ -195,7 +195,7 @@ def test_a_tracker_that_fails_costs_its_quantities_and_not_the_run(
     run = train(tmp_path, CONFIG, max_steps=STEPS, report_to=["wandb"])
     assert len(run.losses) == STEPS
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    said = "snip-hf: WandbCallback fails, and gets no more events of SNIP: ConnectionError('no network')"
+    said = "snip-hf: WandbCallback failed, and gets no more events of SNIP: ConnectionError('no network')"
     assert warnings.count(said) == 1
 
 

@@ -711,8 +711,8 @@ def test_a_loss_that_nobody_sees_is_refused_before_the_first_step(tmp_path: Path
     with pytest.raises(ValueError) as caught:
         trainer.train()
     assert str(caught.value) == (
-        "The training loss does not depend on the loss that the model returns, nor on one that the Trainer's "
-        "compute_loss returns: SNIP does not know what to probe. Compute the loss in an override of compute_loss, by "
+        "The training loss depends neither on the loss that the model returns nor on the loss that the Trainer's "
+        "compute_loss returns, so SNIP cannot probe it. Compute the loss in an override of compute_loss, by "
         "compute_loss_func, or in the model, or use a policy that needs no probe, such as policy='layer-position'."
     )
     assert differing(weights(trainer.model), before) == []

@@ -126,7 +126,7 @@ def test_a_trainer_that_cannot_be_found_is_told(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, "snip_hf"):
         assert _watch_losses(None, controller) is None
     assert caplog.messages == [
-        "snip-hf: the guard cannot find the Trainer, and watches the gradients alone, not the loss."
+        "snip-hf: the guard cannot find the Trainer, so it watches only the gradients, not the loss."
     ]
 
 

@@ -257,8 +257,9 @@ class InComputeLoss(Popped):
 NO_LABELS = (
     "The batch has no labels (its keys are input_ids), so the model gives no loss to probe. Expected a causal LM batch "
     "with `labels`. If the model does not return the loss, compute it in an override of the Trainer's compute_loss, or "
-    "by compute_loss_func, and have training_step call compute_loss (if it does, from an input of another name, say "
-    "TrainingArguments(label_names=[NAME])), or use a policy that needs no probe, such as policy='layer-position'."
+    "by compute_loss_func, and have training_step call compute_loss (if it already does, name the input "
+    "with the labels: TrainingArguments(label_names=[NAME])), or use a policy that needs no probe, such as "
+    "policy='layer-position'."
 )
 
 

@@ -134,9 +134,9 @@ def test_a_reference_of_other_layers_is_refused_before_training(model: str, tmp_
     with pytest.raises(ValueError) as caught:
         run(tmp_path, "DPO", fp4_config(policy="layer-position"), model=model, more={"ref_model": other})
     assert str(caught.value) == (
-        "The reference model has other layers than the trained one: 'model.layers.0.mlp.gate_proj' is "
-        f"{own['intermediate_size'] + 16}x32 there and {own['intermediate_size']}x32 here. Use SnipCallback(..., "
-        "reference='high')."
+        "The layers of the reference model differ from those of the trained model: 'model.layers.0.mlp.gate_proj' is "
+        f"{own['intermediate_size'] + 16}x32 in the reference and {own['intermediate_size']}x32 in the trained model. "
+        "Use SnipCallback(..., reference='high')."
     )
     assert snip_linears(other) == {}
 

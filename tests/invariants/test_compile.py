@@ -314,7 +314,7 @@ def test_a_loss_that_nobody_sees_is_noticed_behind_a_compiled_model_too(tmp_path
         train_dataset=data(),
         callbacks=[SnipCallback(CONFIG)],
     )
-    with pytest.raises(ValueError, match=r"^The training loss does not depend on the loss that the model returns"):
+    with pytest.raises(ValueError, match=r"^The training loss depends neither on the loss that the model returns"):
         trainer.train()
 
 

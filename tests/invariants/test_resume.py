@@ -203,8 +203,8 @@ def test_a_checkpoint_trained_without_snip_is_continued_with_it(
     plain = train(tmp_path, **saving)
     resumed = train(tmp_path, CONFIG, resume=tmp_path / "checkpoint-5", **saving)
     expected = (
-        f"snip-hf: resuming at step 5 without a SNIP state (looked for snip_state.json in {tmp_path}/checkpoint-5): "
-        "taken for a checkpoint trained without SNIP, the plan starts anew."
+        f"snip-hf: resuming at step 5 with a new plan, because there is no snip_state.json in {tmp_path}/checkpoint-5: "
+        "the checkpoint was trained without SNIP."
     )
     assert [record.message for record in caplog.records if record.name == "snip_hf.integrations.state_files"] == [
         expected
@@ -329,8 +329,8 @@ def test_a_checkpoint_that_lost_its_state_is_refused_even_where_it_was_moved_to(
     (moved / "snip_state.json").unlink()
     (tmp_path / "run").mkdir()
     assert refused(tmp_path / "run", SnipCallback(CONFIG), moved) == (
-        "The checkpoint of step 7 was trained with SNIP, but there is no snip_state.json in "
-        f"{moved}. Restore the file, or start a new plan with SnipCallback(resume=False)."
+        f"The checkpoint of step 7 was trained with SNIP, but {moved} has no snip_state.json. Restore the file, or "
+        "start a new plan with SnipCallback(resume=False)."
     )
 
 

@@ -43,4 +43,4 @@ def test_five_formats_train_resume_to_the_bit_report_and_export(
         command = ["export", str(tmp_path / "whole" / "snip" / "plan.json"), "--to", target, *model]
         command += ["-o", str(tmp_path / target)]
         assert main(command) == 1 and not (tmp_path / target).exists()
-        assert "cannot express the plan: it lacks the above for" in capsys.readouterr().err
+        assert "cannot express the plan: it does not support" in capsys.readouterr().err

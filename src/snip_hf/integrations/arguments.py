@@ -1,4 +1,4 @@
-"""The fields of `SnipConfig` beside a Trainer's arguments, in one parser of a command line."""
+"""`SnipConfig` as command-line arguments in the same parser as a Trainer's arguments."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..config import SnipConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SnipArguments(SnipConfig):
-    """`SnipConfig` for a parser that takes `TrainingArguments` too, which has a `seed` of its own.
+    """`SnipConfig` for a parser that also parses `TrainingArguments`, which have their own `seed`.
 
-    Building one gives a plain `SnipConfig`:
+    The constructor returns a plain `SnipConfig`:
 
         parser = HfArgumentParser((TrainingArguments, SnipArguments))
         args, config = parser.parse_args_into_dataclasses()
@@ -23,4 +23,4 @@ class SnipArguments(SnipConfig):
     snip_seed: int = field(default=0, metadata=SnipConfig.__dataclass_fields__["seed"].metadata)
 
     def __new__(cls, *, snip_seed: int = 0, **values: Any) -> Any:
-        return SnipConfig.from_dict(dict(seed=snip_seed, **values))  # as YAML may have them
+        return SnipConfig.from_dict(dict(seed=snip_seed, **values))  # converts values from YAML

@@ -14,20 +14,19 @@ from ..training.plan_in_force import formats_in_use
 
 logger = logging.getLogger(__name__)
 
-# Accelerate's environment variable. A user who sets it has decided.
+# Accelerate's environment variable. If a user sets it, SNIP leaves the choice alone.
 REGIONS = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
 
 
 def compile_by_regions(config: SnipConfig, args: TrainingArguments, accelerator: Any) -> None:
-    """Makes Accelerate compile the decoder layers one by one, unless the user decided otherwise.
+    """Makes Accelerate compile the decoder layers one by one, unless the user chose otherwise or kernels are emulated.
 
     All layers then share one graph, which compiles in a fraction of the time and was faster on a GPU (docs/hopper.md).
-    Only if the run's kernels are faster than BF16.
 
     Args:
-        config: the run's.
-        args: the Trainer's.
-        accelerator: Accelerate's state, which its `prepare` will read.
+        config: the config of the run.
+        args: the arguments of the Trainer.
+        accelerator: Accelerate's state, which `prepare` reads later.
     """
     plugin = getattr(accelerator, "dynamo_plugin", None)
     if not args.torch_compile or plugin is None or plugin.use_regional_compilation or REGIONS in os.environ:
@@ -39,5 +38,5 @@ def compile_by_regions(config: SnipConfig, args: TrainingArguments, accelerator:
 
 
 def is_emulated(config: SnipConfig, args: TrainingArguments) -> bool:
-    """Returns True if a run's kernels are slower than BF16's."""
+    """Returns True if the kernels of a run are slower than BF16."""
     return select_backend(config.backend, args.device, formats_in_use(config)).is_emulation

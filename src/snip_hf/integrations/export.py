@@ -1,7 +1,7 @@
-"""Export of a plan to another training library: a YAML file for Megatron-LM, or a script for torchao.
+"""Exports a plan to another training library: a YAML file for Megatron-LM, or a script for torchao.
 
-Each target has one table: the formats of the three GEMMs -> the target's own words. A plan that a target cannot express
-is refused, with the reason for each layer. docs/export.md lists the tables with their sources.
+Each target has one table from formats to its own settings. A plan that a target cannot express is refused, with a
+reason for each layer. docs/export.md lists the tables with their sources.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ class NotExpressible(ValueError):
 
     def __init__(self, target: str, reasons: Mapping[str, str]) -> None:
         self.reasons = dict(reasons)
-        """Layer, or module of the target -> why."""
+        """Layer, or module of the target -> reason."""
         super().__init__(
-            f"The target {target!r} cannot express the plan: it lacks the above for {len(reasons)} modules. Train with "
-            "formats that the target has (docs/export.md), or name these layers in skip_modules."
+            f"The target {target!r} cannot express the plan: it does not support {len(reasons)} modules. Train with "
+            "formats that it supports (docs/export.md), or name these layers in skip_modules."
         )
 
 
 def export_plan(plan: PrecisionPlan, target: str) -> str:
-    """Returns the text of the file that a target reads.
+    """Returns the text of the file for a target.
 
     Args:
         plan: the plan.
         target: a name in `TARGETS`.
 
     Raises:
-        NotExpressible: a layer has formats, or a name, that the target does not know.
-        ValueError: an unknown target.
+        NotExpressible: the target does not support the formats or the name of a layer.
+        ValueError: the target is unknown.
     """
     if target not in TARGETS:
         raise ValueError(f"Unknown target {target!r}; expected one of {', '.join(TARGETS)}.")
@@ -47,15 +47,15 @@ def export_plan(plan: PrecisionPlan, target: str) -> str:
 
 
 def _running(plan: PrecisionPlan, layer: str) -> dict[str, str]:
-    """Returns GEMM -> format of the GEMMs that run: a frozen weight has no gradient."""
+    """Returns GEMM -> format of the GEMMs that run; a frozen weight has no gradient."""
     return {gemm: name for gemm, name in plan.assignment[layer].items() if plan.flops[layer][gemm] > 0}
 
 
 def _lacking(formats: Mapping[str, str], known: Collection[str]) -> str:
-    """Returns why a target has no setting for these formats of a layer."""
+    """Returns why a target has no setting for the formats of a layer."""
     unknown = [name for name in dict.fromkeys(formats.values()) if name not in known]
     if unknown:
-        return f"{', '.join(unknown)} is no format there (it has {', '.join(sorted(known))})"
+        return f"it has no format {', '.join(unknown)} (only {', '.join(sorted(known))})"
     return f"{', '.join(formats)} cannot be {', '.join(formats.values())} in one module"
 
 
@@ -105,11 +105,11 @@ def _megatron(plan: PrecisionPlan) -> str:
         found = _BLOCK.fullmatch(layer)
         module = None if found is None else _MODULE_OF_PART.get(found[2])
         if found is None or module is None:
-            reasons[layer] = "no module there is known for this name"
+            reasons[layer] = "no module of Megatron-LM is known for this name"
             continue
         name, part = f"decoder.layers.{int(found[1])}.{module}", layer.rpartition(".")[2]
         if part in modules.get(name, ()):
-            reasons[layer] = f"{name} is already that of {modules[name][part]}"
+            reasons[layer] = f"{name} already stands for {modules[name][part]}"
         else:
             modules.setdefault(name, {})[part] = layer
     recipes: dict[str, str] = {}
@@ -118,12 +118,12 @@ def _megatron(plan: PrecisionPlan) -> str:
         formats = {name for row in rows for name in row.values()} or {_BF16}
         missing = sorted(_expected_parts(name, modules) - layers.keys())
         if missing and formats != {_BF16}:
-            reasons[name] = f"{', '.join(missing)} is a part of the module that the plan leaves in {_BF16}"
+            reasons[name] = f"the plan leaves its part {', '.join(missing)} in {_BF16}"
         elif len(formats) == 1 and formats <= _RECIPES.keys():
             (recipes[name],) = formats
         elif formats <= _RECIPES.keys() and all(len(set(row.values())) == 1 for row in rows):
-            said = (f"{part} {'/'.join(row.values())}" for part, row in zip(layers, rows, strict=True))
-            reasons[name] = f"its parts differ in the plan: {'; '.join(said)}"
+            parts = (f"{part} {'/'.join(row.values())}" for part, row in zip(layers, rows, strict=True))
+            reasons[name] = f"its parts differ in the plan: {'; '.join(parts)}"
         else:
             reasons[name] = next(
                 _lacking(row, _RECIPES)
@@ -135,12 +135,12 @@ def _megatron(plan: PrecisionPlan) -> str:
     configs = {
         name: {
             "transformer_engine_config_type": "TEQuantizationParams",
-            # The override quantizes the module whatever the launch says. An empty recipe means high precision.
+            # The override quantizes the module whatever the launch options are. An empty recipe means high precision.
             "training_recipe": _RECIPES[name] | ({"override_nonquantized_autocast": True} if name != _BF16 else {}),
         }
         for name in dict.fromkeys([*recipes.values(), _BF16])
     }
-    # The last glob keeps what the plan does not name in high precision.
+    # The last glob keeps all other modules in high precision.
     globs = {name: (f"*{name}", recipe) for name, recipe in recipes.items()} | {"others": ("*", _BF16)}
     matchers = {
         name: {"config": recipe, "type": "glob", "pattern": pattern, "enabled": True}
@@ -150,7 +150,7 @@ def _megatron(plan: PrecisionPlan) -> str:
 
 
 def _expected_parts(module: str, modules: Mapping[str, Mapping[str, str]]) -> set[str]:
-    """Returns the parts that modules of this kind have anywhere in the plan, completed to q, k and v."""
+    """Returns the parts that such modules have anywhere in the plan; with any of q, k and v, all three."""
     kind = module.split(".", 3)[3]
     parts = {part for name, layers in modules.items() if name.split(".", 3)[3] == kind for part in layers}
     return parts | _QKV if parts & _QKV else parts
@@ -165,9 +165,9 @@ class _Conversion:
 
     imports: tuple[str, ...]
     call: str
-    """With `model` and `chosen`, the filter."""
+    """Uses `model`, and the filter `chosen`."""
     multiple: int = 16
-    """In- and out-features are multiples of this."""
+    """Number that must divide in_features and out_features."""
     takes_bias: bool = True
 
 
@@ -204,8 +204,8 @@ _CONVERSIONS: dict[tuple[str, ...], _Conversion] = {
 _SCRIPT = '''\
 """Sets the linear layers of a model to the formats of a precision plan, for training with torchao 0.18.
 
-Call `convert(model)` on the model as it was loaded: before the optimizer is made, before FSDP and torch.compile.
-It checks all layers first, and raises ValueError for one that torchao cannot convert.
+Call `convert(model)` on the loaded model, before you build the optimizer and before FSDP and torch.compile. It first
+checks all layers, and raises ValueError for a layer that torchao cannot convert.
 """
 
 {imports}
@@ -214,16 +214,16 @@ It checks all layers first, and raises ValueError for one that torchao cannot co
 {functions}
 
 
-# How to convert -> the names of the layers. Those that are not named stay as they are.
+# Conversion -> names of the layers. All other layers stay as they are.
 LAYERS = {{
 {layers}
 }}
-# How to convert -> the number of which in- and out-features are multiples, and whether a layer may have a bias.
+# Conversion -> the number that must divide in_features and out_features, and whether a layer may have a bias.
 LIMITS = {{{limits}}}
 
 
 def convert(model: nn.Module) -> None:
-    """Converts the layers in place, after a check of all of them."""
+    """Checks all layers, then converts them in place."""
     modules = dict(model.named_modules())
     for how, names in LAYERS.items():
         multiple, takes_bias = LIMITS[how]

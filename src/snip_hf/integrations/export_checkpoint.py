@@ -1,7 +1,7 @@
-"""A checkpoint for inference: weights quantized by a plan, in a form that transformers loads back (torchao).
+"""Exports a checkpoint for inference, with weights quantized by torchao so that transformers can load them.
 
-Inference has only the forward GEMM, so its format decides. `WEIGHT_KINDS` says how torchao stores weights of each
-format. Activations are not quantized.
+Inference only runs the forward GEMM, so its format decides. `WEIGHT_KINDS` maps each format to a way of storing weights
+in torchao. Activations are not quantized.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..numerics.gemms import GEMMS
 from ..planning.plan import PrecisionPlan
 from .export import NotExpressible
 
-# Files that are copied: the tokenizer's, besides those that it names in its configuration, and chat templates.
+# Files to copy: those of the tokenizer and chat templates.
 _COPIED = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     "chat_template*",
@@ -42,7 +42,7 @@ class WeightKind:
     config: Callable[[], Any]
     """Builds torchao's configuration."""
     multiples: tuple[int, int] = (1, 1)
-    """Rows and columns of the weight are multiples of these."""
+    """Numbers that must divide the rows and the columns of the weight."""
 
 
 def _float8(granularity: str) -> Any:
@@ -87,23 +87,23 @@ WEIGHT_KINDS = {
     "ufp4": _GROUPS,
     "ufp4-rht": _GROUPS,
 }
-"""Format of the forward GEMM -> how torchao stores the weight: the same elements, with the nearest scales that it has.
-Other formats are refused."""
+"""Format of the forward GEMM -> weights with the same elements and the nearest scales that torchao supports. Other
+formats are refused."""
 
 
 def export_checkpoint(plan: PrecisionPlan, model_dir: Path, output: Path) -> dict[str, str]:
     """Writes a checkpoint whose weights are quantized by a plan, and loads it back.
 
     Args:
-        plan: the plan; its layers are those of the model (`snip-hf inspect` compares).
+        plan: the plan, whose layers must be those of the model (check with `snip-hf inspect`).
         model_dir: folder of a causal LM.
-        output: a folder that does not exist yet, or is empty.
+        output: a new or empty folder.
 
-    Returns: format of the plan -> how its weights are stored.
+    Returns: format of the plan -> description of the stored weights.
 
     Raises:
         NotExpressible: torchao cannot store a layer.
-        OSError, ValueError: a folder is missing or unusable. Nothing is written.
+        OSError, ValueError: a folder is missing or unusable; nothing is written.
     """
     if not model_dir.is_dir():
         raise ValueError(f"--model is {str(model_dir)!r}, expected the folder of a model.")
@@ -113,7 +113,7 @@ def export_checkpoint(plan: PrecisionPlan, model_dir: Path, output: Path) -> dic
     refuse_quantized(model)
     kinds = _weight_kinds(plan, model)
     del model
-    # Parents of the output are created last, so that a refusal leaves nothing behind.
+    # Creates the parents of the output last, so that a refusal leaves nothing behind.
     above = next(folder for folder in output.absolute().parents if folder.exists())
     folder = above / f".{output.name}.{secrets.token_hex(8)}.tmp"
     folder.mkdir()
@@ -141,7 +141,7 @@ def _load(folder: Path, **settings: Any) -> PreTrainedModel:
 
 
 def _weight_kinds(plan: PrecisionPlan, model: nn.Module) -> dict[str, WeightKind]:
-    """Returns how the weight of each layer in a low format is stored."""
+    """Returns layer -> kind of stored weight, for layers in a quantized format."""
     kinds: dict[str, WeightKind] = {}
     reasons: dict[str, str] = {}
     modules = dict(model.named_modules())
@@ -150,9 +150,9 @@ def _weight_kinds(plan: PrecisionPlan, model: nn.Module) -> dict[str, WeightKind
         if not FORMATS[name].is_quantized:
             continue
         kind = WEIGHT_KINDS.get(name)
-        why = f"torchao stores no weights in {name}" if kind is None else _misfit(modules.get(layer), kind)
-        if kind is None or why is not None:
-            reasons[layer] = str(why)
+        reason = f"torchao cannot store weights in {name}" if kind is None else _misfit(modules.get(layer), kind)
+        if kind is None or reason is not None:
+            reasons[layer] = str(reason)
         else:
             kinds[layer] = kind
     if reasons:
@@ -163,7 +163,7 @@ def _weight_kinds(plan: PrecisionPlan, model: nn.Module) -> dict[str, WeightKind
 
 
 def _misfit(module: nn.Module | None, kind: WeightKind) -> str | None:
-    if module is None or type(module).__name__ != "Linear":  # Other classes may use their weight differently.
+    if module is None or type(module).__name__ != "Linear":  # other classes may use their weight differently
         return f"its class is {type(module).__name__}, expected nn.Linear itself"
     shape = tuple(module.get_parameter("weight").shape)
     if any(size % multiple for size, multiple in zip(shape, kind.multiples, strict=True)):
@@ -174,7 +174,7 @@ def _misfit(module: nn.Module | None, kind: WeightKind) -> str | None:
 def _write(kinds: Mapping[str, WeightKind], model_dir: Path, folder: Path) -> None:
     from torchao.quantization import FqnToConfig
 
-    # Names of weights: under the name of a layer, transformers would quantize its bias too.
+    # Names of weights, because under the name of a layer transformers would also quantize its bias.
     config = FqnToConfig(OrderedDict((f"{layer}.weight", kind.config()) for layer, kind in kinds.items()))
     model = _load(model_dir, quantization_config=TorchAoConfig(config))
     _check_quantized(model, kinds)
@@ -191,8 +191,8 @@ def _check_quantized(model: nn.Module, kinds: Mapping[str, WeightKind]) -> None:
         weight = model.get_submodule(layer).weight
         if not isinstance(weight, TorchAOBaseTensor):
             raise ValueError(
-                f"Layer {layer!r} has a weight of the type {type(weight).__name__} after quantization, expected one of "
-                "torchao's. transformers may exclude the layer for this model."
+                f"The weight of layer {layer!r} is a {type(weight).__name__} after quantization, expected a torchao "
+                "tensor. transformers may exclude the layer for this model."
             )
 
 

@@ -1,17 +1,17 @@
-"""The Hub: the model card of a run, plans that are pushed and loaded, and runs that are read from a repository.
+"""Pushes and loads plans, completes the model card of a run, and reads runs from repositories of the Hub.
 
-With `TrainingArguments(push_to_hub=True)` the Trainer uploads its whole output folder except `_*` and `checkpoint-*`,
-so `snip/` travels along. The model card (README.md) needs help:
+With `TrainingArguments(push_to_hub=True)`, the Trainer uploads its output folder except `_*` and `checkpoint-*`, so it
+includes `snip/`. The model card (README.md) needs two additions:
 
-- Pushes during training: `on_push_begin`, then an upload in a background thread. The Trainer writes no card, so
-  `prepare_push` writes the section into README.md at that event.
-- `trainer.push_to_hub()` and `trainer.save_model()`: `on_push_begin`, then `create_model_card` writes README.md anew
-  and keeps only the tags, then the upload. No event comes after `create_model_card`. So the tags go through the model,
-  and `keep_model_card(trainer)`, one line for the user, puts the section into the new card.
+- A push during training calls `on_push_begin` and uploads in a background thread. The Trainer writes no card, so
+  `prepare_push` adds our section to README.md at that event.
+- `trainer.push_to_hub()` and `trainer.save_model()` call `on_push_begin`, then `create_model_card`, which rewrites
+  README.md and keeps only the tags, then upload. No event follows `create_model_card`. So we add the tags to the model,
+  and the user calls `keep_model_card(trainer)` once to add the section to the new card.
 
-A Hub that cannot be reached: `Trainer.__init__` raises (it creates the repository). Pushes during training fail
-silently in their background thread and training goes on; `trainer.push_to_hub()` afterwards raises, with everything
-still in the output folder, so that it can be called again.
+If the Hub cannot be reached, `Trainer.__init__` raises an error, because it creates the repository. Pushes during
+training fail silently in their thread, and training goes on. A later `trainer.push_to_hub()` raises an error, but
+everything is still in the output folder, so it can be called again.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A repository, and perhaps a revision of it.
+# A repository, optionally with a revision.
 _REPOSITORY = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
-# The files of a repository that tell about its run: not the weights.
+# The files of a repository that record the run, without weights.
 _RECORD = (f"{FOLDER}/*.json", f"{FOLDER}/history.jsonl", "*trainer_state.json", "README.md")
 _HISTORY = f"{FOLDER}/history.jsonl"
 
 
 def prepare_push(output_dir: Path, controller: SnipController) -> None:
-    """Puts the section and tags into README.md and tags the model; to be called on the process that writes.
+    """Adds section and tags to README.md and tags to the model. Call it only on the process that writes.
 
-    Never raises for a file that is missing or broken: training does not end because of a model card.
+    A missing or broken file causes a warning, because a model card must not end training.
     """
     model = controller.model
     tag_model(model, controller.plan)
@@ -63,17 +63,17 @@ def prepare_push(output_dir: Path, controller: SnipController) -> None:
 def tag_model(model: nn.Module, plan: PrecisionPlan) -> None:
     """Adds `model_tags(plan)` to the tags that `Trainer.push_to_hub` and `model.push_to_hub` write.
 
-    The callback calls it when training ends. Not earlier: a `model_init` gives the Trainer a new model when it begins.
+    The callback calls it when training ends, because with `model_init` the Trainer gets a new model when it begins.
     """
     present = list(getattr(model, "model_tags", None) or [])
-    # A new list: the class may hold one that all its instances share.
+    # A new list, because all instances of the class may share the old one.
     model.model_tags = present + [tag for tag in model_tags(plan) if tag not in present]  # type: ignore[assignment]
 
 
 def keep_model_card(trainer: Trainer) -> None:
-    """Makes `trainer.create_model_card()`, and with it `push_to_hub()` and `save_model()`, keep SNIP's section.
+    """Makes `create_model_card()`, which `push_to_hub()` and `save_model()` call, keep SNIP's section.
 
-    Call it once, before the push. It wraps `create_model_card` of this one trainer.
+    Call it once, before the push. It wraps `create_model_card` of this trainer only.
     """
     from .trainer import SnipCallback
 
@@ -84,14 +84,14 @@ def keep_model_card(trainer: Trainer) -> None:
         create_model_card(*args, **kwargs)
         for one in trainer.callback_handler.callbacks if trainer.is_world_process_zero() else ():
             if isinstance(one, SnipCallback) and one.controller is not None:
-                # The Trainer's card names the base model itself.
+                # The Trainer's card already names the base model.
                 _complete_card(Path(str(trainer.args.output_dir)), one.controller, None)
 
     trainer.create_model_card = create_and_complete  # type: ignore[method-assign]
 
 
 def _complete_card(output_dir: Path, controller: SnipController, base_model: str | None) -> None:
-    """Puts the section on the run into README.md of its output folder; a warning tells why it cannot."""
+    """Adds the section on the run to README.md of the output folder; logs a warning if it cannot."""
     device = next((parameter.device for parameter in controller.model.parameters()), torch.device("cpu"))
     section = trained_section(
         controller.plan,
@@ -100,15 +100,15 @@ def _complete_card(output_dir: Path, controller: SnipController, base_model: str
         torch.cuda.get_device_name(device) if device.type == "cuda" else None,
     )
     path = output_dir / "README.md"
-    # "_*" in the top folder is never uploaded.
+    # Files named "_*" in the top folder are never uploaded.
     temporary = output_dir / f"_snip_hf.{os.getpid()}.tmp"
     try:
         card = path.read_text("utf-8") if path.exists() else new_card(output_dir.absolute().name, "transformers")
         temporary.write_text(completed(card, section, model_tags(controller.plan), base_model), encoding="utf-8")
-        # Atomic, since an upload may be running in the background.
+        # Atomic, because an upload may be running in the background.
         os.replace(temporary, path)
     except (OSError, ValueError) as error:
-        logger.warning("The model card does not tell how the model was trained: %s", printable(error, 1000))
+        logger.warning("snip-hf: could not add its section to the model card: %s", printable(error, 1000))
 
 
 def load_plan(
@@ -118,17 +118,17 @@ def load_plan(
     token: str | bool | None = None,
     api: HfApi | None = None,
 ) -> PrecisionPlan:
-    """Reads the plan of a run: from its folder, from a plan file, or from a repository of the Hub.
+    """Reads a plan from the folder of a run, from a plan file, or from a repository of the Hub.
 
     Args:
         repo_or_dir: the Trainer's output_dir, its folder `snip`, a plan file, or the name of a repository, such as
-            "user/model". A path that exists is preferred to the Hub.
+            "user/model". An existing path takes precedence over the Hub.
         revision: branch, tag or commit of the repository.
-        token: for the Hub. None: the one that you are logged in with.
-        api: a client of another Hub.
+        token: token for the Hub. None: the token you are logged in with.
+        api: client of another Hub.
 
     Raises:
-        FileNotFoundError: there is no such folder, and the Hub has no plan under this name or cannot be reached.
+        FileNotFoundError: there is no such path, and the Hub has no such plan or cannot be reached.
         ValueError: the file is not a valid plan.
     """
     path = Path(repo_or_dir)
@@ -137,15 +137,15 @@ def load_plan(
     name = repository_name(os.fspath(repo_or_dir))
     if name is None:
         raise FileNotFoundError(
-            f"{printable(repo_or_dir)} does not exist, and is no name of a repository; expected the folder of a run, a "
-            "plan file, or a name such as 'user/model'."
+            f"{printable(repo_or_dir)} does not exist and cannot be the name of a repository; expected the folder of a "
+            "run, a plan file, or a name such as 'user/model'."
         )
     try:
         file = (api or HfApi()).hf_hub_download(name, PLAN_FILE, revision=revision, token=token)
     except EntryNotFoundError as error:
         raise FileNotFoundError(
             f"The repository {name!r} has no {PLAN_FILE}, or it cannot be reached: {printable(error, 600)} "
-            "Plans are in repositories with the tag 'snip-plan'."
+            "Repositories with plans have the tag 'snip-plan'."
         ) from error
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
         raise FileNotFoundError(
@@ -164,22 +164,21 @@ def push_plan(
     token: str | bool | None = None,
     api: HfApi | None = None,
 ) -> str:
-    """Uploads a plan, with a card and tags to find it by, in one commit; returns the commit's address.
+    """Uploads a plan with a model card and tags in one commit, and returns the URL of the commit.
 
-    Creates the repository if needed. In an existing one, the rest of its card stays.
+    Creates the repository if needed. The rest of an existing card stays.
 
     Args:
         plan: a plan, a plan file, or the folder of a run.
         repo_id: name of the repository, such as "user/plans-for-llama".
-        base_model: name on the Hub of the model that the plan is for. None: the one that the plan names, if it is one
-            of the Hub's.
-        private: whether a repository that is created is private. None: as your account has it.
-        revision: branch to commit to. None: the main one.
+        base_model: name on the Hub of the model that the plan is for. None: the model that the plan names.
+        private: whether a new repository is private. None: the default of your account.
+        revision: branch to commit to. None: the main branch.
         token: as in `load_plan`.
         api: as in `load_plan`.
 
     Raises:
-        OSError, ValueError: the plan, or the metadata of the present card, cannot be read.
+        OSError, ValueError: the plan, or the metadata of the existing card, cannot be read.
         huggingface_hub.errors.HfHubHTTPError: the Hub refuses or cannot be reached.
     """
     if not isinstance(plan, PrecisionPlan):
@@ -203,10 +202,10 @@ def push_plan(
 
 
 def _plan_file(path: Path) -> Path:
-    """Returns the plan file of a folder; a file as it is.
+    """Returns the plan file in a folder; returns any other path unchanged.
 
     Raises:
-        FileNotFoundError: a folder without a plan.
+        FileNotFoundError: the folder has no plan.
     """
     if not path.is_dir():
         return path
@@ -220,9 +219,9 @@ def _plan_file(path: Path) -> Path:
 
 
 def run_folder(name: str) -> Path:
-    """Finds a run by what a user calls it: a folder, or `USER/REPOSITORY` or `USER/REPOSITORY@REVISION` on the Hub.
+    """Returns the folder of a run, given as a folder or as `USER/REPOSITORY[@REVISION]` on the Hub.
 
-    Downloads the record of a repository's run, without weights, into the Hub's cache. An existing folder is preferred.
+    Downloads the records of a run on the Hub, without weights, to the Hub's cache. An existing path takes precedence.
 
     Raises:
         FileNotFoundError: neither exists, or the Hub cannot be reached.

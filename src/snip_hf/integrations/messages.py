@@ -1,4 +1,4 @@
-"""Shows the package's log messages at transformers' verbosity."""
+"""Shows the log messages of the package at the verbosity of transformers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _PACKAGE = logging.getLogger(__package__.partition(".")[0])
 
 
 class _ToStandardError(logging.StreamHandler):  # type: ignore[type-arg]  # takes no argument in Python 3.10
-    """Writes messages to standard error, unless the root logger has handlers, which get them anyway.
+    """Writes messages to standard error, unless the root logger has handlers, which show them too.
 
-    Clears the Trainer's progress bars while it writes.
+    Hides progress bars while it writes.
     """
 
     level_given = logging.NOTSET
-    """The level that this module, and not the user, gave the package's logger."""
+    """The level of the package's logger that this module set, in contrast to a level set by the user."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -33,11 +33,11 @@ _HANDLER = _ToStandardError()
 
 
 def follow_transformers(args: TrainingArguments) -> None:
-    """Sets the level of messages by `args.log_level`, and shows progress bars unless `args.disable_tqdm`.
+    """Sets the log level from `args.log_level`, and shows progress bars unless `args.disable_tqdm` is set.
 
-    A level that the user gave the logger `snip_hf`, or a root logger that shows more, is kept.
+    Keeps a level that the user gave the logger `snip_hf`, and a root logger that shows more.
     """
-    _PACKAGE.addHandler(_HANDLER)  # adding it again has no effect
+    _PACKAGE.addHandler(_HANDLER)  # no effect if repeated
     progress_logger.setLevel(logging.CRITICAL if args.disable_tqdm else logging.NOTSET)
     if _PACKAGE.level not in (logging.NOTSET, _HANDLER.level_given):
         return

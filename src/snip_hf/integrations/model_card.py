@@ -1,4 +1,4 @@
-"""The text of a model card on how a model was trained, or on a plan: section, tags and metadata."""
+"""Writes the section of a model card on how a model was trained, or on a plan, with tags and metadata."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..text import printable
 
 PLAN_FILE = f"{FOLDER}/plan.json"
 """The plan in a repository."""
-# The first lines of sections, and the last line.
+# The first lines of the two sections, and the last line of both.
 _TRAINED, _PLAN = (f"<!-- snip-hf: {what}, written anew at every push -->" for what in ("the training", "the plan"))
 _END = "<!-- snip-hf: end -->"
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# Characters of a name.
+# Maximum length of a name.
 _NAME = 60
 # Kinds of uncovered weights that a card lists.
 _MOST_KINDS = 8
@@ -52,15 +52,15 @@ The method is SNIP's, the software is [snip-hf]({repository}):
 """
 _TRAINED_HEAD = """## How this model was trained
 
-The linear layers inside the transformer blocks were trained in low precision (at the end: {formats}), as a plan says.
-The plan was made by snip-hf, a package for SNIP ([arXiv:2602.01410](https://arxiv.org/abs/2602.01410))."""
+The linear layers inside the transformer blocks were trained in low precision (at the end: {formats}), following a plan
+by snip-hf, a package for SNIP ([arXiv:2602.01410](https://arxiv.org/abs/2602.01410))."""
 _TRAINED_TAIL = """This is an ordinary checkpoint: nothing in it is quantized, and it loads with plain `transformers`.
-The plan, layer by layer, is in `{file}`, its history in `snip/history.jsonl`. `snip_hf.load_plan` reads the plan of
-this repository, for a run of your own."""
+`{file}` has the plan, layer by layer, and `snip/history.jsonl` has its history. `snip_hf.load_plan` reads the plan of
+this repository for your own run."""
 _PLAN_HEAD = """## Precision plan
 
-`{file}` names the number format of each matrix product of the linear layers in training, layer by layer. It was made by
-snip-hf, a package for SNIP ([arXiv:2602.01410](https://arxiv.org/abs/2602.01410))."""
+`{file}` lists the number format of each matrix product of the linear layers in training. It was made by snip-hf, a
+package for SNIP ([arXiv:2602.01410](https://arxiv.org/abs/2602.01410))."""
 _PLAN_TAIL = """```python
 from snip_hf import SnipCallback, SnipConfig, load_plan
 
@@ -79,9 +79,9 @@ def trained_section(plan: PrecisionPlan, coverage: Coverage | None, arithmetic: 
 
     Args:
         plan: the plan in force.
-        coverage: of the model; None: not known.
+        coverage: coverage of the model; None if unknown.
         arithmetic: how the products were computed (`Backend.arithmetic`).
-        device: what the model was trained on, e.g. a GPU's name.
+        device: name of the GPU that the model was trained on.
     """
     used = {FORMATS[name] for formats in plan.assignment.values() for name in formats.values()}
     labels = ", ".join(format.label for format in sorted(used, key=lambda format: (format.bits, format.name)))
@@ -92,7 +92,7 @@ def trained_section(plan: PrecisionPlan, coverage: Coverage | None, arithmetic: 
 
 
 def plan_section(plan: PrecisionPlan, repository: str, base_model: str | None) -> str:
-    """Returns the section on a plan in a repository, made for a model of the Hub."""
+    """Returns the section on a plan in a repository, for a model on the Hub."""
     rows = {} if base_model is None else {"for the model": as_text(base_model)}
     rows |= {"layers": str(len(plan.assignment)), **_plan_rows(plan)}
     return _section(_PLAN, plan, _PLAN_HEAD.format(file=PLAN_FILE), rows, _PLAN_TAIL.format(name=repository))
@@ -104,7 +104,7 @@ def _section(begin: str, plan: PrecisionPlan, head: str, rows: Mapping[str, str]
         name: value for name, value in (plan.provenance.config or {}).items() if defaults.get(name, value) != value
     }
     if changed:
-        # Backquotes would end the block of code.
+        # Backquotes would end the code block.
         text = json.dumps(changed, indent=2).replace("`", "\\u0060")
         tail = f"{_CONFIG.format(config=text)}\n\n{tail}"
     return _SECTION.format(
@@ -118,38 +118,39 @@ def _section(begin: str, plan: PrecisionPlan, head: str, rows: Mapping[str, str]
 
 
 def model_tags(plan: PrecisionPlan) -> list[str]:
-    """Tags for the Hub: "snip-hf", "snip-plan", the low formats and, if there are any, "mixed-precision-training"."""
+    """Returns the tags for the Hub: "snip-hf", "snip-plan", and with quantized formats these and
+    "mixed-precision-training"."""
     in_plan = {name for formats in plan.assignment.values() for name in formats.values()}
     low = sorted((x for x in in_plan if FORMATS[x].is_quantized), key=lambda name: (FORMATS[name].bits, name))
     return ["snip-hf", "snip-plan", *low, *(["mixed-precision-training"] if low else [])]
 
 
 def new_card(title: str, library: str) -> str:
-    """Returns a card without any text."""
+    """Returns a card without text."""
     return f"---\nlibrary_name: {library}\n---\n\n# {as_text(title)}\n"
 
 
 def completed(card: str, section: str, tags: Iterable[str], base_model: str | None) -> str:
-    """Returns a card with a section, tags and, unless it names one already, a base model; all else stays.
+    """Returns a card with a section, tags and, unless it already names one, a base model.
 
-    The section replaces its earlier version, or goes to the end.
+    The section replaces its earlier version, or is appended. The rest of the card does not change.
 
     Raises:
         ValueError: the card's metadata cannot be read.
     """
     earlier = re.compile(re.escape(section.splitlines()[0]) + r".*?" + re.escape(_END), re.DOTALL)
-    # A function, so that a backslash in the section stays one.
+    # A function, because `subn` interprets backslashes in a replacement string.
     card, replaced = earlier.subn(lambda _: section.strip(), card, count=1)
     card = card if replaced else f"{card.rstrip()}\n\n{section}"
     try:
         parsed = ModelCard(card)
-    except Exception as error:  # of YAML, or of values that huggingface_hub does not expect
+    except Exception as error:  # invalid YAML, or values that huggingface_hub does not expect
         raise ValueError(f"the metadata of README.md cannot be read: {error}.") from error
     present = parsed.data.get("tags") or []
     missing = [tag for tag in tags if tag not in present]
     is_new_base = base_model is not None and not parsed.data.get("base_model")
     if not missing and not is_new_base:
-        return card  # as it was written, and not as YAML would be written anew
+        return card  # unchanged: writing the YAML again would reformat it
     if missing:
         parsed.data["tags"] = [*present, *missing]
     if is_new_base:
@@ -158,18 +159,18 @@ def completed(card: str, section: str, tags: Iterable[str], base_model: str | No
 
 
 def repository_name(name: object) -> str | None:
-    """Returns a name if it may be one of the Hub's; None for others, and for folders that exist here."""
+    """Returns the name if it can be a repository of the Hub; None for other names and for existing folders."""
     is_one = isinstance(name, str) and _REPOSITORY.fullmatch(name) and not os.path.isdir(name)
     return str(name) if is_one else None
 
 
 def as_text(name: str) -> str:
-    """Escapes a name for a line of text, so that nothing in it is Markdown or HTML."""
+    """Escapes Markdown and HTML in a name."""
     return re.sub(r"[\\`*\[\]<>&|!]", r"\\\g<0>", printable(name))
 
 
 def _plan_rows(plan: PrecisionPlan) -> dict[str, str]:
-    # No escape works within backquotes; the two characters that end them, or the cell, are left out.
+    # Escapes do not work within backquotes, so removes the characters that end the code or the cell.
     policy = printable(plan.provenance.policy, _NAME).translate(_NOT_CODE)
     return {
         "policy": f"`{policy}`",
@@ -196,7 +197,7 @@ def _target(plan: PrecisionPlan) -> str:
 
 def _attained(plan: PrecisionPlan) -> str:
     if not plan.is_share_known:
-        return "an FP4 share that is not known (no micro-batch was counted, and experts do not see every token)"
+        return "an unknown FP4 share (no micro-batch was counted, and experts do not see every token)"
     text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (not a reduction of FLOPs)"
     forward = forward_shares(plan)
     if forward is not None:
@@ -210,7 +211,7 @@ def _attained(plan: PrecisionPlan) -> str:
 
 
 def _format_shares(plan: PrecisionPlan) -> str:
-    """Returns the share of each format in the FLOPs that plans decide on, the least precise first."""
+    """Returns the share of each format in the FLOPs that plans decide on, least precise first."""
     totals: dict[str, float] = {}
     work = plan.executed
     for layer, formats in plan.assignment.items():

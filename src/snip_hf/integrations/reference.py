@@ -1,7 +1,7 @@
-"""The arithmetic of a Trainer's reference model, with which preference losses compare the trained model.
+"""Runs the reference model of a preference loss in the formats of the trained model.
 
-TRL keeps it in `trainer.ref_model`. If it uses the trained model's formats, both models give the same log-probabilities
-as long as their weights are equal.
+TRL keeps the reference in `trainer.ref_model`. In equal formats, both models return equal log-probabilities as long as
+their weights are equal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..training.controller import SnipController
 logger = logging.getLogger(__name__)
 
 AS_POLICY, HIGH = "policy", "high"
-_OTHERWISE = f"Use SnipCallback(..., reference={HIGH!r})"
+_ADVICE = f"Use SnipCallback(..., reference={HIGH!r})."
 
 
 def check_reference(reference: Any) -> None:
@@ -43,19 +43,19 @@ class Reference:
     """A reference model that runs in the formats of the plan in force.
 
     Args:
-        model: the reference.
-        config: of the run.
-        controller: has the plan.
+        model: the reference model.
+        config: the config of the run.
+        controller: the controller, which has the plan.
 
     Raises:
-        ValueError: its layers differ from the trained model's, or it is sharded.
+        ValueError: its layers differ from those of the trained model, or it is sharded.
     """
 
     def __init__(self, model: nn.Module, config: SnipConfig, controller: SnipController) -> None:
         if is_fully_sharded(model) or deepspeed_engine(model) is not None:
             raise ValueError(
-                "The reference model is sharded by FSDP2 or DeepSpeed; only a whole one can run in the formats of the "
-                f"trained model. {_OTHERWISE}."
+                "The reference model is sharded by FSDP2 or DeepSpeed; only a whole model can run in the formats of "
+                f"the trained model. {_ADVICE}"
             )
         self._model = model = unwrap(model)
         was_converted = bool(snip_linears(model))
@@ -66,8 +66,9 @@ class Reference:
             if not was_converted:
                 restore_model(model)
             raise ValueError(
-                f"The reference model has other layers than the trained one: {other[0]!r} is "
-                f"{_shape(self._layers, other[0])} there and {_shape(own, other[0])} here. {_OTHERWISE}."
+                f"The layers of the reference model differ from those of the trained model: {other[0]!r} is "
+                f"{_shape(self._layers, other[0])} in the reference and {_shape(own, other[0])} in the trained "
+                f"model. {_ADVICE}"
             )
         for layer in self._layers.values():
             layer.use_backend(BACKENDS[controller.backend])
@@ -76,7 +77,7 @@ class Reference:
         self.follow()
 
     def follow(self) -> None:
-        """Sets the reference's layers to the formats of the plan in force."""
+        """Sets the layers of the reference to the formats of the plan in force."""
         plan = self._controller.plan
         if plan is not self._applied:
             for name, layer in self._layers.items():
@@ -84,12 +85,12 @@ class Reference:
             self._applied = plan
 
     def restore(self) -> None:
-        """Restores the reference's own layers."""
+        """Restores the plain layers of the reference."""
         restore_model(self._model)
 
     @contextmanager
     def unquantized(self) -> Iterator[None]:
-        """Runs the reference in high precision inside the context, as the probe's passes do."""
+        """Runs the reference in high precision inside the context, as for the passes of a probe."""
         try:
             for layer in self._layers.values():
                 layer.set_formats(dict.fromkeys(GEMMS, UNQUANTIZED.name))
@@ -102,13 +103,13 @@ class Reference:
 def find_reference(
     trainer: Trainer | None, option: str, config: SnipConfig, controller: SnipController
 ) -> Reference | None:
-    """Makes a Trainer's reference model follow the plan; returns None if it has none, or it stays in high precision.
+    """Makes the reference model of a Trainer follow the plan; returns None without one, or if it stays plain.
 
     Args:
-        trainer: has the `ref_model`; None: not known.
+        trainer: the Trainer that has the `ref_model`, if known.
         option: "policy" or "high".
-        config: of the run.
-        controller: of the trained model.
+        config: the config of the run.
+        controller: the controller of the trained model.
 
     Raises:
         ValueError: the option does not fit the reference.
@@ -119,11 +120,11 @@ def find_reference(
     if option == AS_POLICY:
         return None if model is None else Reference(model, config, controller)
     if model is not None:
-        restore_model(unwrap(model))  # may be a copy of a converted model
+        restore_model(unwrap(model))  # it may be a copy of a converted model
     elif getattr(controller.model, "peft_config", None) is not None:
         raise ValueError(
-            f"reference={HIGH!r}, but the reference is the trained model with its adapters off, which runs in the "
-            f"formats of the plan. Use reference={AS_POLICY!r}."
+            f"reference={HIGH!r} cannot work: the reference is the trained model without its adapters, which runs in "
+            f"the formats of the plan. Use reference={AS_POLICY!r}."
         )
     return None
 
@@ -135,8 +136,8 @@ def give_back(controller: SnipController, reference: Reference | None) -> None:
         reference.restore()
     if controller.processes.everyone.is_first:
         logger.info(
-            "snip-hf: training has ended and the model is as it was without SNIP: evaluation and generation run in "
-            "its own precision from here on. SnipCallback(keep_formats=True) keeps the plan's formats."
+            "snip-hf: training has ended and the model is plain again: evaluation and generation run in its own "
+            "precision from here on. SnipCallback(keep_formats=True) keeps the formats of the plan."
         )
 
 

@@ -1,4 +1,4 @@
-"""snip_state.json: written into each of a Trainer's checkpoints, and read by a run that resumes."""
+"""Writes snip_state.json to each checkpoint of a Trainer, and reads it when a run resumes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class StateFiles:
 
     Args:
         resume: as in `SnipCallback`.
-        callback: name of the callback's class. An empty entry of this name in trainer_state.json marks checkpoints that
-            were trained with SNIP; `restore_callback_states_from_checkpoint` restores nothing from it.
+        callback: name of the callback's class. An empty entry with this name in trainer_state.json marks checkpoints
+            trained with SNIP; `restore_callback_states_from_checkpoint` restores nothing from it.
     """
 
     def __init__(self, resume: bool, callback: str) -> None:
@@ -35,24 +35,24 @@ class StateFiles:
         self._saving: Wrapped | None = None
         self._controller: SnipController | None = None
         self._last: dict[str, Any] | Exception | None = None
-        """The state at the end of training, for later checkpoints, or the error why there is none."""
+        """The state at the end of training, for later checkpoints; or the error that prevented it."""
 
     def follow(self, trainer: Trainer, controller: SnipController, end_step: Callable[..., None]) -> None:
         """Adds the state to every checkpoint that the Trainer saves in this run, until `close`.
 
         Args:
             trainer: the Trainer, before its first step.
-            controller: of the run.
-            end_step: ends the controller's step if needed: a callback before SNIP's may save at the end of a step.
+            controller: the controller of the run.
+            end_step: ends the controller's step, because an earlier callback may save before SNIP's `on_step_end`.
         """
         self._controller = controller
         self._saving = Wrapped(trainer, "save_model", partial(self._save, trainer, trainer.state, end_step))
 
     def keep_last(self) -> None:
-        """Keeps the state at the end of training, also after an error. Call it before the controller is closed."""
+        """Keeps the state at the end of training, even after an error. Call it before the controller is closed."""
         try:
             self._last = None if self._controller is None else self._controller.state_dict()
-        except Exception as error:  # in the middle of a step, or after a failure of the device
+        except Exception as error:  # in the middle of a step, or after a device failure
             self._last = error
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class StateFiles:
             self._write(folder, state, self._controller)
 
     def _write(self, folder: Path, state: TrainerState, controller: SnipController) -> None:
-        """Writes the state into a checkpoint's folder, and the mark into the Trainer's state, which is saved next."""
+        """Writes the state to the folder of a checkpoint, and the mark to the Trainer's state, which is saved next."""
         _marks(state)[self._callback] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ class StateFiles:
                 raise ValueError(str(self._last))
             weights = {"weights": controller.weights_fingerprint()}  # ties the state to the weights beside it
             write_json_atomic(folder / STATE_NAME, (self._last or controller.state_dict()) | weights)
-        except (OSError, ValueError) as error:  # ValueError: in mid-step, or too large for a reader
+        except (OSError, ValueError) as error:  # ValueError: in the middle of a step, or too large to be read
             logger.warning(
                 "snip-hf: could not write %s; resuming there will fail: %s",
                 printable(folder / STATE_NAME, 1000),
@@ -116,7 +116,7 @@ class StateFiles:
         return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"  # if `train` is overridden
 
     def _find_state(self, args: TrainingArguments, state: TrainerState) -> Path | None:
-        """Returns the file to resume from, None to start a new plan; logs the choice."""
+        """Returns the file to resume from, or None to start a new plan; logs the choice."""
         if state.global_step == 0 or not self._resume:
             return None
         folder = self._folder(args, state)
@@ -125,12 +125,12 @@ class StateFiles:
             return folder / STATE_NAME
         if self._callback in _marks(state):
             raise ValueError(
-                f"The checkpoint of step {state.global_step} was trained with SNIP, but there is no {STATE_NAME} in "
-                f"{folder}. Restore the file, or start a new plan with SnipCallback(resume=False)."
+                f"The checkpoint of step {state.global_step} was trained with SNIP, but {folder} has no {STATE_NAME}. "
+                "Restore the file, or start a new plan with SnipCallback(resume=False)."
             )
         logger.warning(
-            "snip-hf: resuming at step %d without a SNIP state (looked for %s in %s): taken for a checkpoint trained "
-            "without SNIP, the plan starts anew.",
+            "snip-hf: resuming at step %d with a new plan, because there is no %s in %s: the checkpoint was trained "
+            "without SNIP.",
             state.global_step,
             STATE_NAME,
             printable(folder, 1000),
@@ -139,7 +139,7 @@ class StateFiles:
 
 
 def load_state(controller: SnipController, saved: Mapping[str, Any], state: TrainerState) -> None:
-    """Continues a run from what `StateFiles.read` returned.
+    """Continues a run from the result of `StateFiles.read`.
 
     Raises:
         ValueError: the state does not fit; names the file.
@@ -160,7 +160,7 @@ def _marks(state: TrainerState) -> dict[str, Any]:
 
 
 def _checkpoint(output_dir: str | None = None, _internal_call: bool = False, *rest: Any, **more: Any) -> Path | None:
-    """Returns the folder of the checkpoint that a call of `Trainer.save_model` belongs to; None for other calls."""
+    """Returns the folder of the checkpoint that `Trainer.save_model` is called for; None for other calls."""
     return Path(output_dir) if _internal_call and output_dir is not None else None
 
 

@@ -1,6 +1,6 @@
-"""SNIP's quantities in the logs and trackers of a run: a Trainer's reports, an Accelerator's trackers, or a function.
+"""Logs SNIP's quantities to the reports of a Trainer, the trackers of an Accelerator, or a function.
 
-Shares, whose names begin with `fp4_`, stand beside each loss; each event, such as a refresh, gets an entry of its own
+FP4 shares, whose names begin with `fp4_`, are logged with each loss. Each event, such as a refresh, gets its own entry
 at its optimizer step. docs/trackers.md lists the names.
 """
 
@@ -30,12 +30,12 @@ from ..training.controller import SnipController
 logger = logging.getLogger(__name__)
 
 _PREFIX = "snip/"
-# The entry of a run's configuration that holds SNIP's.
+# The entry for SNIP's config in the configuration of a tracker's run.
 _KEY = _PREFIX.removesuffix("/")
 
 
 class Trackers:
-    """Logs SNIP's quantities of one Trainer run, on the first process."""
+    """Logs the quantities of one Trainer run, on the first process."""
 
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
@@ -45,17 +45,17 @@ class Trackers:
         self._failed: set[TrainerCallback] = set()
 
     def open(self, trainer: Trainer | None, owner: TrainerCallback) -> None:
-        """Begins to log.
+        """Starts logging.
 
         Args:
-            trainer: its reports are the trackers; None: it is not known.
-            owner: the callback whose `on_log` adds to logs. It is called before the reports read them.
+            trainer: the Trainer whose reports are the trackers; None if unknown.
+            owner: the callback whose `on_log` adds to the logs. It is called before the reports read them.
         """
         self._trainer = trainer
         if trainer is not None:
             self._front = _Front(trainer.state, owner)
             handler = trainer.callback_handler
-            # A new list: the Trainer is iterating over the old one.
+            # A new list, because the Trainer is iterating over the old one.
             handler.callbacks = [self._front, *handler.callbacks]
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Trackers:
             self._events.append(event)
 
     def begin(self, controller: SnipController) -> None:
-        """Writes SNIP's configuration to TensorBoard, W&B and Trackio, once their runs have begun."""
+        """Writes SNIP's config to TensorBoard, W&B and Trackio once their runs have begun."""
         if self._has_settings:
             return
         self._has_settings = True
@@ -93,7 +93,7 @@ class Trackers:
             last.update(found)
 
     def flush(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Logs the events since the last call: in `state.log_history`, and in every tracker."""
+        """Logs the events since the last call to `state.log_history` and to every tracker."""
         events, self._events = self._events, []
         for event in events:
             found = quantities_of(event)
@@ -105,7 +105,7 @@ class Trackers:
                 )
 
     def _reports(self) -> list[TrainerCallback]:
-        """Returns the Trainer's reports on the first process, without those that have failed."""
+        """Returns the Trainer's reports on the first process, except those that have failed."""
         if self._trainer is None or not self._trainer.state.is_world_process_zero:
             return []
         kinds = tuple(INTEGRATION_TO_CALLBACK.values())
@@ -113,44 +113,44 @@ class Trackers:
         return [one for one in callbacks if isinstance(one, kinds) and one not in self._failed]
 
     def _try(self, report: TrainerCallback, write: Any) -> None:
-        """Lets a tracker fail once: training goes on without it."""
+        """Calls a tracker, and ignores it for the rest of the run after its first failure."""
         try:
             write()
         except Exception as error:  # a tracker may raise anything
             self._failed.add(report)
             logger.warning(
-                "snip-hf: %s fails, and gets no more events of SNIP: %s",
+                "snip-hf: %s failed, and gets no more events of SNIP: %s",
                 type(report).__name__,
                 printable(repr(error), 1000),
             )
 
 
 class _Front(TrainerCallback):
-    """Stands in front of the Trainer's reports, so that its owner can add to the logs that they read."""
+    """Comes before the Trainer's reports, so that its owner can add to the logs that they read."""
 
     def __init__(self, state: TrainerState, owner: TrainerCallback) -> None:
         self._state, self._owner = state, owner
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state is self._state:  # not of another run of the same Trainer
+        if state is self._state:  # not another run of the same Trainer
             self._owner.on_log(args, state, control, **kwargs)
 
 
 class Log(Protocol):
-    """Logs numbers at a step, as `Accelerator.log` and `wandb.log` do."""
+    """A function that logs numbers at a step, such as `Accelerator.log` or `wandb.log`."""
 
     def __call__(self, values: dict[str, Any], *, step: int) -> object: ...
 
 
 def log_to(controller: SnipController, target: Accelerator | Log) -> None:
-    """Logs the events of a controller's run: shares, divergences, changes of the plan, times (docs/trackers.md).
+    """Logs the events of a run: shares, divergences, changes of the plan, times (docs/trackers.md).
 
-    Call it once, after `accelerator.init_trackers` and before the first step. Steps are those that `after_step` gets.
-    W&B drops what is logged at an earlier step than the last one, so log your own figures at the same steps. With an
-    Accelerator, the runs of TensorBoard, W&B and Trackio also get SNIP's configuration.
+    Call it once, after `accelerator.init_trackers` and before the first step. Steps are the arguments of `after_step`.
+    W&B drops values logged at an earlier step than the last one, so log your own values at the same steps. With an
+    Accelerator, the runs of TensorBoard, W&B and Trackio also get SNIP's config.
 
     Args:
-        controller: of the run.
+        controller: the controller of the run.
         target: an Accelerator, or a function that is called with `(values, step=step)` on the first process.
 
     Raises:
@@ -176,7 +176,7 @@ def log_to(controller: SnipController, target: Accelerator | Log) -> None:
 
 
 def _run_of(report: TrainerCallback) -> tuple[str, Any]:
-    """Returns the name of a report's tracker and its run; (..., None) for others and before the run has begun."""
+    """Returns the name and the run of a report's tracker; the run is None if unsupported or not yet begun."""
     if isinstance(report, TensorBoardCallback):
         return "tensorboard", report.tb_writer
     if isinstance(report, WandbCallback):
@@ -187,9 +187,9 @@ def _run_of(report: TrainerCallback) -> tuple[str, Any]:
 
 
 def _write_settings(name: str, run: Any, controller: SnipController) -> None:
-    """Writes the fields of `SnipConfig`, and the backend in use, to the run of a tracker."""
+    """Writes the fields of `SnipConfig` and the backend in use to the run of a tracker."""
     settings = {**controller.config.to_dict(), "backend_in_use": controller.backend}
-    if name == "tensorboard":  # as text, since TensorBoard keeps hyperparameters in a run of their own
+    if name == "tensorboard":  # as text, because TensorBoard keeps hyperparameters in a separate run
         lines = json.dumps(settings, indent=2).splitlines()
         run.add_text("snip_config", "\n".join(f"    {line}" for line in lines))
         run.flush()
@@ -200,7 +200,7 @@ def _write_settings(name: str, run: Any, controller: SnipController) -> None:
 
 
 def quantities_in_force(plan: PrecisionPlan, coverage: Coverage | None) -> dict[str, float]:
-    """Returns the FP4 shares of a plan that are known: of what plans decide on, of forward GEMMs, and of the model."""
+    """Returns the known FP4 shares of a plan: of the linear FLOPs, of the forward GEMMs, and of the whole model."""
     if not plan.is_share_known:
         return {}
     found = {"fp4_share": plan.fp4_fraction}
@@ -214,7 +214,7 @@ def quantities_in_force(plan: PrecisionPlan, coverage: Coverage | None) -> dict[
 
 
 def quantities_of(event: Event) -> dict[str, float]:
-    """Returns the numbers of an event by name; unknown and non-finite ones are left out."""
+    """Returns the numbers of an event by name, without unknown and non-finite ones."""
     if isinstance(event, Start):
         plan = event.plan
         found: dict[str, float | None] = {"fp4_share": round(plan.fp4_fraction, 4) if plan.is_share_known else None}
@@ -237,7 +237,7 @@ def quantities_of(event: Event) -> dict[str, float]:
 
 
 def step_of(event: Event) -> int:
-    """Returns the optimizer step at which an event is known."""
+    """Returns the optimizer step at which the result of an event is known."""
     return event.decided_step if isinstance(event, Refresh) else event.step
 
 

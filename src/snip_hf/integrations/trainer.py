@@ -35,19 +35,20 @@ logger = logging.getLogger(__name__)
 
 
 class SnipCallback(TrainerCallback):
-    """Trains the Trainer's model under SNIP: `Trainer(..., callbacks=[SnipCallback(SnipConfig(...))])`.
+    """Trains the model of a Trainer with SNIP: `Trainer(..., callbacks=[SnipCallback(SnipConfig(...))])`.
 
-    Each checkpoint gets `snip_state.json`; `trainer.train(resume_from_checkpoint=...)` continues from it, bit for bit.
+    Each checkpoint gets a `snip_state.json`, from which `trainer.train(resume_from_checkpoint=...)` continues bit for
+    bit.
 
     Args:
-        config: the configuration; None: the defaults.
+        config: the config. None: the defaults.
         resume: whether to continue from the state in the Trainer's checkpoint; False starts a new plan.
         solving: as in `SnipController`.
-        trackers: get each event of the run (`SnipController.add_tracker`).
-        reference: the arithmetic of the reference model (`trainer.ref_model` of TRL's trainers): "policy" uses the
-            trained model's formats, so that both agree until weights differ; "high" uses high precision.
-        keep_formats: whether the model stays in the plan's formats after training. False restores the plain model, as
-            `restore_model` does.
+        trackers: functions that get each event of the run (`SnipController.add_tracker`).
+        reference: arithmetic of the reference model (`trainer.ref_model` of TRL's trainers): "policy" uses the formats
+            of the trained model, so that both agree until their weights differ; "high" uses high precision.
+        keep_formats: whether the model keeps the plan's formats after training. False restores the plain model, like
+            `restore_model`.
     """
 
     def __init__(
@@ -85,11 +86,11 @@ class SnipCallback(TrainerCallback):
         self._losses: Wrapped | None = None
         self._logs = Trackers()
         self._is_restored = False
-        """Whether `restore_model` has ended SNIP in mid-run."""
+        """Whether `restore_model` ended SNIP during the run."""
         self._state: TrainerState | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Refuses settings that cannot work. The model stays plain until training begins."""
+        """Checks the settings. The model stays plain until training begins."""
         check_trainer(args)
         follow_transformers(args)
         check_launch(self.config, AcceleratorState())
@@ -98,7 +99,7 @@ class SnipCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # A callback that was added later saw no on_init_end.
+        # A callback that was added later got no on_init_end.
         check_trainer(args)
         follow_transformers(args)
         check_launch(self.config, AcceleratorState())
@@ -108,13 +109,13 @@ class SnipCallback(TrainerCallback):
         try:
             self._begin(args, state, kwargs["model"], kwargs["optimizer"])
         except BaseException:
-            self._release()  # Including the folder, for the next run.
+            self._release()  # including the folder, for the next run
             if was_plain:
                 restore_model(model)
             raise
 
     def _begin(self, args: TrainingArguments, state: TrainerState, outer: nn.Module, optimizer: Any) -> None:
-        """Starts the controller of a run, and continues from its checkpoint."""
+        """Starts the controller of a run, from a checkpoint if there is one."""
         model = unwrap(outer)
         self._state, self._is_restored, self._logs = state, False, Trackers()
         output_dir = output_folder(args, state) if state.is_world_process_zero else None
@@ -140,7 +141,7 @@ class SnipCallback(TrainerCallback):
             logger.info("snip-hf: FSDP2 gathers the weights of %d blocks while the one before each runs.", gathering)
         self._connect(trainer)
         self._logs.open(trainer, self)
-        # Only the first process may see the checkpoint.
+        # The checkpoint may only exist on the first process.
         saved = self.controller.processes.everyone.by_first(lambda: self._files.read(args, state))
         if saved is None:
             self.controller.step = state.global_step
@@ -178,14 +179,14 @@ class SnipCallback(TrainerCallback):
         self._passes.end_step()
         if controller.needs_probe and not self._passes.known_loss:
             raise ValueError(
-                "The training loss does not depend on the loss that the model returns, nor on one that the Trainer's "
-                "compute_loss returns: SNIP does not know what to probe. Compute the loss in an override of "
+                "The training loss depends neither on the loss that the model returns nor on the loss that the "
+                "Trainer's compute_loss returns, so SNIP cannot probe it. Compute the loss in an override of "
                 f"compute_loss, by compute_loss_func, or in the model, or use {WITHOUT_PROBE}."
             )
         controller.before_optimizer_step(state.global_step + 1)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # A checkpoint that another callback requested may have ended the step already.
+        # Saving a checkpoint for another callback may already have ended the step.
         if self._is_restored or self._running().step == state.global_step:
             return
         self._running().after_step(state.global_step)
@@ -202,7 +203,7 @@ class SnipCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Ends the run, after `load_best_model_at_end` has loaded the best checkpoint."""
+        """Ends the run after `load_best_model_at_end` has loaded the best checkpoint."""
         controller = self._running()
         self._end()
         self._logs.flush(args, state, control)
@@ -210,7 +211,7 @@ class SnipCallback(TrainerCallback):
             tag_model(controller.model, controller.plan)
 
     def _end(self) -> None:
-        """Ends a run, also after an error (`_ends_runs`), and restores the plain model unless `keep_formats` is set."""
+        """Ends a run, even after an error (`_ends_runs`), and restores the plain model unless `keep_formats` is set."""
         controller, reference = self._running(), self._reference
         kept = snip_linears(controller.model).values() if self._keeps_formats else ()
         in_force = {layer: layer.formats for layer in kept}
@@ -244,19 +245,19 @@ class SnipCallback(TrainerCallback):
         self._release()
 
     def _is_training(self) -> bool:
-        """Returns True if this run's training loop is on this thread's stack.
+        """Returns True if the training loop of this run is on the stack of this thread.
 
-        Events do not tell: `auto_find_batch_size` restarts the loop after an error, and `train` may be overridden.
+        Events are not enough: `auto_find_batch_size` restarts the loop after an error, and `train` may be overridden.
         """
         return self._state is not None and find_trainer(self._state) is not None
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Adds the FP4 share next to the loss, for all callbacks, `state.log_history` and the trackers."""
+        """Adds the FP4 share to logs with a loss, for all callbacks, `state.log_history` and the trackers."""
         if self.controller is not None and not self._is_restored:
             self._logs.add(state, kwargs.get("logs"), self.controller.plan, self.controller.coverage)
 
     def _release(self) -> None:
-        """Lets go of a run that has ended: its controller and its Trainer."""
+        """Releases the controller and the Trainer of a run that has ended."""
         self._stop()
         self._files.close()
 
@@ -272,13 +273,13 @@ class SnipCallback(TrainerCallback):
             self.controller.close()
 
     def _end_restored(self) -> None:
-        """Ends SNIP in this run, because `restore_model` removes its layers."""
+        """Ends SNIP in this run, because `restore_model` is removing its layers."""
         self._is_restored = self._is_training()
         self._release()
         if self._is_restored:
             assert self._state is not None
             self._files.unmark(self._state)
-            logger.warning("snip-hf: the model was restored in mid-run; training goes on without SNIP.")
+            logger.warning("snip-hf: the model was restored during the run; training goes on without SNIP.")
 
     def _running(self) -> SnipController:
         if self.controller is None:
@@ -295,7 +296,7 @@ def _runs_on(model: nn.Module) -> list[SnipCallback]:
 
 
 def _ends_runs(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `Trainer.train`, so that SNIP's run ends with it, also after an error or Ctrl-C."""
+    """Wraps `Trainer.train` so that SNIP's run ends with it, even after an error or Ctrl-C."""
 
     @functools.wraps(train)
     def train_and_end(self: Trainer, *args: Any, **kwargs: Any) -> Any:
@@ -309,19 +310,19 @@ def _ends_runs(train: Callable[..., Any]) -> Callable[..., Any]:
     return train_and_end
 
 
-# Trainers have no event for errors.
+# The Trainer has no event for errors.
 Trainer.train = _ends_runs(Trainer.train)  # type: ignore[method-assign]
 
 
 def _watch_losses(trainer: Trainer | None, controller: SnipController) -> Wrapped | None:
-    """Passes the raw loss of each micro-batch to the guard: what `Trainer.training_step` returns.
+    """Passes the result of each `Trainer.training_step`, the raw loss of a micro-batch, to the guard.
 
-    The Trainer then averages it, and hides non-finite values from its log (`logging_nan_inf_filter`).
+    The log of the Trainer only has averages, without non-finite values (`logging_nan_inf_filter`).
     """
     if controller.config.guard == "off":
         return None
     if trainer is None:
-        logger.warning("snip-hf: the guard cannot find the Trainer, and watches the gradients alone, not the loss.")
+        logger.warning("snip-hf: the guard cannot find the Trainer, so it watches only the gradients, not the loss.")
         return None
 
     def note_loss(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

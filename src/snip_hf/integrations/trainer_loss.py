@@ -1,9 +1,9 @@
-"""The loss that a Trainer computes itself: how SNIP observes it, and how the probe computes it again.
+"""Observes a loss that the Trainer computes instead of the model, and computes it again for the probe.
 
 A Trainer computes the loss in an override of `compute_loss`, as TRL's trainers do, by `compute_loss_func`, or to smooth
 labels. During a run, `LossSeam` wraps `trainer.compute_loss` and reports each micro-batch to the run. The probe calls
-the original function with the bare model and the same inputs, and leaves no trace in the Trainer: attributes, collected
-metrics and log stay the same.
+the original function with the bare model and the same inputs. It leaves no trace in the attributes, collected metrics
+and log of the Trainer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .reference import Reference
 
 _ADVICE = (
     "compute it in an override of the Trainer's compute_loss, or by compute_loss_func, and have training_step call "
-    "compute_loss (if it does, from an input of another name, say TrainingArguments(label_names=[NAME]))"
+    "compute_loss (if it already does, name the input with the labels: TrainingArguments(label_names=[NAME]))"
 )
 _NAME = "compute_loss"
 _COUNT = "num_items_in_batch"
@@ -40,16 +40,14 @@ class Call:
 
     trainer: Trainer
     resumes_from: Any
-    """The checkpoint's folder; None for a new run."""
+    """Folder of the checkpoint; None for a new run."""
     trial: Any
-    """The trial of a hyperparameter search; None outside of it."""
+    """Trial of a hyperparameter search; None without a search."""
 
 
 def find_call(state: TrainerState) -> Call | None:
-    """Returns the call on this thread's stack whose training loop has this state.
-
-    The Trainer does not pass itself to its callbacks.
-    """
+    """Finds the Trainer with this state on the stack of this thread, because Trainers do not pass themselves to
+    callbacks."""
     for frame, _ in traceback.walk_stack(None):
         found = frame.f_locals if frame.f_code.co_name == "train" else {}
         trainer = found.get("self")
@@ -69,7 +67,7 @@ def labels_of(trainer: Trainer | None) -> Labels:
 
 
 def computes_loss(trainer: Trainer) -> bool:
-    """Returns True if a Trainer does not train on the loss that the model returns."""
+    """Returns True if the Trainer computes the loss instead of the model."""
     is_own = type(trainer).compute_loss is not Trainer.compute_loss or _NAME in vars(trainer)
     return is_own or trainer.label_smoother is not None or trainer.compute_loss_func is not None
 
@@ -79,8 +77,8 @@ class Wrapped:
 
     Args:
         trainer: the Trainer.
-        name: of the method.
-        around: called with the original method, followed by the method's arguments.
+        name: name of the method.
+        around: called with the original method, followed by the arguments of the method.
     """
 
     def __init__(self, trainer: Trainer, name: str, around: Callable[..., Any]) -> None:
@@ -90,7 +88,7 @@ class Wrapped:
         self._put = self._attributes[name] = partial(around, self.inner)
 
     def close(self) -> None:
-        """Restores the Trainer's own method."""
+        """Restores the original method."""
         if self._attributes.get(self._name) is self._put:
             del self._attributes[self._name]
             if self._before is not None:
@@ -102,8 +100,8 @@ class LossSeam:
 
     Args:
         trainer: the Trainer.
-        passes: get the losses.
-        reference: the Trainer's reference model, if it follows the plan.
+        passes: the passes of the run, which get the losses.
+        reference: the reference model of the Trainer, if it follows the plan.
     """
 
     def __init__(self, trainer: Trainer, passes: TrainingPasses, reference: Reference | None = None) -> None:
@@ -111,15 +109,15 @@ class LossSeam:
         self._passes = passes
         self._reference = reference
         self._count: Any = None
-        """The step's number of items, as training passed it; None: the loss takes none."""
+        """Number of items in the step, as passed by training; None if the loss does not use it."""
         kind = getattr(type(trainer), _NAME)
-        # The losses of Trainer and of TRL's SFTTrainer are means over tokens, so that sequences can be cut.
+        # The losses of Trainer and of TRL's SFTTrainer are means over tokens, so sequences can be cut.
         can_be_cut = _NAME not in vars(trainer) and (kind is Trainer.compute_loss or _is_of_trl(kind, "SFTTrainer"))
         self._objective = Objective(self._compute, terms_of(trainer), can_be_cut)
         self._wrapped = Wrapped(trainer, _NAME, self._call)
 
     def close(self) -> None:
-        """Restores the Trainer's own function."""
+        """Restores the original function."""
         self._wrapped.close()
 
     def _call(self, inner: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -135,13 +133,13 @@ class LossSeam:
             self._passes.end_loss(one, loss)
 
     def _compute(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Computes the mean loss of a micro-batch, or of a part of one, for the probe."""
+        """Computes the mean loss of a micro-batch, or of a part of it, for the probe."""
         trainer, factor = self._trainer, 1
         name = label_name_of(inputs, trainer.label_names)
         labels = inputs.get(name)
         count = {} if self._count is None else {_COUNT: self._count}
         if count and labels is not None:
-            # As in the Trainer's evaluation. The loss is multiplied by the number of processes where all of them count.
+            # As in the Trainer's evaluation: a loss that counts all processes is multiplied by their number.
             ranks = trainer.args.world_size if trainer.args.average_tokens_across_devices else 1
             count[_COUNT] = torch.tensor(labelled_tokens(inputs, name) * ranks, device=labels.device)
         elif count or _is_scaled_for_step(trainer):
@@ -152,9 +150,9 @@ class LossSeam:
 
 
 def _is_scaled_for_step(trainer: Trainer) -> bool:
-    """Returns True if a loss without a count is divided by the step's number of micro-batches already.
+    """Returns True if a loss without a count is already divided by the number of micro-batches in the step.
 
-    Follows the rule of `Trainer.training_step`, which divides it otherwise.
+    Otherwise `Trainer.training_step`, whose rule this follows, divides it.
     """
     declared = getattr(trainer, "loss_is_scaled_for_ga", None)
     return trainer.compute_loss_func is not None if declared is None else bool(declared)
@@ -163,7 +161,7 @@ def _is_scaled_for_step(trainer: Trainer) -> bool:
 def terms_of(trainer: Trainer) -> Callable[[Mapping[str, Any]], int] | None:
     """Returns the function that counts the terms of a TRL trainer's loss, which is their mean.
 
-    None: tokens with a label, or sequences if there are no labels, as for any other loss.
+    None means the default: tokens with a label, or sequences if there are no labels.
     """
     for name, terms in _TERMS.items():
         if any(kind.__name__ == name and _is_trl(kind) for kind in type(trainer).__mro__):
@@ -178,7 +176,7 @@ def _sequences(inputs: Mapping[str, Any]) -> int:
 
 
 def _pairs(inputs: Mapping[str, Any]) -> int:
-    """The chosen sequences come first, and as many rejected ones after them."""
+    """Counts pairs of sequences. The chosen sequences come first, followed by as many rejected ones."""
     return max(1, _sequences(inputs) // 2)
 
 
@@ -186,7 +184,7 @@ def _completion_tokens(inputs: Mapping[str, Any]) -> int:
     return max(1, int((inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum()))
 
 
-# TRL's trainers whose losses are not means over labelled tokens: class -> function that counts their terms.
+# Class of TRL's trainers whose losses are not means over labelled tokens -> function that counts the terms.
 _TERMS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "DPOTrainer": _pairs,
     "RewardTrainer": _pairs,
@@ -206,7 +204,7 @@ def _is_trl(thing: Any) -> bool:
 
 @contextmanager
 def _undisturbed(trainer: Trainer) -> Iterator[None]:
-    """Restores the Trainer's attributes and TRL's metrics after the context; nothing is logged inside it."""
+    """Restores the Trainer's attributes and TRL's metrics after the context, and disables logging inside it."""
     is_of_trl = any(map(_is_trl, type(trainer).__mro__))
     collected = [
         value

@@ -494,7 +494,7 @@ def needs_gradient(tensor: Tensor) -> bool:
 
 
 def formulas() -> dict[Any, tuple[Formula, Sequence[int]]]:
-    """Returns operator -> formula of its FLOPs, and where its operands stand among its arguments."""
+    """Returns operator -> formula of its FLOPs, and the places of its operands among its arguments."""
     named: dict[str, tuple[Formula, Sequence[int]]] = {}
     for name in ("mm", "bmm", "mv", "linear", "_scaled_mm", "_scaled_mm_v2"):
         named[f"aten::{name}"] = _product(0), (0, 1)
@@ -534,7 +534,7 @@ def _grouped_product(args: Sequence[Any], out: Tensor) -> int:
 
 
 def _is_ends(value: Any) -> bool:
-    """Returns True for where the groups of a grouped product end: its only vector of whole numbers."""
+    """Returns True for the ends of the groups of a grouped product: its only vector of integers."""
     return isinstance(value, Tensor) and value.dim() == 1 and not value.is_floating_point() and value.numel() > 0
 
 

@@ -128,7 +128,7 @@ class LayerSums:
         self._quantized: dict[tuple[str, str, int, int | None], Tensor] = {}
         # Format -> sums of eW^2 as the forward GEMM rounds W, and, if that differs, as grad_input does.
         self._weight_squares: dict[str, Tensor] = {}
-        # Format -> eW of one matrix, in BF16, where kernels find it.
+        # Format -> eW of one matrix, in BF16, if kernels compute it.
         self._narrow_errors: dict[str, Tensor | None] = {}
         self._rough_x, self._rough_g = roughly(self.x), roughly(self.g)
         self._dots = [
@@ -544,7 +544,7 @@ class _RoutedRows(_DenseRows):
         self._order = rows.token.argsort(stable=True)
         counts = rows.token.bincount(minlength=rows.tokens)
         most = int(counts.max()) if len(rows.token) else 1
-        # Token -> its rows; where it has fewer than others, the row behind the last one, which is zero.
+        # Token -> its rows; missing ones are the row after the last, which is zero.
         self._table = rows.token.new_full((rows.tokens, max(1, most)), len(rows.token))
         ordered = rows.token[self._order]
         first = counts.cumsum(0) - counts

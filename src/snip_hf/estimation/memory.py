@@ -170,7 +170,7 @@ def _features(layer: SnipLayer) -> float:
 
 
 def _elements(parameter: nn.Parameter, ranks: int) -> int:
-    """Returns how many elements a rank holds; the same number on all ranks, which have to decide alike."""
+    """Returns how many elements a rank holds; the same number on all ranks, so that they decide equally."""
     return math.ceil(parameter.numel() / ranks) if is_sharded(parameter) else parameter.numel()
 
 

@@ -8,9 +8,9 @@ a batch is cut into passes.
 
 **Jumps** of routers, which send each token to the experts of its k largest scores. Two passes at slightly different
 weights choose differently for the few tokens whose scores are nearly equal; divided by a small step, these jumps would
-be all of the difference. So passes that are compared choose alike: in the later ones `torch.topk`, and `torch.max`
-along a dimension (PhiMoE's router), return the elements at the places of the first one's. Scores and their gradients
-are those of the pass.
+be all of the difference. So passes that are compared make the same choices: in the later ones `torch.topk`, and
+`torch.max` along a dimension (PhiMoE's router), return the elements at the places that the first pass chose. Scores and
+their gradients are those of the running pass.
 
 Both are torch-function modes around a pass: they see the functions of torch and `nn.functional` wherever a module calls
 them.

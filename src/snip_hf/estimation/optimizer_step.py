@@ -29,7 +29,7 @@ _LARGEST_RATIO = 1000.0
 
 @dataclass(frozen=True)
 class UpdateChange:
-    """The update's change as a function of the gradient's change, where it is not elementwise.
+    """The update's change as a function of the gradient's change, if it is not elementwise.
 
     Both functions take the change of the gradient before clipping. Called, it gives the change to first order.
     """
@@ -113,7 +113,7 @@ class RelativeUpdates:
     def pushforward(self, name: str, clip_factor: float = 1.0) -> Pushforward | None:
         """Returns how a gradient's change changes the update, laid out as the weight.
 
-        None for a layer that the step does not move. Collective where the layer is sharded.
+        None for a layer that the step does not move. Collective if the layer is sharded.
 
         Args:
             name: the layer.
@@ -137,7 +137,7 @@ class RelativeUpdates:
 
 
 def _update(response: Response, gradient: Tensor) -> Tensor:
-    """Returns the next update, sharded as the gradient is, or whole. Collective where it is sharded."""
+    """Returns the next update, sharded as the gradient is, or whole. Collective if it is sharded."""
     own = response.of_own_part()
     if own is None:
         return response.gathered().update(whole(gradient))
@@ -147,7 +147,7 @@ def _update(response: Response, gradient: Tensor) -> Tensor:
 def of_matrices(pushforward: Pushforward, layer: SnipLayer) -> UpdateChange | tuple[Tensor, ...]:
     """Returns the pushforward of a layer's weight as that of its matrices: the factors of each, (O, I), or functions.
 
-    Functions take and return all of them as one tensor (E, O, I), or (O, I) where there is one.
+    Functions take and return all of them as one tensor (E, O, I), or (O, I) if there is one.
     """
     if isinstance(pushforward, Tensor):
         return layer.matrices(pushforward)
@@ -288,7 +288,7 @@ def without_loss_scale(
 
 
 def _ratio(samples: Mapping[str, LayerSample], gradients: Mapping[str, Tensor], trained: list[str]) -> float | None:
-    """Returns norm of the optimizer's gradient / norm of the loss's; None where this rank does not know it."""
+    """Returns norm of the optimizer's gradient / norm of the loss's; None if this rank does not know it."""
     if not trained:
         return None
     norm, sample = squares([gradients[trained[-1]]])[0] ** 0.5, samples.get(trained[-1])

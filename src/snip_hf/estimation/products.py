@@ -56,7 +56,7 @@ def rough_product(left: Tensor, right: Tensor, is_narrow: bool = False) -> Tenso
 
 
 def roughly(x: Tensor) -> Tensor:
-    """Returns an operand as `rough_product` multiplies it, for several products: in BF16 where it does so in BF16."""
+    """Returns an operand as `rough_product` multiplies it, for several products: in BF16 if it multiplies in BF16."""
     return x.bfloat16() if is_split(x, x) else x
 
 

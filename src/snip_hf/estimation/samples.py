@@ -32,7 +32,7 @@ class Rows:
     """Which matrix and which token each row of a sample belongs to, in a layer of several matrices."""
 
     ends: Tensor
-    """Matrix -> where its rows end, (E,), int64."""
+    """Matrix -> end of its rows, (E,), int64."""
     token: Tensor
     """Row -> which of the sampled tokens it is, (n,), int64; ascending within a matrix."""
     tokens: int

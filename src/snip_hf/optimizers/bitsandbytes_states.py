@@ -53,7 +53,7 @@ def _numbers(at: UpdateContext, number: int) -> Tensor:
 
 
 def adamw(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Adam and AdamW, whose weight decay is decoupled alike."""
+    """Adam and AdamW, both of which decouple weight decay."""
     return adam(unpacked(at), gradient, decoupled=True)
 
 

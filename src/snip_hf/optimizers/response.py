@@ -87,7 +87,7 @@ class Response(ABC):
         return is_sharded(self.at.parameter)
 
     def gathered(self) -> Response:
-        """Returns the response of the whole parameter; collective if it is sharded, itself otherwise."""
+        """Returns the response of the whole parameter: itself, or a gathered one (collective) if it is sharded."""
         return replace(self, at=self.at.gathered()) if self.is_spread else self
 
     def of_own_part(self) -> Response | None:
@@ -258,7 +258,7 @@ def _with_steps(found: dict[str, Response]) -> dict[str, Response]:
 
 
 def trained_by(optimizer: Any) -> Callable[[Tensor], bool]:
-    """Returns a function that tells whether an optimizer, as in `responses`, updates a parameter."""
+    """Returns parameter -> True if the optimizer (as in `responses`) updates it."""
     if optimizer is None:
         return lambda parameter: parameter.requires_grad
     parts = check_optimizer(optimizer)

@@ -1,9 +1,9 @@
 """The update rules of known optimizers: the amount that one step subtracts, as a function of the gradient.
 
 Rules are pure functions of the gradient, laid out as the model stores the weight, in the gradient's dtype; nothing is
-written. An elementwise rule returns (update, slope, meaningful): h(g), h'(g) and where h' has a meaning. An autograd
-rule returns (update, meaningful) and is differentiated with `torch.func`. Decoupled weight decay does not depend on the
-gradient and is left out. Optimizers without a rule are differentiated by their own steps (`own_step`).
+written. An elementwise rule returns (update, slope, meaningful): h(g), h'(g) and a mask of the elements at which h' has
+a meaning. An autograd rule returns (update, meaningful) and is differentiated with `torch.func`. Decoupled weight decay
+does not depend on the gradient and is left out. Optimizers without a rule are differentiated numerically (`own_step`).
 
 The schedule-free optimizers (arXiv:2405.15682; package schedulefree) hold two sequences of weights: z takes the steps
 of the base optimizer, and the model computes gradients at y, an interpolation of z and the running average x. The

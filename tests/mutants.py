@@ -62,7 +62,7 @@ MUTANTS = (
         "noise-of-micro-batches",
         "count * own / self.pieces / batches + count * (count - 1 / batches) * mean",
         "count * own / self.pieces + count * (count - 1) * mean",
-        f"{LAYER_SUMS}::test_what_is_found_in_one_sample_is_what_whole_steps_of_several_micro_batches_do_on_the_average",
+        f"{LAYER_SUMS}::test_one_sample_estimates_the_average_effect_of_whole_steps_of_several_micro_batches",
     ),
     Mutant(
         "elements-counted-twice",

@@ -370,7 +370,7 @@ MUTANTS = (
         "last-refresh-left-out",
         "step + self._config.apply_delay > self.max_steps",
         "step + self._config.apply_delay >= self.max_steps",
-        "tests/training/test_controller.py",
+        "tests/training/test_own_loops.py -k due_at_the_last_step",
     ),
     Mutant(
         "refresh-from-step-0",

@@ -28,7 +28,12 @@ from snip_hf.json_io import read_json, write_json_atomic
 from snip_hf.parallel.sharding import own_part, whole
 
 STEPS, SAVE = 6, 3  # in the middle of the refresh of step 2, which is applied after step 4
-SIZES = {"fsdp": {"fsdp_size": 2}, "hsdp": {"fsdp_size": 2, "dp_replicate_size": 2}}
+SIZES = {
+    "fsdp": {"fsdp_size": 2},
+    "hsdp": {"fsdp_size": 2, "dp_replicate_size": 2},
+    "tp": {"tp_size": 2},
+    "fsdp-tp": {"fsdp_size": 2, "tp_size": 2},
+}
 ROWS, LENGTH = 4, 128  # of all ranks together; one tile, so that whole tiles are of one rank
 
 

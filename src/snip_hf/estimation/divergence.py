@@ -147,9 +147,12 @@ class _Estimate:
 
     def table(self) -> DivergenceTable:
         """Returns the table, the same on all ranks."""
+        processes = self._processes
         updates, probe, loss = self._passes()
-        samples = pooled(probe.layers, self._batch.labelled / self._sizes.labelled, self._layers, self._processes.data)
+        samples = pooled(probe.layers, self._batch.labelled / self._sizes.labelled, self._layers, processes.data)
         clip_factor = self._clip_factor(updates, samples)
+        if processes.tensor.size > 1:  # these ranks have the same samples: each takes its share of the layers
+            samples = {name: samples[name] for name in list(samples)[processes.tensor.rank :: processes.tensor.size]}
         unit = loss if self._batch.is_likelihood else 1.0
         rows = list[Divergence]()
         with self._attempt:

@@ -17,6 +17,7 @@ from ..layers.kinds import known_weights
 from ..layers.state import plain_name, snip_linears
 from ..numerics.random_state import RandomState
 from ..parallel.sharding import whole, without_sharding_hooks
+from ..parallel.tensor_parallel import without_tensor_parallelism
 from ..python_state import Shared, binding_kept
 from ..text import WITHOUT_PROBE
 from .attention import plain_attention
@@ -72,14 +73,15 @@ def run_pass(
 
 @contextmanager
 def traceless(model: nn.Module, has_been_through_hooks: bool = True) -> Iterator[None]:
-    """Makes the model run uncompiled and without SNIP's own hooks, and restores it afterwards.
+    """Makes the model run uncompiled, unsharded and without SNIP's own hooks, and restores it afterwards.
 
     Args:
         model: without wrappers.
         has_been_through_hooks: whether the inputs are those that SNIP's hook captured, which the hooks before it have
             already changed.
     """
-    with _for_all_threads(), _everything_kept(model), without_sharding_hooks(model):
+    unsharded = without_sharding_hooks(model), without_tensor_parallelism(model)
+    with _for_all_threads(), _everything_kept(model), unsharded[0], unsharded[1]:
         _remove_own_hooks(model, has_been_through_hooks)
         with plain_attention(model):
             yield

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ..layers.state import snip_linears
 from ..parallel.ranks import Processes
+from ..parallel.tensor_parallel import without_tensor_parallelism
 from ..progress import progress
 from .batch import Batch
 from .memory import NO_SAVINGS, Savings
@@ -210,7 +211,14 @@ class _Passes:
         moving = nullcontext() if moved is None else moved.making()
         choosing = self._routing.one_pass(model, smooth_kinks=moved is not None)
         recorded = recording(self._layers, recorder, noise)
-        with choosing, recorded, moving, recomputing(model, settings.savings.recomputed):
+        # First, since some of the others wrap the forward that a module has.
+        with (
+            without_tensor_parallelism(model),
+            choosing,
+            recorded,
+            moving,
+            recomputing(model, settings.savings.recomputed),
+        ):
             loss = run_pass(model, self._batch, {} if moved is None else moved.by_parameter, run=self._processes.run)
         self.shared = recorder.inputs.groups()
         if noise is None:

@@ -15,6 +15,7 @@ from ..config import SnipConfig
 from ..kernels.backend import BACKENDS, Backend, select_backend
 from ..numerics.formats import FORMATS, REFERENCE, check_format
 from ..numerics.gemms import GEMMS
+from ..parallel.tensor_parallel import split_of
 from .gated import remove_gates
 from .kinds import LAYER_KINDS, kind_of
 from .layer import STATE, SnipLayer
@@ -151,7 +152,10 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     layers = snip_linears(model)
     for name, layer in layers.items():
         # Keyed by name, not by position, so that skipping one layer does not change the others' random numbers.
-        layer.snip_key = zlib.crc32(name.encode(errors="surrogatepass"))
+        # Ranks that compute other output features draw other numbers for their gradients.
+        split = split_of(layer)
+        part = f"@{split.part}" if split is not None and split.part else ""
+        layer.snip_key = zlib.crc32(f"{name}{part}".encode(errors="surrogatepass"))
     new = {name: layer for name, layer in layers.items() if name not in before}
     set_step(new, config.seed, 0, 0)
     for layer in new.values():

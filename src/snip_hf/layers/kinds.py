@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from ..parallel.tensor_parallel import change_class
 from ..registry import Registry
 from .layer import SnipLayer
 
@@ -54,7 +55,7 @@ class LayerKind(ABC):
         `parts` may be swapped already.
         """
         original_class = type(module)
-        module.__class__ = self.layer
+        change_class(module, self.layer, takes_parts=True)
         assert isinstance(module, SnipLayer)
         module.snip_original_class = original_class
         return (module,)

@@ -28,6 +28,7 @@ from ..kernels.backend import Backend
 from ..kernels.emulated import EMULATED
 from ..numerics.formats import FORMATS, UNQUANTIZED, check_format, format_of_code
 from ..numerics.gemms import GEMMS
+from ..parallel.tensor_parallel import change_class
 
 STATE = "snip_state"
 KEY = len(GEMMS)
@@ -195,7 +196,7 @@ class SnipLayer(nn.Module):
         original_class = self.snip_original_class
         del self.snip_original_class, self.snip_key, self.snip_recorder, self.snip_backend, self.snip_cache
         del self.snip_is_plain
-        self.__class__ = original_class  # type: ignore[assignment]
+        change_class(self, original_class, takes_parts=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state of a copy: formats and key, but nothing that belongs to this layer's run."""

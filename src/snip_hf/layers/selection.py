@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..config import DoesNotFit, SnipConfig
+from ..parallel.tensor_parallel import split_of
 from ..text import printable
 from .adapters import ADAPTER, adapter_reasons
 from .kinds import LayerKind, kind_of, known_weights
@@ -74,7 +75,8 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
             return ROUTER
         if "indexer" in name.split("."):  # of DeepSeek-V3.2, and of models built after it
             return "chooses the tokens of sparse attention"
-        if "forward" in vars(module):  # which a swap of the class would not replace
+        # A swap of the class would not replace it.
+        if "forward" in vars(module) and split_of(module) is None:
             return "another forward function is set on it (device_map, tensor parallelism)"
         if _matches(name, config.skip_modules):
             return LEFT_OUT

@@ -92,6 +92,18 @@ class Ranks:
         is_one_of_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         return cls(dist.group.WORLD if is_one_of_many else None, timeout)
 
+    def alike(self, kind: Any) -> Ranks:
+        """Returns those of them that gave the same JSON data, this one among them."""
+        kinds = self.gather(kind)
+        if self._group is None or kinds.count(kind) == 1:
+            return Ranks()
+        own = dist.get_process_group_ranks(self._group)
+        members = tuple(rank for rank, other in zip(own, kinds, strict=True) if other == kind)
+        known = _parts_of_groups.setdefault(self._group, {})
+        if members not in known:
+            known[members] = dist.new_group(list(members), use_local_synchronization=True)
+        return Ranks(known[members], self._timeout)
+
     @property
     def is_first(self) -> bool:
         return self.rank == 0
@@ -225,6 +237,10 @@ class Ranks:
 _control_groups: WeakKeyDictionary[dist.ProcessGroup, dict[float, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
+# Process group -> ranks of some of its processes -> their group.
+_parts_of_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+
+
 def _control_group(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
     """Returns the gloo group of the processes of `group`, which lives as long as that does. Collective.
 
@@ -325,6 +341,8 @@ class Processes:
     """Ranks with the same layers, or shards of them, and other data."""
     pipeline: Ranks = field(default_factory=Ranks)
     """Ranks with other layers and the same data."""
+    tensor: Ranks = field(default_factory=Ranks)
+    """Ranks with other parts of the same weights and the same data."""
     everyone: Ranks = field(default_factory=Ranks)
     """All of them."""
     run: Callable[[Mapping[str, Any]], Tensor | float | None] | None = None
@@ -332,5 +350,5 @@ class Processes:
 
     def note(self, place: str) -> None:
         """Names the point at which the ranks exchange data next, for messages about waiting."""
-        for ranks in (self.data, self.pipeline, self.everyone):
+        for ranks in (self.data, self.pipeline, self.tensor, self.everyone):
             ranks.place = place

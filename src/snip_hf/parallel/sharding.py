@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -97,12 +98,20 @@ def has_first_rows(tensor: Tensor) -> bool:
     """Returns True if the first rank holds the whole first row of a tensor, which may be sharded."""
     if not isinstance(tensor, DTensor):
         return True
-    dims = [placement.dim for placement in tensor.placements if placement.is_shard()]  # type: ignore[attr-defined]
+    dims = [one.dim for one in tensor.placements if not one.is_replicate()]  # type: ignore[attr-defined]
     return all(dim == 0 for dim in dims)
 
 
 def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
+
+
+def number_of_parts(tensor: Tensor) -> int:
+    """Returns the number of different parts of a tensor that the ranks hold; 1 if each holds the whole."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if not placement.is_replicate())
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -158,7 +167,8 @@ def pending_squares(tensors: Iterable[Tensor]) -> Tensor:
     for layout in dict.fromkeys(layouts):
         if layout is not None:
             of_layout = [index for index, other in enumerate(layouts) if other == layout]
-            placements = [Partial() if placement.is_shard() else Replicate() for placement in layout[1]]
+            # FSDP2 with tensor parallelism has shards for which `is_shard()` is False.
+            placements = [Replicate() if placement.is_replicate() else Partial() for placement in layout[1]]
             parts = DTensor.from_local(sums[of_layout], layout[0], placements, run_check=False)
             sums[of_layout] = parts.full_tensor()
     return sums

@@ -22,7 +22,7 @@ from operator import index
 from typing import Any, SupportsIndex
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import SnipConfig
 from ..costs.flops import Work
@@ -32,6 +32,7 @@ from ..layers.state import plain_name, snip_linears
 from ..optimizers.deepspeed_zero import check_deepspeed
 from ..parallel.ranks import Attempt, Processes, Ranks
 from ..parallel.sharding import is_fully_sharded, is_sharded, offloads
+from ..parallel.tensor_parallel import tensor_mesh
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
 from ..text import WITHOUT_PROBE
@@ -144,7 +145,7 @@ def check_launch(config: SnipConfig, accelerator: Any) -> None:
 
     Raises:
         ValueError: FP8 mixed precision; a guard under DeepSpeed; and with a policy that needs a probe FSDP version 1,
-            offloading, a stage of DeepSpeed that partitions weights, FP16 under FSDP2 or DeepSpeed, tensor or context
+            offloading, a stage of DeepSpeed that partitions weights, FP16 under FSDP2 or DeepSpeed, context
             parallelism, or Megatron-LM.
     """
     if accelerator is None:
@@ -184,7 +185,7 @@ def _unsupported(accelerator: Any) -> str | None:
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     state = getattr(accelerator, "state", accelerator)
     parallelism = getattr(state, "parallelism_config", None)
-    for name in ("tp", "cp", "sp"):
+    for name in ("cp", "sp"):  # check_model looks at the kind of tensor parallelism
         if parallelism is not None and getattr(parallelism, f"{name}_size", 1) > 1:
             return f"{name}_size={getattr(parallelism, f'{name}_size')}: its ranks hold parts of the activations; use 1"
     if kind == "FSDP":
@@ -205,15 +206,25 @@ def check_model(model: nn.Module) -> None:
     """Refuses a model that the probe cannot run.
 
     Raises:
-        ValueError: an attention that does not support FP32 and cannot be switched, FSDP version 1, or tensor
-            parallelism.
+        ValueError: an attention that does not support FP32 and cannot be switched, FSDP version 1, expert or pipeline
+            parallelism of transformers, or tensor parallelism of anything else.
     """
-    is_sharded_by_fsdp = is_fully_sharded(model)
+    sizes = getattr(getattr(model, "config", None), "distributed_config", None)
+    for name, kind in (("ep_size", "expert-parallel"), ("pp_size", "pipeline-parallel")):
+        if (getattr(sizes, name, None) or 1) > 1:
+            raise ValueError(
+                f"The model is {kind} ({name}={getattr(sizes, name)}): no rank holds all of it, so that it cannot be "
+                f"probed. Load it with {name}=1 and tp_size, fsdp_size or dp_replicate_size instead, or use "
+                f"{WITHOUT_PROBE}."
+            )
     parts = [name for name, layer in snip_linears(model).items() if is_sharded(layer.weight)]
-    if (getattr(model, "tp_size", None) or 1) > 1 or (parts and not is_sharded_by_fsdp):
+    is_split = (getattr(model, "tp_size", None) or 1) > 1 or (parts and not is_fully_sharded(model))
+    if is_split and tensor_mesh([model]) is None:
         raise ValueError(
-            f"The model is tensor-parallel ({parts[0] if parts else 'tp_size is above 1'}): its ranks hold parts of "
-            f"the activations, which the probe cannot put together. Use FSDP2 or DDP, or {WITHOUT_PROBE}."
+            f"The model is tensor-parallel ({parts[0] if parts else 'tp_size is above 1'}), but not by transformers: "
+            "its ranks hold parts of the activations, which the probe cannot put together. Load it by "
+            "from_pretrained(..., distributed_config=DistributedConfig(tp_size=...)), use FSDP2 or DDP, or "
+            f"{WITHOUT_PROBE}."
         )
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(
@@ -221,6 +232,35 @@ def check_model(model: nn.Module) -> None:
             f"{WITHOUT_PROBE}."
         )
     check_attention(model)
+
+
+def check_same_batch(batch: Mapping[str, Any] | None, processes: Processes) -> None:
+    """Refuses ranks that split one model's weights among them and see different micro-batches. Collective.
+
+    Args:
+        batch: the inputs of this rank's micro-batch; None: it has none.
+        processes: those of the run; nothing is compared without tensor parallelism.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    if processes.tensor.size == 1:
+        return
+    digest = hashlib.sha256()
+    for name, value in sorted((batch or {}).items()):
+        if isinstance(value, Tensor):
+            held = value.detach().to("cpu").contiguous()
+            digest.update(f"{name} {held.dtype} {list(held.shape)}".encode())
+            digest.update(held.reshape(-1).view(torch.uint8).numpy().tobytes())
+    attempt = Attempt()
+    with attempt:
+        if len(set(processes.tensor.gather(digest.hexdigest(), "a micro-batch"))) > 1:
+            raise ValueError(
+                f"The {processes.tensor.size} ranks that split each weight among them (tp_size) got different "
+                "micro-batches; expected the same one on all of them: sample the data by the rank of the other "
+                'dimensions of the device mesh (model._mesh_manager.get_mesh("fsdp").get_local_rank()).'
+            )
+    processes.everyone.agree(attempt.error)
 
 
 def check_parts(parts: Iterable[nn.Module]) -> None:

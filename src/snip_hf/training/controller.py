@@ -25,7 +25,7 @@ from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
 from ..records.run_folder import EventWriter, RunFolder, Tracker
 from .checkpoint import agreed_state, restore, state_of, weights_fingerprint
-from .checks import StepCalls, check_alike, check_configs, check_launch
+from .checks import StepCalls, check_alike, check_configs, check_launch, check_same_batch
 from .messages import SpeedForecast, compiled_by, how_compiled, tokens_of
 from .micro_batches import PipelineChunks, StepWatch, TrainingPass
 from .refresh import Solving
@@ -80,7 +80,7 @@ class SnipController:
         """Accelerate's way of compiling the model, for the log; None: it does not compile."""
         check_launch(config, accelerator)
         solving = solving or Solving()
-        self.processes = find_processes(config, pipeline, solving.rank_grace)
+        self.processes = find_processes(model, config, pipeline, solving.rank_grace)
         """The processes of this run."""
         check_configs(config, self.processes.everyone)
         is_first = self.processes.everyone.is_first
@@ -210,6 +210,7 @@ class SnipController:
         one.is_counted = True
         if self.needs_probe and not self._has_labels:
             one.check(in_pipeline=self.processes.run is not None)
+            check_same_batch(one.batch, self.processes)
             self._has_labels = True
         if not self._started:
             self.start()

@@ -114,8 +114,8 @@ class CoverageCounter:
         """Returns the setting in which no extra pass can run; None if it can."""
         if self._processes.run is not None or self._processes.pipeline.size > 1:
             return "in a pipeline"
-        if (getattr(self._model, "tp_size", None) or 1) > 1:
-            return "under tensor parallelism"
+        if (getattr(self._model, "tp_size", None) or 1) > self._processes.tensor.size:
+            return "under this kind of tensor parallelism"
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in self._model.modules()):
             return "under FSDP version 1"
         if is_fully_sharded(self._model) and any(_EXPERT.search(layer) for layer in self._in_force.setting.flops):
@@ -157,7 +157,9 @@ class CoverageCounter:
             local = count_pass(self._model, batch, self._in_force.setting.config, self._autocast)
         self._processes.everyone.agree(attempt.error)
         assert local is not None
-        every = self._processes.everyone.gather([local.entries(), tokens_of(batch)], "FLOPs")
+        # Of ranks with the same data, the first one.
+        own = [local.entries(), tokens_of(batch)] if self._processes.tensor.is_first else [[], 0]
+        every = self._processes.everyone.gather(own, "FLOPs")
         entries, tokens = zip(*every, strict=True)
         counts = PassCounts(itertools.chain(*entries))
         if not counts.coverage.flops:

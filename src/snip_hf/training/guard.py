@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..estimation.samples import read
 from ..layers.layer import SnipLayer
 from ..parallel.ranks import Processes
-from ..parallel.sharding import is_sharded, own_part
+from ..parallel.sharding import number_of_parts, own_part
 from ..planning.plan import forward_shares, raised_plan
 from ..policies.registry import needs_probe
 from ..policies.setting import siblings
@@ -206,9 +206,9 @@ class StepMeter(BackwardEnd):
         total = [torch.stack([one.to(losses[0].device).reshape(()) for one in losses]).sum()] if losses else []
         if norms is None:
             return next(iter(read(total)), None), None, []
-        copies = self._processes.data.size
-        # Gradients that all ranks hold count once.
-        weights = torch.tensor([1.0 if is_sharded(parameter) else 1.0 / copies for parameter in parameters])
+        holders = self._processes.data.size * self._processes.tensor.size
+        # Gradients that several ranks hold count once.
+        weights = torch.tensor([number_of_parts(parameter) / holders for parameter in parameters])
         square = (norms.square() * weights.to(norms.device)).sum()
         norms_now = _norms(parameters)  # clipped, or changed otherwise
         *loss, before, now = read([*total, square, norms_now.sum()])

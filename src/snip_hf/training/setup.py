@@ -28,6 +28,7 @@ from ..layers.state import block_of, snip_linears
 from ..parallel.pipeline import ModelParts, Pipeline, parts_of
 from ..parallel.ranks import Attempt, Processes, Ranks
 from ..parallel.sharding import deepspeed_engine, unwrap
+from ..parallel.tensor_parallel import tensor_mesh
 from ..planning.solver.process import check_solver
 from ..policies.registry import aims_at_share, config_warnings, needs_probe, weighs_updates
 from ..policies.setting import Setting, check_ties, find_stages
@@ -69,16 +70,23 @@ class RunParts:
     messages: RunMessages
 
 
-def find_processes(config: SnipConfig, pipeline: Pipeline | None, grace: float) -> Processes:
+def find_processes(
+    model: nn.Module | Sequence[nn.Module], config: SnipConfig, pipeline: Pipeline | None, grace: float
+) -> Processes:
     """Returns the processes of this run, as `torch.distributed` has them. Collective.
 
     Args:
+        model: as `SnipController` takes it.
         config: its `solver_time_limit` bounds how long a rank waits for the others.
         pipeline: the process groups of a pipeline; None: every process holds the whole model.
         grace: seconds added to that bound, in which the first rank ends a solver that is late.
     """
     timeout = config.solver_time_limit + grace
     everyone = Ranks.of_all(timeout)
+    mesh = tensor_mesh([model] if isinstance(model, nn.Module) else model)
+    if pipeline is None and mesh is not None:
+        data = everyone.alike(mesh.get_local_rank())
+        return Processes(data=data, tensor=Ranks(mesh.get_group(), timeout), everyone=everyone)
     if pipeline is None:
         return Processes(data=everyone, everyone=everyone)
     stages = everyone if pipeline.group is None else Ranks(pipeline.group, timeout)
@@ -217,13 +225,15 @@ def cost_of_all(
 ) -> MeasuredCost:
     """Times the GEMMs of all layers in `flops`, as `measured_cost.measure_cost` does.
 
-    One rank measures for all that hold the same layers, since each would get other times.
+    One rank measures for all that hold the same layers, since each would get other times. GEMMs that tensor parallelism
+    splits are timed whole.
     """
     began = time.perf_counter()
     cost, attempt = None, Attempt()
     with attempt:
         is_first = processes.everyone.is_first
-        cost = processes.data.by_first(
+        holders = processes.data if processes.pipeline.size > 1 else processes.everyone
+        cost = holders.by_first(
             lambda: measure_cost(
                 model, tokens, backend, config.timing_file, formats=config.formats, is_first=is_first
             ).to_dict()

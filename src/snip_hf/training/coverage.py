@@ -115,7 +115,7 @@ class CoverageCounter:
         if self._processes.run is not None or self._processes.pipeline.size > 1:
             return "in a pipeline"
         if (getattr(self._model, "tp_size", None) or 1) > self._processes.tensor.size:
-            return "under this kind of tensor parallelism"
+            return "under tensor parallelism"
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in self._model.modules()):
             return "under FSDP version 1"
         if is_fully_sharded(self._model) and any(_EXPERT.search(layer) for layer in self._in_force.setting.flops):

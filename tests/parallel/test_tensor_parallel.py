@@ -1,0 +1,158 @@
+"""Swapped linears that transformers splits by tensor parallelism, on one process; tests/distributed runs several."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from configs import fp4_config
+from small import text, tiny_llama
+from thread_ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+from snip_hf import convert_model, coverage, restore_model
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.probe import run_probe
+from snip_hf.estimation.samples import LayerSample
+from snip_hf.layers.state import snip_linears
+from snip_hf.parallel.ranks import Processes
+from snip_hf.parallel.sharding import number_of_parts
+from snip_hf.parallel.tensor_parallel import tensor_mesh
+from snip_hf.training.checks import check_model, check_same_batch
+
+STYLES = {
+    "lm_head": "colwise_gather_output",
+    "embed_tokens": "embedding_rowwise",
+    **dict.fromkeys(["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], "colwise"),
+    **dict.fromkeys(["o_proj", "down_proj"], "rowwise"),
+}
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def second_of_four() -> Iterator[None]:
+    """This process is the second of four; the others do not exist."""
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def split_llama(ranks: int = 1) -> Any:
+    """Returns a tiny Llama that transformers' styles split over so many ranks, as loading it would."""
+    model, mesh = tiny_llama(hidden=32), init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    for name, module in model.named_modules():
+        style = STYLES.get(name.rpartition(".")[2])
+        if style is None:
+            continue
+        weight = module.weight.detach()
+        ALL_PARALLEL_STYLES[style].shard_param(module, "weight", mesh)
+        placements = module.weight.placements
+        module.weight = nn.Parameter(distribute_tensor(weight, mesh, placements, src_data_rank=None))
+        ALL_PARALLEL_STYLES[style].install_forward(module, mesh)
+    return model
+
+
+def tensors(sample: LayerSample) -> list[torch.Tensor]:
+    return [sample.x, sample.grad_output, *sample.x_dot, *sample.grad_output_dot]
+
+
+def test_split_linears_are_swapped_and_restored_and_compute_the_same_bits(alone: None) -> None:
+    model, plain, batch = split_llama(), tiny_llama(hidden=32), text(2, 16)
+    expected = plain(**batch).loss
+    expected.backward()
+    names = convert_model(plain, fp4_config())
+    assert convert_model(model, fp4_config()) == names and len(names) == 14
+    loss = model(**batch).loss
+    loss.backward()
+    assert torch.equal(loss, expected)
+    assert convert_model(model, fp4_config()) == names
+    for name in names:
+        layer, other = model.get_submodule(name), plain.get_submodule(name)
+        assert torch.equal(layer.weight.grad.full_tensor(), other.weight.grad)
+        formats = dict.fromkeys(("forward", "grad_input", "grad_weight"), "fp8")
+        layer.set_formats(formats), other.set_formats(formats)
+    assert torch.equal(model(**batch).loss, plain(**batch).loss) and not torch.equal(model(**batch).loss, expected)
+    restore_model(model)
+    assert {type(model.get_submodule(name)) for name in names} == {nn.Linear}
+    assert torch.equal(model(**batch).loss, expected)
+    assert not any(hasattr(module, "_hf_quantized_needs_local_tp") for module in model.modules())
+
+
+def test_passes_run_the_whole_model_and_leave_it_split(alone: None) -> None:
+    model, plain, batch = split_llama(), tiny_llama(hidden=32), text(2, 128)
+    forwards = {name: vars(module).get("forward") for name, module in model.named_modules()}
+    names = convert_model(model, fp4_config())
+    assert convert_model(plain, fp4_config()) == names
+    moves = dict.fromkeys(names, lambda z: z)
+    ours, theirs = (run_probe(one, Batch.of(batch), moves) for one in (model, plain))
+    assert ours.loss == theirs.loss and list(ours.layers) == list(theirs.layers)
+    for name, sample in ours.layers.items():
+        for one, other in zip(tensors(sample), tensors(theirs.layers[name]), strict=True):
+            assert torch.equal(one, other)
+    restore_model(model), restore_model(plain)
+    assert coverage(model, batch) == coverage(plain, batch)
+    assert sum(forward is not None for forward in forwards.values()) == 16
+    for name, module in model.named_modules():
+        was, now = forwards[name], vars(module).get("forward")
+        assert (now is None) == (was is None)
+        assert now is was or now.__name__ == "tp_forward"
+
+
+def test_ranks_draw_other_numbers_for_other_output_features_only(second_of_four: None) -> None:
+    model = split_llama(2)
+    convert_model(model, fp4_config())
+    layers = snip_linears(model)
+    assert len(layers) == 14 and tensor_mesh([model]) is not None
+    for name, layer in layers.items():
+        is_whole = name.endswith(("o_proj", "down_proj"))
+        assert (layer.snip_key == zlib.crc32(name.encode())) == is_whole
+        assert layer.weight.to_local().numel() * 2 == layer.weight.numel()
+        assert layer.in_features * layer.out_features == layer.weight.numel()
+
+
+def test_parts_of_a_tensor_are_counted(second_of_four: None) -> None:
+    mesh, whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")), torch.zeros(8, 8)
+    parts = {(Replicate(), Shard(0)): 2, (_StridedShard(0, split_factor=2), Shard(0)): 4, (Replicate(), Replicate()): 1}
+    for placements, count in parts.items():
+        assert number_of_parts(distribute_tensor(whole, mesh, placements, src_data_rank=None)) == count
+    assert number_of_parts(whole) == 1
+
+
+@pytest.mark.parametrize("name", ["ep_size", "pp_size"])
+def test_models_of_which_no_rank_holds_all_are_refused(name: str) -> None:
+    model = tiny_llama(hidden=16)
+    model.config.distributed_config = SimpleNamespace(**{name: 2})
+    with pytest.raises(ValueError, match=rf"\({name}=2\): no rank holds all of it.*Load it with {name}=1 and tp_size"):
+        check_model(model)
+
+
+def test_ranks_that_share_weights_must_see_the_same_micro_batch() -> None:
+    def check(differs: bool, ranks: Any) -> str:
+        batch = {"input_ids": torch.full((2, 3), int(differs) * ranks.rank), "num_items_in_batch": 4}
+        try:
+            check_same_batch(batch, Processes(tensor=ranks, everyone=ranks))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert on_ranks(2, lambda ranks: check(False, ranks)) == ["", ""]
+    for message in on_ranks(2, lambda ranks: check(True, ranks)):
+        assert "The 2 ranks that split each weight among them (tp_size) got different micro-batches" in message

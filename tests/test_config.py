@@ -73,7 +73,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     *(
         (
             {"target_linear_speedup": value, "rates": "ideal"},
-            f"target_linear_speedup={value} is not a finite number of at least 1, which is the speed of BF16; expected "
+            f"target_linear_speedup={value} is not a finite number of at least 1 (the speed of BF16); expected "
             "e.g. 1.8.",
         )
         for value in (0.99, 0, -2, float("nan"), float("inf"))
@@ -91,8 +91,8 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     *(
         (
             {"budget": "measured", "policy": policy},
-            f"budget='measured' with policy={policy!r} needs timing_tokens, the tokens of a micro-batch: its plan is "
-            "made before the first one is there. Set it to batch size times sequence length, e.g. 16384.",
+            f"budget='measured' with policy={policy!r} needs timing_tokens, the size of a micro-batch, because its "
+            "plan is made before the first one. Set it to batch size times sequence length, e.g. 16384.",
         )
         for policy in ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
     ),
@@ -120,11 +120,11 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
             f"target_fp4_fraction={value!r} {what}, {EXAMPLE}.",
         )
         for value, what in (
-            ((), "has no entry; expected step 1 first, whose share the run begins with"),
-            (((5, 0.9),), "begins at step 5; expected step 1 first, whose share the run begins with"),
-            (((0, 0.9),), "begins at step 0; expected step 1 first, whose share the run begins with"),
-            (((1, 0.9), (8, 0.5), (8, 0.4)), "names step 8 after step 8; expected steps that increase"),
-            (((1, 0.9), (8, 0.5), (7, 0.4)), "names step 7 after step 8; expected steps that increase"),
+            ((), "has no entry; expected step 1 first"),
+            (((5, 0.9),), "begins at step 5; expected step 1 first"),
+            (((0, 0.9),), "begins at step 0; expected step 1 first"),
+            (((1, 0.9), (8, 0.5), (8, 0.4)), "has step 8 after step 8; expected increasing steps"),
+            (((1, 0.9), (8, 0.5), (7, 0.4)), "has step 7 after step 8; expected increasing steps"),
         )
     ),
     *(
@@ -137,7 +137,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"target_fp4_fraction": ((1, 0), (8, 0.5)), "formats": ("fp8", "bf16")},
-        "target_fp4_fraction=0.5 cannot be met in the formats ('fp8', 'bf16'): none of them rounds both "
+        "target_fp4_fraction=0.5 cannot be met with the formats ('fp8', 'bf16'): none of them rounds both "
         "operands to at most 4 bits. Add one that does, e.g. 'fp4', or set target_linear_speedup with rates, or "
         "target_fp4_fraction=0.",
     ),
@@ -149,14 +149,14 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"decides": "backward"}, "decides='backward' is not known; expected one of all, forward."),
     (
         {"decides": "forward", "granularity": "layer"},
-        "decides='forward' with granularity='layer' cannot work: it decides on the forward GEMM of a linear "
-        "alone. Set granularity='gemm'.",
+        "decides='forward' with granularity='layer' cannot work: it decides only on the forward GEMM of a "
+        "linear. Set granularity='gemm'.",
     ),
     *(
         (
             {"decides": "forward", "granularity": "gemm", "policy": policy, "formats": ("fp4", "bf16")},
             f"decides='forward' with policy={policy!r} has no effect: that policy has no target. Leave it out, or "
-            "choose a policy that has one (docs/policies.md).",
+            "choose a policy with a target (docs/policies.md).",
         )
         for policy in ("uniform-fp8", "uniform-fp4", "bf16", "first2-last8-bf16", "last-15-percent-bf16")
     ),
@@ -215,7 +215,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     *(
         (
             {"formats": (first, second)},
-            f"formats={(first, second)!r} is not in order, the least precise first; expected {(second, first)!r}.",
+            f"formats={(first, second)!r} is not ordered from least to most precise; expected {(second, first)!r}.",
         )
         for first, second in (("fp8", "fp4"), ("mxfp8", "mxfp4"), ("bf16", "fp8"))
     ),
@@ -225,19 +225,19 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"formats": ("fp4-pqt", "nvfp4", "fp8"), "policy": "random"},
-        "target_fp4_fraction=0.75 cannot be met in the formats ('fp4-pqt', 'fp8'): none of them rounds both "
+        "target_fp4_fraction=0.75 cannot be met with the formats ('fp4-pqt', 'fp8'): none of them rounds both "
         "operands to at most 4 bits. Add one that does, e.g. 'fp4', or set target_linear_speedup with rates, or "
         "target_fp4_fraction=0.",
     ),
     (
         {"formats": ("fp8", "bf16"), "target_fp4_fraction": 0.1},
-        "target_fp4_fraction=0.1 cannot be met in the formats ('fp8', 'bf16'): none of them rounds both "
+        "target_fp4_fraction=0.1 cannot be met with the formats ('fp8', 'bf16'): none of them rounds both "
         "operands to at most 4 bits. Add one that does, e.g. 'fp4', or set target_linear_speedup with rates, or "
         "target_fp4_fraction=0.",
     ),
     (
         {"formats": ("fp8", "bf16")},
-        "target_fp4_fraction=0.75 cannot be met in the formats ('fp8', 'bf16'): none of them rounds both "
+        "target_fp4_fraction=0.75 cannot be met with the formats ('fp8', 'bf16'): none of them rounds both "
         "operands to at most 4 bits. Add one that does, e.g. 'fp4', or set target_linear_speedup with rates, or "
         "target_fp4_fraction=0.",
     ),
@@ -280,7 +280,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         for value in (0, -1.0, float("inf"), float("nan"))
     ),
     ({"stages": 0}, "stages=0 is too small; expected None, a number of at least 1, or lists of names."),
-    ({"stages": [["a"], []]}, "stages: stage 1 names no layer; expected at least one in every stage."),
+    ({"stages": [["a"], []]}, "stages: stage 1 names no layer; expected at least one per stage."),
     (
         {"ties": [["q_proj", "k_proj"], ["k_proj", "v_proj"]]},
         "ties: 'k_proj' is in more than one tie; put all names that share a format into one.",
@@ -501,8 +501,8 @@ def test_the_preset_differs_from_the_default_in_what_its_page_says() -> None:
     [
         ("papr", "Unknown preset 'papr'. Did you mean 'paper'? Expected one of paper."),
         ("layer", "The preset 'layer' was removed: use SnipConfig(granularity='layer')."),
-        ("gemm", "The preset 'gemm' was removed: SnipConfig() is that now."),
-        ("hopper", "The preset 'hopper' was removed: SnipConfig() is that now."),
+        ("gemm", "The preset 'gemm' was removed: use SnipConfig()."),
+        ("hopper", "The preset 'hopper' was removed: use SnipConfig()."),
     ],
 )
 def test_an_unknown_preset_is_refused(name: str, message: str) -> None:
@@ -682,7 +682,7 @@ def test_configs_saved_without_a_speed_up_load_as_they_were() -> None:
         ),
         (
             {"target_linear_speedup": 2.0},
-            "target_linear_speedup=2.0 needs to know how fast each format runs. Set rates to one of ideal, h100, b200, "
+            "target_linear_speedup=2.0 needs the speed of each format. Set rates to one of ideal, h100, b200, "
             "gb300, rtx50, mi355, or set budget='measured'.",
         ),
         (
@@ -692,13 +692,13 @@ def test_configs_saved_without_a_speed_up_load_as_they_were() -> None:
         ),
         (
             {"rates": "ideal", "budget": "measured"},
-            "rates='ideal' and budget='measured' are two sources of speed; expected one of them. Set rates=None, or "
+            "rates='ideal' and budget='measured' are two sources of speed; expected only one. Set rates=None, or "
             "budget='flops'.",
         ),
         (
             {"target_linear_speedup": 2.5, "rates": "h100"},
             "target_linear_speedup=2.5 is out of reach: with every GEMM in the fastest of the formats mxfp4, "
-            "fp8-tensor it is 2 by rates='h100', the largest attainable. Lower it, or add a faster format.",
+            "fp8-tensor, the speed-up is 2 by rates='h100'. Lower it, or add a faster format.",
         ),
     ],
 )
@@ -723,7 +723,7 @@ def test_a_rule_reaches_what_its_two_formats_reach() -> None:
     assert SnipConfig(policy="random", target_linear_speedup=4, rates="ideal", formats=THREE)
     options: dict[str, Any] = {"rates": "h100", "formats": ("fp4", "bf16")}
     assert SnipConfig(policy="random", target_linear_speedup=2, **options)
-    with pytest.raises(ValueError, match="formats fp4, bf16 it is 2 by rates='h100'"):
+    with pytest.raises(ValueError, match="formats fp4, bf16, the speed-up is 2 by rates='h100'"):
         SnipConfig(policy="random", target_linear_speedup=2.01, **options)
 
 

@@ -71,10 +71,10 @@ def test_options_with_hyphens_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("field", "text", "message"),
     [
-        ("target_fp4_fraction", "half", f"'half' is not understood; expected {SHARES}."),
-        ("target_fp4_fraction", "1:0.9:3", f"'1:0.9:3' is not understood; expected {SHARES}."),
-        ("stages", "[[1,", f"'[[1,' is not understood; expected {STAGES}."),
-        ("refresh_every", "often", "'often' is not understood; expected an integer, or none."),
+        ("target_fp4_fraction", "half", f"'half' is not valid; expected {SHARES}."),
+        ("target_fp4_fraction", "1:0.9:3", f"'1:0.9:3' is not valid; expected {SHARES}."),
+        ("stages", "[[1,", f"'[[1,' is not valid; expected {STAGES}."),
+        ("refresh_every", "often", "'often' is not valid; expected an integer, or none."),
         ("granularity", "block", "invalid choice: 'block'"),
     ],
 )  # fmt: skip
@@ -89,7 +89,7 @@ def test_text_that_is_none_of_a_field_s_forms_ends_with_what_is_expected(
 
 
 def test_a_value_that_the_config_refuses_is_refused_in_its_words() -> None:
-    with pytest.raises(ValueError, match="names step 3 after step 800"):
+    with pytest.raises(ValueError, match="has step 3 after step 800"):
         parse("--target_fp4_fraction", "1:0.9,800:0.5,3:0.1")
     with pytest.raises(TypeError, match="stages: got"):
         parse("--stages", "[[1], [2]]")

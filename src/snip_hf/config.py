@@ -21,18 +21,18 @@ from .kernels.backend import BACKENDS
 from .numerics.formats import FORMATS, UNQUANTIZED, check_format
 from .registry import Registry, choices, did_you_mean
 
-# Policies decide the plan. `policies` registers the built-in ones; `policies.registry.Policy` is the interface.
+# The policies, which decide plans. `policies` registers the built-in ones; `policies.registry.Policy` is the interface.
 POLICIES: Registry[Any] = Registry("policy", "snip_hf.policies", "`list(snip_hf.config.POLICIES)`")
-# How fast hardware runs each format. `costs.rates` registers the built-in tables.
+# The tables of how fast hardware runs each format. `costs.rates` registers the built-in ones.
 RATES: Registry[Any] = Registry("table of rates", "snip_hf.costs.rates")
 
 
 class DoesNotFit(ValueError):
-    """A valid configuration that cannot work on this model."""
+    """A valid config that cannot work with this model."""
 
 
 Share = tuple[int, float]
-"""A step, and the FP4 share to aim at from this step on."""
+"""A step, and the target FP4 share from this step on."""
 Granularity = Literal["layer", "gemm"]
 Decides = Literal["all", "forward"]
 Budget = Literal["flops", "measured"]
@@ -56,8 +56,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
 # Removed presets -> what to use instead.
 _REMOVED_PRESETS = {
     "layer": "use SnipConfig(granularity='layer')",
-    "gemm": "SnipConfig() is that now",
-    "hopper": "SnipConfig() is that now",
+    "gemm": "use SnipConfig()",
+    "hopper": "use SnipConfig()",
 }
 
 _OWN_WEIGHTS = "register a policy whose cost weighs the divergences differently (docs/policies.md)"
@@ -105,7 +105,7 @@ _CHOICES = {
     "solver": Solver,
     "guard": Guard,
 }
-# Field -> smallest value, and what an error says was expected.
+# Field -> smallest value, and the expectation for error messages.
 _AT_LEAST: dict[str, tuple[int, str]] = {
     "refresh_every": (1, "at least 1"),
     "first_refresh": (1, "None or at least 1"),
@@ -120,7 +120,7 @@ _AT_LEAST: dict[str, tuple[int, str]] = {
 }
 # Files and random number generators store integers in 64 bits.
 _INTEGER_BITS = 63
-# Advice that follows the error about a wrong type.
+# Advice at the end of the error about a wrong type.
 _ADVICE = {
     "target_fp4_fraction": " Shares that change are pairs of a step and a share, e.g. ((1, 0.9), (800, 0.5)).",
     "target_linear_speedup": " Only target_fp4_fraction can change during a run.",
@@ -147,7 +147,7 @@ class _ArgumentReader:
         try:
             return json.loads(text) if text.startswith("[") else self.read(text)
         except ValueError as error:
-            raise ArgumentTypeError(f"{text!r} is not understood; expected {self.form}.") from error
+            raise ArgumentTypeError(f"{text!r} is not valid; expected {self.form}.") from error
 
 
 def _items(text: str, separator: str = ",") -> list[str]:
@@ -191,7 +191,7 @@ def _field(default: Any, help: str, reader: _ArgumentReader | None = None) -> An
 
 
 class _NamedFields:
-    """Refuses removed and unknown keywords; a base class, so that the signature stays that of the fields."""
+    """Refuses removed and unknown keywords. In a base class, so that the signature of `SnipConfig` lists the fields."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -208,10 +208,10 @@ class _NamedFields:
 
 @dataclass(frozen=True, kw_only=True)
 class SnipConfig(_NamedFields):
-    """Everything that decides how a run chooses and applies its precisions.
+    """All settings of how a run chooses and applies its precisions.
 
-    Steps are optimizer steps, counted from 1. Every field is checked when the config is built. docs/config.md explains
-    the fields.
+    Steps are optimizer steps, counted from 1. All fields are checked when the config is built. docs/config.md explains
+    them.
 
     Raises:
         ValueError: a field's value is out of range; the message names the field, the value and the expectation.
@@ -388,7 +388,7 @@ class SnipConfig(_NamedFields):
             self._set("stages", tuple(as_names("stages", stage) for stage in self.stages))
             if () in self.stages:
                 raise ValueError(
-                    f"stages: stage {self.stages.index(())} names no layer; expected at least one in every stage."
+                    f"stages: stage {self.stages.index(())} names no layer; expected at least one per stage."
                 )
 
     def _set(self, name: str, value: object) -> None:
@@ -452,8 +452,8 @@ class SnipConfig(_NamedFields):
         by_rule = self.fixed_plan is None and policy.aims_at_share and not policy.needs_probe
         if self.budget == "measured" and self.timing_tokens is None and by_rule:
             raise ValueError(
-                f"budget='measured' with policy={self.policy!r} needs timing_tokens, the tokens of a micro-batch: its "
-                "plan is made before the first one is there. Set it to batch size times sequence length, e.g. 16384."
+                f"budget='measured' with policy={self.policy!r} needs timing_tokens, the size of a micro-batch, because "
+                "its plan is made before the first one. Set it to batch size times sequence length, e.g. 16384."
             )
 
     def _check_formats(self) -> None:
@@ -469,7 +469,7 @@ class SnipConfig(_NamedFields):
             raise ValueError(f"formats={formats!r} names a format twice; expected {ordered!r}.")
         bits = [FORMATS[name].bits for name in formats]
         if bits != sorted(bits):
-            raise ValueError(f"formats={formats!r} is not in order, the least precise first; expected {ordered!r}.")
+            raise ValueError(f"formats={formats!r} is not ordered from least to most precise; expected {ordered!r}.")
         if self.start_format is None:
             self._set("start_format", self.most_precise)
         starts = dict.fromkeys([*formats, UNQUANTIZED.name])
@@ -493,7 +493,7 @@ class SnipConfig(_NamedFields):
             for name, value in useless.items():
                 raise ValueError(
                     f"{name}={value!r} with policy={self.policy!r} has no effect: that policy has no target. Leave it "
-                    "out, or choose a policy that has one (docs/policies.md)."
+                    "out, or choose a policy with a target (docs/policies.md)."
                 )
             return
         if self.decides != ALL:
@@ -511,7 +511,7 @@ class SnipConfig(_NamedFields):
         if share and not any(FORMATS[name].counts_as_fp4 for name in used):
             example = next(name for name, format in FORMATS.items() if format.counts_as_fp4)
             raise ValueError(
-                f"target_fp4_fraction={share!r} cannot be met in the formats {used!r}: none of them rounds both "
+                f"target_fp4_fraction={share!r} cannot be met with the formats {used!r}: none of them rounds both "
                 f"operands to at most 4 bits. Add one that does, e.g. {example!r}, or set target_linear_speedup with "
                 "rates, or target_fp4_fraction=0."
             )
@@ -520,7 +520,7 @@ class SnipConfig(_NamedFields):
         what = f"decides={self.decides!r}"
         if self.granularity == "layer":
             raise ValueError(
-                f"{what} with granularity='layer' cannot work: it decides on the forward GEMM of a linear alone. Set "
+                f"{what} with granularity='layer' cannot work: it decides only on the forward GEMM of a linear. Set "
                 "granularity='gemm'."
             )
         if self.target_linear_speedup is not None:
@@ -530,17 +530,17 @@ class SnipConfig(_NamedFields):
             )
 
     def first_refresh_in(self, max_steps: int | None) -> int:
-        """Returns the step of the first probe in a run of so many steps; None: unknown."""
+        """Returns the step of the first probe in a run of `max_steps` steps; None if unknown."""
         if self.first_refresh is not None:
             return self.first_refresh
         return _LATEST_FIRST_REFRESH if max_steps is None else max(10, min(_LATEST_FIRST_REFRESH, max_steps // 10))
 
     def target_at(self, step: int) -> float | None:
-        """Returns the FP4 share that a plan made at a step aims at; None if the target is a speed-up."""
+        """Returns the target FP4 share of a plan made at a step; None if the target is a speed-up."""
         return share_at(self.target_fp4_fraction, step)
 
     def at_step(self, step: int) -> SnipConfig:
-        """Returns the config with the constant FP4 share that a plan made at a step aims at."""
+        """Returns the config with the target FP4 share of a plan made at a step."""
         share = self.target_at(step)
         return self if share == self.target_fp4_fraction else dataclasses.replace(self, target_fp4_fraction=share)
 
@@ -569,11 +569,11 @@ class SnipConfig(_NamedFields):
         """Builds a config from a named set of values (docs/config.md explains them).
 
         Args:
-            name: of the preset.
+            name: name of the preset.
             changes: fields with other values.
 
         Raises:
-            ValueError: unknown name, or an invalid value.
+            ValueError: the name is unknown, or a value is invalid.
         """
         if name in _REMOVED_PRESETS:
             raise ValueError(f"The preset {name!r} was removed: {_REMOVED_PRESETS[name]}.")
@@ -583,9 +583,9 @@ class SnipConfig(_NamedFields):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None) -> SnipConfig:
-        """Builds a config from plain YAML or JSON data, with lists for tuples.
+        """Builds a config from plain YAML or JSON data, with lists instead of tuples.
 
-        YAML reads `off` as false, `1e-3` and `none` as text, and an empty document as None; all are converted.
+        Also converts what YAML misreads: `off` as false, `1e-3` and `none` as text, and an empty document as None.
 
         Raises:
             ValueError: a key is not a field.
@@ -602,11 +602,11 @@ class SnipConfig(_NamedFields):
         return cls(**{name: _as_meant(value, _TYPES[name]) for name, value in values.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data that `from_dict` and `json` accept."""
+        """Returns plain data for `from_dict` and JSON."""
         return {name: _as_lists(getattr(self, name)) for name in _TYPES}
 
 
-# `HfArgumentParser` overwrites `Field.type`, and calls the annotated types with the text of arguments.
+# `HfArgumentParser` overwrites `Field.type`, and calls annotated types with the text of arguments.
 _TYPES: dict[str, str] = {one.name: str(one.type) for one in dataclasses.fields(SnipConfig)}
 for _one in dataclasses.fields(SnipConfig):
     SnipConfig.__annotations__[_one.name] = _one.metadata.get("type", _TYPES[_one.name])
@@ -620,7 +620,7 @@ def as_names(field: str, names: object) -> tuple[str, ...]:
 
 
 def read_shares(value: Any) -> tuple[Share, ...] | None:
-    """Returns the changing shares in a config of unknown origin; None if it has none, or invalid ones."""
+    """Returns the changing shares in a config of unknown origin; None if there are none or they are invalid."""
     if not isinstance(value, list | tuple):
         return None
     try:
@@ -631,19 +631,19 @@ def read_shares(value: Any) -> tuple[Share, ...] | None:
 
 
 def share_at(value: float | tuple[Share, ...] | None, step: int) -> float | None:
-    """Returns the FP4 share at an optimizer step; step 0 (before training) counts as step 1."""
+    """Returns the target FP4 share at an optimizer step; step 0 (before training) counts as step 1."""
     if not isinstance(value, tuple):
         return value
     return next(share for begins, share in reversed(value) if begins <= max(step, 1))
 
 
 def largest_share(value: float | tuple[Share, ...] | None) -> float:
-    """Returns the largest FP4 share of a run; 0 without one."""
+    """Returns the largest target FP4 share of a run; 0 without one."""
     return max(share for _, share in value) if isinstance(value, tuple) else value or 0.0
 
 
 def shares_text(value: float | tuple[Share, ...] | None, spec: str = "g") -> str:
-    """Describes a share or a schedule of shares: "0.9 from step 1, 0.5 from step 800".
+    """Describes a share, or a schedule of shares such as "0.9 from step 1, 0.5 from step 800".
 
     Args:
         value: `SnipConfig.target_fp4_fraction`.
@@ -736,14 +736,11 @@ def _as_shares(value: Any) -> float | tuple[Share, ...] | None:
     shares = tuple((step, share) for step, share in value)
     if not shares or shares[0][0] != 1:
         begins = f"begins at step {shares[0][0]}" if shares else "has no entry"
-        raise ValueError(
-            f"target_fp4_fraction={shares!r} {begins}; expected step 1 first, whose share the run begins with, "
-            f"{_SHARES_EXAMPLE}."
-        )
+        raise ValueError(f"target_fp4_fraction={shares!r} {begins}; expected step 1 first, {_SHARES_EXAMPLE}.")
     for (step, _), (later, _) in pairwise(shares):
         if later <= step:
             raise ValueError(
-                f"target_fp4_fraction={shares!r} names step {later} after step {step}; expected steps that increase, "
+                f"target_fp4_fraction={shares!r} has step {later} after step {step}; expected increasing steps, "
                 f"{_SHARES_EXAMPLE}."
             )
     return shares
@@ -761,14 +758,14 @@ def _check_rates(rates: str, formats: Sequence[str], measured: bool) -> None:
     table = RATES[RATES.checked(rates, "rates")]
     if measured:
         raise ValueError(
-            f"rates={rates!r} and budget='measured' are two sources of speed; expected one of them. Set rates=None, or "
+            f"rates={rates!r} and budget='measured' are two sources of speed; expected only one. Set rates=None, or "
             "budget='flops'."
         )
     for name in formats:
         if table.rate(name) is None:
             raise ValueError(
-                f"rates={rates!r} has no rate of the format {name!r}, which that hardware does not run; it has "
-                f"{', '.join(table.formats)}. Choose other formats or rates, e.g. rates='ideal', which has all."
+                f"rates={rates!r} has no rate of the format {name!r}, which that hardware does not support; it has "
+                f"{', '.join(table.formats)}. Choose other formats or rates, e.g. rates='ideal', which has all formats."
             )
 
 
@@ -776,20 +773,19 @@ def _check_speedup(speedup: float, rates: str | None, formats: Sequence[str], me
     """Refuses a speed-up below 1, without a source of speeds, or beyond the fastest format."""
     if not (math.isfinite(speedup) and speedup >= 1):
         raise ValueError(
-            f"target_linear_speedup={speedup!r} is not a finite number of at least 1, which is the speed of BF16; "
-            "expected e.g. 1.8."
+            f"target_linear_speedup={speedup!r} is not a finite number of at least 1 (the speed of BF16); expected "
+            "e.g. 1.8."
         )
     if rates is None:
         if measured:
             return
         raise ValueError(
-            f"target_linear_speedup={speedup!r} needs to know how fast each format runs. Set rates to one of "
+            f"target_linear_speedup={speedup!r} needs the speed of each format. Set rates to one of "
             f"{', '.join(RATES)}, or set budget='measured'."
         )
     largest = max(RATES[rates].rate(name) for name in formats)
     if speedup > largest * (1 + 1e-9):
         raise ValueError(
             f"target_linear_speedup={speedup!r} is out of reach: with every GEMM in the fastest of the formats "
-            f"{', '.join(formats)} it is {largest:g} by rates={rates!r}, the largest attainable. Lower it, or add a "
-            "faster format."
+            f"{', '.join(formats)}, the speed-up is {largest:g} by rates={rates!r}. Lower it, or add a faster format."
         )

@@ -1,4 +1,4 @@
-"""The optional dependencies (extras): their purpose, and how to install a missing one."""
+"""The optional dependencies (extras): their purpose, and the command that installs them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Extra:
 
 _FIGURES = {"jinja2": "jinja2", "matplotlib": "matplotlib", "rich": "rich"}
 _ALL = (
-    Extra("cbc", "CBC, the first choice of solver='auto'; without it HiGHS solves", {"mip": "mip"}),
+    Extra("cbc", "CBC, the solver that solver='auto' prefers to HiGHS", {"mip": "mip"}),
     Extra("report", "tables, figures and pages: inspect, compare, report", _FIGURES),
     Extra(
         "recipes", "the runs in recipes/", {"datasets": "datasets", "psutil": "psutil", "yaml": "pyyaml", **_FIGURES}
@@ -45,10 +45,10 @@ class MissingExtra(ImportError):
 
 @contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """Turns failed imports of optional packages into errors that name the extra.
+    """Replaces failed imports of optional packages by errors that name the extra.
 
     Args:
-        what: the user of the package, e.g. "snip_hf.run_report".
+        what: the code that needs the package, e.g. "snip_hf.run_report".
 
     Raises:
         MissingExtra: instead of the `ModuleNotFoundError`.

@@ -1,4 +1,4 @@
-"""JSON files: written atomically, and read strictly into dataclasses."""
+"""Writes JSON files atomically, and reads them strictly into dataclasses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .text import printable
 
 T = TypeVar("T")
 
-# The largest files of a run are tables of divergences: 68 MB for the 45,032 linears of DeepSeek-V3 by GEMM.
+# The largest files of a run are tables of divergences: 68 MB by GEMM for the 45,032 linears of DeepSeek-V3.
 MAX_JSON_BYTES = 128 * 2**20
 # Indentation would double the size of larger documents.
 _MAX_INDENTED = 2**20
@@ -30,8 +30,8 @@ def write_json_atomic(path: str | os.PathLike[str], document: Any) -> None:
     """Writes `document` as JSON, see `write_atomic`.
 
     Raises:
-        OSError: the file cannot be written; the old file is still there.
-        ValueError, TypeError: `document` is not JSON data (NaN and infinity are not), or is too large to be read back.
+        OSError: the file cannot be written; the old file stays.
+        ValueError, TypeError: `document` is not JSON data (without NaN and infinity), or is too large to be read back.
     """
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
     if len(text) <= _MAX_INDENTED:
@@ -41,12 +41,12 @@ def write_json_atomic(path: str | os.PathLike[str], document: Any) -> None:
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a temporary file beside `path`, syncs it and renames it, so that `path` is the old or the whole new file.
+    """Writes a temporary file next to `path`, syncs it and renames it, so that `path` is never a partial file.
 
-    A process that is killed in between may leave the temporary file (`remove_temporaries`).
+    A killed process may leave the temporary file (`remove_temporaries`).
     """
     path = Path(path)
-    # Random, because containers that share a folder may have equal process ids.
+    # A random name, because containers that share a folder may have equal process ids.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
@@ -56,7 +56,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    # Otherwise a power failure may undo the rename. Not every file system can sync a folder.
+    # Without this, a power failure may undo the rename. Some file systems cannot sync a folder.
     with contextlib.suppress(OSError):
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -66,7 +66,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def remove_temporaries(folder: Path, *names: str) -> None:
-    """Removes temporary files that killed processes left, for files of these names or globs."""
+    """Removes the temporary files that killed processes left for these names or globs."""
     for path in folder.iterdir():
         match = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}\.tmp", path.name)
         if match and any(fnmatchcase(match[1], name) for name in names):
@@ -74,7 +74,7 @@ def remove_temporaries(folder: Path, *names: str) -> None:
 
 
 def append_json_line(path: str | os.PathLike[str], document: Any) -> None:
-    """Appends one line of JSON to a file; on an error, the file is as it was.
+    """Appends one line of JSON to a file, which stays unchanged after an error.
 
     Raises:
         OSError: the file cannot be written.
@@ -127,10 +127,10 @@ def read_as(kind: type[T], path: str | os.PathLike[str]) -> T:
 
 
 def from_json(kind: Any, value: Any, where: str = "") -> Any:
-    """Converts JSON data to a type: a dataclass with exactly its fields, or what annotations of its fields name.
+    """Converts JSON data to a type, strictly: unknown fields are refused, and so are missing ones without a default.
 
-    Fields with a default may be missing. Supported are dataclasses, str, int, float, bool, None, Any, Literal, unions,
-    sequences (tuples, unless a list is asked for) and mappings from names.
+    Supports dataclasses, str, int, float, bool, None, Any, Literal, unions, sequences (as tuples, unless the type is a
+    list) and mappings from names.
 
     Args:
         kind: the type.
@@ -138,7 +138,7 @@ def from_json(kind: Any, value: Any, where: str = "") -> Any:
         where: path of the value in its document, for messages.
 
     Raises:
-        ValueError: the data is not of the type; names the field, what was got and what was expected.
+        ValueError: the data does not have the type; names the field, its value and the expectation.
     """
     options = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     for option in options:
@@ -148,14 +148,14 @@ def from_json(kind: Any, value: Any, where: str = "") -> Any:
 
 
 def short(value: object) -> str:
-    """`repr`, cut for a message; only the size of a container."""
+    """Returns a short `repr` for messages; of a container, only the size."""
     if isinstance(value, Mapping | list | tuple):
         return f"{'an object' if isinstance(value, Mapping) else 'a list'} of {len(value)}"
     return printable(repr(value), 60)
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """Returns True if a value has the JSON type of a type; what is inside of containers is not looked at."""
+    """Returns True if a value has the JSON type of a type, without checking the contents of containers."""
     if kind in (Any, object):
         return True
     if kind is float:
@@ -218,7 +218,7 @@ def _name(kind: Any) -> str:
 
 def _check_size(size: int) -> None:
     if size > MAX_JSON_BYTES:
-        raise ValueError(f"{size} bytes of JSON are not written, since at most {MAX_JSON_BYTES} are read back.")
+        raise ValueError(f"{size} bytes of JSON are not written, because at most {MAX_JSON_BYTES} can be read back.")
 
 
 def _refuse_constant(name: str) -> Any:

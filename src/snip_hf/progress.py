@@ -1,4 +1,4 @@
-"""A progress bar for slow work, on terminals and only in the first process."""
+"""Shows a progress bar for slow work, only on terminals and in the first process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
-# Most probes take less time than this and show no bar.
+# Most probes are faster than this, so they show no bar.
 _SECONDS = 3.0
 
 

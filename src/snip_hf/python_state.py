@@ -1,4 +1,4 @@
-"""Saves and restores Python state around a pass through a model, and patches shared by threads."""
+"""Saves and restores Python state around a pass through a model, and shares patches between threads."""
 
 from __future__ import annotations
 

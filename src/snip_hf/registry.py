@@ -22,13 +22,13 @@ _MIN_PREFIX = 4
 
 
 class UnknownName(ValueError):
-    """A name without an entry: misspelt, or not registered yet."""
+    """A name without an entry, because it is misspelt or not registered yet."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns " Did you mean ...?" with the closest known name; "" if none is close.
 
-    A name that starts with the given one is close, too: "target_fp4_fraction" for "target_fp4".
+    A name that begins with the given one is also close: "target_fp4_fraction" for "target_fp4".
     """
     names = list(known)
     close = difflib.get_close_matches(name.lower(), names, 1, _MIN_RATIO)
@@ -92,9 +92,8 @@ class Registry(Mapping[str, Entry]):
         """Returns `name` if an entry has it.
 
         Raises:
-            ValueError: no entry has this name. The message says `where` it was given, and names the closest and the
-                known ones.
-            UnknownName: the same, for a string, which an entry could have.
+            UnknownName: no entry has this name. The message has `where` it was given, the closest and the known names.
+            ValueError: the name is not a string.
         """
         message = f"Unknown {self.kind} {name!r} for {where}"
         if not isinstance(name, str):

@@ -1,6 +1,6 @@
-"""Files that a built package ships besides code: the recipes, and a long description with absolute links.
+"""Lists the files that a built package ships besides its code, and makes links absolute in its long description.
 
-setup.py runs this file, so it imports only the standard library.
+setup.py runs this file, so it only imports the standard library.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def absolute_links(text: str, folder: str = "") -> str:
         folder: the page's folder, relative to the repository's root.
     """
     parts = _FENCE.split(text)
-    # Splitting by a pattern with one group alternates text and code blocks.
+    # Splitting at a pattern with one group alternates text and code blocks.
     parts[::2] = [_LINK.sub(lambda link: _absolute(link, folder), part) for part in parts[::2]]
     return "".join(parts)
 

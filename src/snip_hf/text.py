@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 WITHOUT_PROBE = "a policy that needs no probe, such as policy='layer-position'"
-"""The advice of messages if a probe cannot work."""
+"""Advice in messages if a probe cannot work."""
 
 
 def printable(text: object, limit: int = 200) -> str:
     """Returns `str(text)` on one line, with unprintable characters escaped, e.g. as \\u202e.
 
-    This escapes control and format characters, spaces other than " ", and lone surrogates (bytes of a path that are not
+    Escapes control and format characters, spaces other than " ", and lone surrogates (bytes of a path that are not
     UTF-8), and keeps letters of all scripts. The result has at most `limit` characters and ends with "..." if cut.
     """
-    # Cut before escaping, for texts of megabytes, and after it, because escapes are longer than their characters.
+    # Cuts before escaping, because texts may have megabytes, and after it, because escapes are longer.
     shown = "".join(map(_escaped, str(text)[: limit + 1]))
     return shown if len(shown) <= limit else shown[: max(0, limit - 3)] + "..."
 

@@ -415,7 +415,7 @@ def test_overrides_are_dotted_keys_with_yaml_values() -> None:
         ("tokenizer.name_or_path=gpt2", "the first takes a tokenizer, the second trains one"),
         ("data.streaming=true", "tokenizer.train_documents is null"),
         ("snip.target_fp4_fraction=2", "target_fp4_fraction=2 is outside 0..1"),
-        ("snip.target_fp4_fraction=[[1, 0.9], [1, 0.5]]", "names step 1 after step 1; expected steps that increase"),
+        ("snip.target_fp4_fraction=[[1, 0.9], [1, 0.5]]", "has step 1 after step 1; expected increasing steps"),
         ("snip.target_fp4_fraction='1:0.9'", "has type str"),
     ],
 )

@@ -109,7 +109,9 @@ def test_a_writer_refuses_what_a_reader_would(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(json_io_module, "MAX_JSON_BYTES", 100)
     for write in (write_json_atomic, append_json_line):
         write(path, "x" * 97)  # and two quotation marks and a line break
-        with pytest.raises(ValueError, match=r"10[0-9] bytes of JSON are not written, since at most 100 are read back"):
+        with pytest.raises(
+            ValueError, match=r"10[0-9] bytes of JSON are not written, because at most 100 can be read back"
+        ):
             write(path, "x" * 99)
         assert read_json(path, 100) == "x" * 97
         path.unlink()
@@ -124,7 +126,7 @@ def test_what_is_too_large_to_be_read_costs_its_record_and_no_loss(
     assert differing(weights(run.model), weights(undisturbed.model)) == []
     assert [line["applied_step"] for line in run.refreshes] == [4, 8]
     assert all(path.stat().st_size <= 9000 for path in (tmp_path / "snip").iterdir())
-    said = {message.rpartition(": ")[0] for message in caplog.messages if "are read back" in message}
+    said = {message.rpartition(": ")[0] for message in caplog.messages if "can be read back" in message}
     states = [tmp_path / f"checkpoint-{step}" / "snip_state.json" for step in range(1, 9)]
     assert said == {
         f"snip-hf: could not write to {tmp_path / 'snip'}, training goes on",

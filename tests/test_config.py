@@ -91,7 +91,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     *(
         (
             {"budget": "measured", "policy": policy},
-            f"budget='measured' with policy={policy!r} needs timing_tokens, the size of a micro-batch, because its "
+            f"budget='measured' with policy={policy!r} needs timing_tokens, the size of a micro-batch: its "
             "plan is made before the first one. Set it to batch size times sequence length, e.g. 16384.",
         )
         for policy in ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")

@@ -452,8 +452,8 @@ class SnipConfig(_NamedFields):
         by_rule = self.fixed_plan is None and policy.aims_at_share and not policy.needs_probe
         if self.budget == "measured" and self.timing_tokens is None and by_rule:
             raise ValueError(
-                f"budget='measured' with policy={self.policy!r} needs timing_tokens, the size of a micro-batch, because "
-                "its plan is made before the first one. Set it to batch size times sequence length, e.g. 16384."
+                f"budget='measured' with policy={self.policy!r} needs timing_tokens, the size of a micro-batch: its "
+                "plan is made before the first one. Set it to batch size times sequence length, e.g. 16384."
             )
 
     def _check_formats(self) -> None:

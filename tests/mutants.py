@@ -46,7 +46,7 @@ PLAN = "tests/planning/test_plan.py"
 ROUNDING = "tests/numerics/test_rounding.py"
 BLOCK_FORMATS = "tests/numerics/test_block_formats.py"
 ROUNDING_KERNELS = "tests/kernels/test_rounding_of_formats.py"
-FOLDING_KERNELS = "tests/kernels/test_tensor_scaled_kernel.py"
+ENCODING_KERNELS = "tests/kernels/test_tensor_scaled_kernel.py"
 RESPONSE = "tests/optimizers/test_response.py"
 CONTROLLER = "tests/training/test_controller.py"
 
@@ -355,15 +355,18 @@ MUTANTS = (
         "own_both += a * a + b * b",
         "tests/kernels/test_rounding_kernels.py -k two_gemms",
     ),
-    Mutant("folding-random-offset", "(128.5 - 2.0**-9) * spacing", "128.5 * spacing", FOLDING_KERNELS),
+    Mutant("encoding-random-offset", "(128.5 - 2.0**-9) * spacing", "128.5 * spacing", ENCODING_KERNELS),
     Mutant(
-        "folding-exponent",
+        "encoding-exponent",
         "own = tl.minimum(tl.maximum(((bits + _CARRY) >> 23) - _TOP_FIELD",
         "own = tl.minimum(tl.maximum((bits >> 23) - _TOP_FIELD",
-        FOLDING_KERNELS,
+        ENCODING_KERNELS,
     ),
     Mutant(
-        "folding-least-power", "return tl.maximum(power, tl.load(parameters + _LEAST))", "return power", FOLDING_KERNELS
+        "encoding-least-power",
+        "return tl.maximum(power, tl.load(parameters + _LEAST))",
+        "return power",
+        ENCODING_KERNELS,
     ),
     # Schedule, clipping, resuming.
     Mutant(

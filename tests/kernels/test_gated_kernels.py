@@ -1,5 +1,5 @@
-"""The Triton kernels of gated MLPs: what they compute against torch, and what they fold against the reference, byte for
-byte: on a GPU, and anywhere under Triton's interpreter. And compiled for a GPU, without one."""
+"""The Triton kernels of gated MLPs: their values against torch's, and their bytes against the reference's, on a GPU and
+under Triton's interpreter. And compiled for a GPU, without one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def inputs(tokens: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def operand(number: int, formats: Sequence[str], like: Tensor, gemms: tuple[int, int], settled: bool) -> Operand:
-    """What is folded, with an exponent that the host knows of or not."""
+    """What is encoded, with an exponent that the host knows of or not."""
     records = Records.new(like.device)
     records.record[:, EXPONENT] = -3
     records.view.set_formats([format_of_code(code) for code in numbers(formats)[:3].tolist()])
@@ -97,20 +97,20 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def check(run: Run, x: tuple[Tensor, ...], formats: Sequence[Sequence[str]], has_rows: bool = True) -> None:
-    """What is folded at once is what the reference folds of the values that the same kernels write."""
+    """What is encoded at once is what the reference encodes of the values that the same kernels write."""
     values = [one[0] for one in run(x, formats, False, has_rows)]
-    folded = run(x, formats, True, has_rows)
+    encoded = run(x, formats, True, has_rows)
     rows = 1 if has_rows else -1
     cases = zip(
         values,
-        folded,
+        encoded,
         (ACTIVATION, *OPERANDS),
         (formats[2], *formats),
         ((0, -1), (rows, 2), (rows, 2), (-1, 2)),
         strict=True,
     )
     for value, (written, *got, record), number, names, gemms in cases:
-        if written is not None:  # in BF16, since a format does not fold
+        if written is not None:  # in BF16, since a format does not encode
             assert torch.equal(written, value)
             continue
         one = operand(number, names, value, gemms, settled=False)
@@ -141,14 +141,14 @@ def test_the_kernels_compute_what_torch_does(shape: tuple[int, int], run: Run) -
         slow((33, 64), [MXFP4] * 3, False),
     ],
 )
-def test_what_is_folded_at_once_is_what_the_reference_folds(
+def test_what_is_encoded_at_once_is_what_the_reference_encodes(
     shape: tuple[int, int], formats: list[tuple[str, ...]], has_rows: bool, run: Run
 ) -> None:
     check(run, inputs(*shape), formats, has_rows)
 
 
 @pytest.mark.slow
-def test_an_operand_whose_format_does_not_fold_is_written_as_it_is(run: Run) -> None:
+def test_an_operand_whose_format_does_not_encode_is_written_as_it_is(run: Run) -> None:
     x, formats = inputs(40, 64), [MXFP4, WITH_FP8, MXFP4]
     assert [one[0] is None for one in run(x, formats, True)] == [True, True, False, True]
     check(run, x, formats)
@@ -165,7 +165,7 @@ def test_infinities_and_nan_make_nan_of_their_blocks_alone(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_the_operators_fold_what_the_kernels_leave(interpreting: ProcessPoolExecutor) -> None:
+def test_the_operators_encode_what_the_kernels_leave(interpreting: ProcessPoolExecutor) -> None:
     """Through the operators' own functions, with and without exponents that the host knows of."""
     found = [load(interpreting.submit(through_operators, settled).result()) for settled in (False, True)]
     for one, other in zip(*found, strict=True):

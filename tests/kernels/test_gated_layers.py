@@ -1,4 +1,4 @@
-"""Compiled gated MLPs of folded operands against the same layers one by one, and when they run one by one."""
+"""Compiled gated MLPs of encoded operands against the same layers one by one, and when they run one by one."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_weights_that_are_kept_are_read() -> None:
     check(found, trained(twin, lambda x: one_by_one(twin, x), steps=1))
 
 
-def test_small_weights_are_folded_once_and_large_ones_for_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_weights_are_encoded_once_and_large_ones_for_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for small in (linear.SMALL, 0):
         monkeypatch.setattr(linear, "SMALL", small)
@@ -319,7 +319,7 @@ def test_evaluation_runs_them_one_by_one_and_other_dtypes_too() -> None:
     assert len(graphs.all) >= 2 and graphs.gated() == 0
 
 
-def test_a_training_pass_without_gradients_folds_alike() -> None:
+def test_a_training_pass_without_gradients_encodes_alike() -> None:
     mlp = mlp_of()
     x = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

@@ -23,7 +23,6 @@ from small import checkpoint_activations, tiny_llama
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from snip_hf import SnipController, SnipLinear, convert_model
 from snip_hf.kernels.backend import BACKENDS
@@ -647,14 +646,6 @@ class TestTied:
         HOPPER.release(layers)
         assert [layer.snip_cache.tied for layer in layers.values()] == [None] * 5
 
-    def test_the_quantized_input_is_the_one_of_quantize_input(self, stand_in: StandIn) -> None:
-        layers, tied = siblings(("fp4", "fp8", "fp8"))
-        x = randn(2, 75, I)
-        expected = HOPPER.quantize_input(layers[0], x, 0, 2)
-        got = tied.quantized(x, (0, 2), lambda: HOPPER.quantize_input(layers[1], x, 0, 2))
-        assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, expected, strict=True))
-        assert got[0].shape == (256, 256)
-
 
 # ------------------------------------------------------------------------------------- weights kept quantized
 
@@ -736,16 +727,6 @@ class TestKept:
         with torch.no_grad():
             assert torch.equal(layer(x), twin(x))
         assert not torch.equal(stale, twin(x))
-
-    @pytest.mark.parametrize("option", [{"foreach": False}, {"foreach": True}], ids=str)
-    def test_an_optimizer_step_is_such_a_change(self, stand_in: StandIn, option: dict[str, bool]) -> None:
-        layer = layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper")
-        HOPPER.before_pass({"layer": layer})
-        layer(randn(T, I)).sum().backward()
-        torch.optim.AdamW(layer.parameters(), lr=0.1, **option).step()
-        stand_in.calls.clear()
-        HOPPER.before_pass({"layer": layer}, everything=False)
-        assert stand_in.names == ["quantize_weight_into"]
 
     @pytest.mark.parametrize("option", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
     def test_everything_is_refreshed_after_a_step_of_any_optimizer(
@@ -916,24 +897,6 @@ class TestModel:
         for (loss, got), (expected_loss, expected) in zip(*results, strict=True):
             assert torch.equal(loss, expected_loss)
             assert_same(got, expected)
-
-    @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
-    def test_recomputation_of_single_layers_gives_the_same_bits(self, device: str, reentrant: bool) -> None:
-        layer, x = layer_of(linear(device=device), ("fp4", "fp8", "fp4"), "hopper"), randn(T, I, device=device)
-        results = []
-        for recompute in (False, True):
-            layer.zero_grad()
-            x = x.detach().requires_grad_()
-            y = checkpoint(layer, x, use_reentrant=reentrant) if recompute else layer(x)
-            y.backward(randn(T, O, seed=9, device=device))
-            results.append({"y": y.detach(), "x": x.grad, "weight": layer.weight.grad.clone()})
-        assert_same(*results)
-
-    def test_an_fp32_weight_s_gradient_is_not_rounded_to_bf16(self, device: str) -> None:
-        layer = layer_of(linear(dtype=torch.float32, device=device), ("fp8", "fp8", "fp8"), "hopper")
-        with torch.autocast(device, BF16):
-            gradient = gradients(layer, randn(T, I, dtype=torch.float32, device=device))["weight"]
-        assert (gradient != gradient.to(BF16)).float().mean() > 0.9
 
 
 # ------------------------------------------------------------------------------------- driven by a controller

@@ -149,11 +149,11 @@ def test_more_programs_than_a_gpu_takes_along_an_axis_are_refused() -> None:
         launch(kernel, (1, 65_536), (X, Y), (65,), ())
 
 
-def folds() -> Iterator[Callable[[], Any]]:
-    """Launches of the kernels that fold, which differ in one thing each."""
+def encoding_launches() -> Iterator[Callable[[], Any]]:
+    """Launches of the kernels that encode, which differ in one thing each."""
     state, own = torch.zeros(6, dtype=torch.int64), Records.new(torch.device("cpu"))
 
-    def fold(
+    def encode(
         shape: tuple[int, int] = (128, 192),
         dtype: torch.dtype = torch.bfloat16,
         is_part: bool = False,
@@ -180,16 +180,16 @@ def folds() -> Iterator[Callable[[], Any]]:
             return lambda: launch_forward(x, x, one[2], tile)
         return lambda: launch_backward((x, x, x), one, has_rows, counts, tile)
 
-    yield from (fold(), fold((128, 256)), fold((192, 192)), fold((100, 192)), fold(dtype=torch.float32))
-    yield from (fold(is_part=True), fold(operand=1), fold(operand=2), fold(gemms=(0, -1)), fold(gemms=(1, 2)))
-    yield from (fold(gemms=(-1, 2)), fold(counts=False), fold(is_known=False), fold(tile=(8, 32, 4, 128)))
+    yield from (encode(), encode((128, 256)), encode((192, 192)), encode((100, 192)), encode(dtype=torch.float32))
+    yield from (encode(is_part=True), encode(operand=1), encode(operand=2), encode(gemms=(0, -1)), encode(gemms=(1, 2)))
+    yield from (encode(gemms=(-1, 2)), encode(counts=False), encode(is_known=False), encode(tile=(8, 32, 4, 128)))
     yield from (gate(), gate((128, 256)), gate((100, 192)), gate(counts=False), gate(tile=(8, 32, 4, 128)))
     for has_rows in (True, False):
         yield from (gate(has_rows=has_rows), gate((64, 192), has_rows=has_rows), gate(counts=False, has_rows=has_rows))
         yield gate(has_rows=has_rows, tile=(8, 64, 1, None))
 
 
-def test_the_keys_of_folds_tell_apart_all_launches_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_keys_of_encodes_tell_apart_all_launches_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
 
     class Compiling(Kernel):
@@ -210,7 +210,7 @@ def test_the_keys_of_folds_tell_apart_all_launches_that_differ(monkeypatch: pyte
         (gated, "encode_gated_gradients_kernel"),
     ):
         monkeypatch.setattr(module, name, Compiling(None))
-    calls = list(folds())
+    calls = list(encoding_launches())
     for call in calls:
         call()
     assert len(compiled) == len(calls)

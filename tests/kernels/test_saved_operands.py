@@ -32,7 +32,7 @@ PARTITIONED = "aot_eager_decomp_partition"
 
 
 class Launches(TorchDispatchMode):
-    """Notes the elements of the tensors that folds wait for."""
+    """Notes the elements of the tensors that encodings wait for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,10 +138,10 @@ def test_gradients_and_notes_are_those_of_columns_that_were_saved(
 def test_a_gated_mlp_that_runs_as_one_saves_no_more() -> None:
     gated, tied = Block(tied=True, gated=True), Block(tied=True)
     assert gated.saved == tied.saved
-    assert gated.awaited == [PARAMETERS]  # of o; down's input is folded with the gradients of gate and up
+    assert gated.awaited == [PARAMETERS]  # of o; down's input is encoded with the gradients of gate and up
     assert len(tied.awaited) == 2
 
 
-def test_what_is_folded_late_waits_for_no_copy_of_a_gradient() -> None:
+def test_what_is_encoded_late_waits_for_no_copy_of_a_gradient() -> None:
     """Inductor would write a gradient that is cast from FP32 once more for each operator that reads it."""
     assert Block(tied=True).awaited == [PARAMETERS] * 2  # of down and of o

@@ -1,4 +1,4 @@
-"""Folding into tensor-scaled E4M3: which formats do, what comes out against the reference rounding, how the exponents
+"""Encoding into tensor-scaled E4M3: which formats do, what comes out against the reference rounding, how the exponents
 follow, and who chooses the backend when."""
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def value(layout: Tensor, parameters: Tensor, shape: tuple[int, int]) -> Tensor:
 # ------------------------------------------------------------------------------------- formats
 
 
-def test_mxfp4_and_integers_with_power_of_two_scales_fold_and_fp8_per_tensor_has_one_scale() -> None:
+def test_mxfp4_and_integers_with_power_of_two_scales_encode_and_fp8_per_tensor_has_one_scale() -> None:
     assert encoding_of(FORMATS["mxfp4"]) == Encoding(E2M1, -8, 6)
     assert encoding_of(FORMATS["ufp4"]) == Encoding(FORMATS["ufp4"].grid, -9, 6)
     assert [name for name, fmt in FORMATS.items() if has_one_scale(fmt)] == ["fp8-tensor"]
@@ -90,15 +90,15 @@ def test_a_format_is_known_by_its_fields() -> None:
 
 @pytest.mark.parametrize("name", ["mxfp4", "ufp4"])
 def test_every_value_of_the_grid_in_every_binade_of_the_range_is_an_e4m3_number(name: str) -> None:
-    fold = encoding_of(FORMATS[name])
-    assert fold is not None
-    values = torch.arange(0, fold.grid.max + fold.grid.smallest, fold.grid.smallest)
+    encode = encoding_of(FORMATS[name])
+    assert encode is not None
+    values = torch.arange(0, encode.grid.max + encode.grid.smallest, encode.grid.smallest)
     if name == "mxfp4":
         values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    for exponent in range(fold.lowest, fold.highest + 1):
+    for exponent in range(encode.lowest, encode.highest + 1):
         scaled = values * 2.0**exponent
         assert torch.equal(scaled.to(torch.float8_e4m3fn).float(), scaled)
-    for exponent in (fold.lowest - 1, fold.highest + 1):
+    for exponent in (encode.lowest - 1, encode.highest + 1):
         scaled = values * 2.0**exponent
         assert not torch.equal(scaled.to(torch.float8_e4m3fn).float(), scaled)
 
@@ -113,7 +113,7 @@ def test_the_exponent_of_a_tensor_is_the_smallest_that_fits() -> None:
 
 @pytest.mark.parametrize("name", ["mxfp4", "ufp4", "fp8-tensor"])
 @pytest.mark.parametrize("operand", OPERANDS)
-def test_a_folded_operand_is_the_rounded_one_under_every_exponent_of_the_range(operand: str, name: str) -> None:
+def test_a_encoded_operand_is_the_rounded_one_under_every_exponent_of_the_range(operand: str, name: str) -> None:
     x, state = rising(70, 90), numbers((name, name, name), rank=1, ranks=3)
     gemms = {"activation": (0, 2), "gradient": (1, 2), "weight": (0, 1)}[operand]
     own = int(exponents_of(torch.tensor([bits_of(float(x.abs().max()))])))

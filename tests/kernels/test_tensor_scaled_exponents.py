@@ -1,4 +1,4 @@
-"""What the host notes of layers whose operands are folded: when their scales need a launch of their own."""
+"""What the host notes of layers whose operands are encoded: when their scales need a launch of their own."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_scales_need_a_launch_until_there_are_exponents(layer: SnipLinear) -> No
     assert launches(layer_of(linear(), MXFP4, TENSOR_SCALED.name)) == [True] * 3
 
 
-def test_they_do_for_gemms_whose_format_does_not_fold(layer: SnipLinear) -> None:
+def test_they_do_for_gemms_whose_format_does_not_encode(layer: SnipLinear) -> None:
     layer.set_formats(dict(zip(GEMMS, WITH_FP8, strict=True)))
     assert launches(layer) == [False, True, True]
     record = layer.snip_cache.records.record
@@ -134,9 +134,9 @@ def test_in_compiled_layers_operators_find_the_note_and_nothing_is_compiled_for_
         found.append(sorted(scale_launches))
         TENSOR_SCALED.after_step({"": layer})
     torch._dynamo.reset()
-    # An input is folded in both passes.
+    # An input is encoded in both passes.
     first, settled = [10, 10, 11, 12], [0, 0, 1, 2]
-    second = [0, 10, 11, 12]  # blocks are counted, of an input where it is folded first
+    second = [0, 10, 11, 12]  # blocks are counted, of an input where it is encoded first
     assert found == [first, second, settled, [0, 0, 11, 12], settled]
     assert graphs == 1
 
@@ -155,7 +155,7 @@ def fast_sums(layer: SnipLinear) -> list[bool]:
     return [operators.sums_fast(layer.snip_cache.records.record, gemm) for gemm in range(len(GEMMS))]
 
 
-def test_sums_are_fast_where_formats_fold(layer: SnipLinear) -> None:
+def test_sums_are_fast_where_formats_encode(layer: SnipLinear) -> None:
     assert fast_sums(layer) == [True] * 3
     layer.set_formats(dict(zip(GEMMS, WITH_FP8, strict=True)))
     assert fast_sums(layer) == [True, False, True]

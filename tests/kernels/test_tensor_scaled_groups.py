@@ -144,14 +144,14 @@ def test_the_kernels_write_the_bytes_of_the_reference(operand: str, formats: tup
 
 
 @pytest.mark.parametrize("operand", OPERANDS)
-def test_one_launch_writes_them_where_the_exponent_and_folded_formats_are_known(operand: str, run: Run) -> None:
+def test_one_launch_writes_them_where_the_exponent_and_encoded_formats_are_known(operand: str, run: Run) -> None:
     check(run, MXFP4, operand, 3, settled=True)
     check(run, MXFP4, operand, -20, settled=True)
 
 
 @on_gpu[0]
 @on_gpu[1]
-def test_over_two_million_tokens_are_folded() -> None:
+def test_over_two_million_tokens_are_encoded() -> None:
     tokens = 32 * 65_536  # one block more than CUDA takes along a second axis of programs
     ends = torch.tensor([tokens // 2 + 7, tokens], device="cuda")
     x, blocks = rising(tokens, 32).cuda(), slots_of(ends, tokens).blocks

@@ -1,4 +1,4 @@
-"""The Triton kernels that fold operands into E4M3 against the reference, byte for byte: on a GPU, and anywhere under
+"""The Triton kernels that encode operands into E4M3 against the reference, byte for byte: on a GPU, and anywhere under
 Triton's interpreter. And compiled for a GPU, without one."""
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_the_kernels_write_the_bytes_of_the_reference(operand: str, formats: tup
 
 
 @pytest.mark.parametrize("operand", OPERANDS)
-def test_one_launch_writes_them_where_the_exponent_and_folded_formats_are_known(operand: str, run: Run) -> None:
+def test_one_launch_writes_them_where_the_exponent_and_encoded_formats_are_known(operand: str, run: Run) -> None:
     row_gemm, column_gemm = GEMMS_OF[operand]
     for formats in (MXFP4, ("ufp4", "mxfp4", "ufp4")):
         for gemms in ((row_gemm, column_gemm), (row_gemm, -1), (-1, column_gemm)):

@@ -48,8 +48,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def folds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Operand and GEMMs of each operand that is folded from now on."""
+def encodings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Operand and GEMMs of each operand that is encoded from now on."""
     found: list[tuple[Any, ...]] = []
     encode_into = operators.encode_into
 
@@ -149,21 +149,21 @@ def test_of_the_input_and_of_small_weights_one_byte_per_element_is_kept(
 
 
 @pytest.mark.parametrize("formats", MIXED[:2], ids="/".join)
-def test_a_small_weight_is_folded_once_for_both_passes_and_gives_the_same_bits(
-    formats: tuple[str, ...], device: str, folds: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+def test_a_small_weight_is_encoded_once_for_both_passes_and_gives_the_same_bits(
+    formats: tuple[str, ...], device: str, encodings: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, x = layer_of(linear(device=device), formats, NAME), randn(T, I, device=device)
     found = gradients(layer, x)
-    assert [one for one in folds if one[0] == 2] == [(2, 0, 1)]
+    assert [one for one in encodings if one[0] == 2] == [(2, 0, 1)]
     noted = record_of(layer).clone()
     with torch.no_grad():
         layer(x)
-    assert folds[-1] == (2, 0, -1)
+    assert encodings[-1] == (2, 0, -1)
     monkeypatch.setattr(scaled_linear, "SMALL", 0)
     layer = layer_of(linear(device=device), formats, NAME)
-    folds.clear()
+    encodings.clear()
     assert_same(gradients(layer, x), found)
-    assert [one for one in folds if one[0] == 2] == [(2, 0, -1), (2, -1, 1)]
+    assert [one for one in encodings if one[0] == 2] == [(2, 0, -1), (2, -1, 1)]
     assert torch.equal(record_of(layer), noted)
 
 
@@ -176,28 +176,28 @@ def siblings(formats: tuple[str, ...], device: str) -> dict[str, SnipLinear]:
     return layers
 
 
-def test_tied_layers_fold_a_common_input_once(device: str, folds: list[tuple[Any, ...]]) -> None:
+def test_tied_layers_encode_a_common_input_once(device: str, encodings: list[tuple[Any, ...]]) -> None:
     layers, x = siblings(MXFP4, device), randn(T, I, device=device)
     expected = gradients(layer_of(linear(device=device), MXFP4, NAME), x)
-    folds.clear()
+    encodings.clear()
     x = x.requires_grad_()
     results = [layer(x) for layer in layers.values()]
-    assert folds == [(0, 0, 2), *[(2, 0, 1)] * 3]
+    assert encodings == [(0, 0, 2), *[(2, 0, 1)] * 3]
     assert all(torch.equal(y, expected["y"]) for y in results)
     layers["1"].set_formats(dict(zip(("forward", "grad_input", "grad_weight"), OTHER, strict=True)))
-    folds.clear()
+    encodings.clear()
     for layer in layers.values():
         layer(x)
-    assert [one for one in folds if one[0] == 0] == [(0, 0, 2)] * 3
+    assert [one for one in encodings if one[0] == 0] == [(0, 0, 2)] * 3
 
 
-def test_kept_weights_are_folded_once_and_give_the_same_bits(device: str, folds: list[tuple[Any, ...]]) -> None:
+def test_kept_weights_are_encoded_once_and_give_the_same_bits(device: str, encodings: list[tuple[Any, ...]]) -> None:
     layer, x = layer_of(linear(device=device), OTHER, NAME), randn(T, I, device=device)
     expected = gradients(layer, x)
     TENSOR_SCALED.before_pass({"": layer})
-    folds.clear()
+    encodings.clear()
     assert_same(gradients(layer, x), expected)
-    assert [one[0] for one in folds] == [0, 1]
+    assert [one[0] for one in encodings] == [0, 1]
     with torch.no_grad():
         layer.weight.mul_(2)
     addresses = [tensor.data_ptr() for tensor in layer.snip_cache.weights]

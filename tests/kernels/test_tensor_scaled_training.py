@@ -58,12 +58,12 @@ def test_a_captured_graph_takes_new_exponents_and_notes_what_it_sees() -> None:
 
     x = torch.randn(256, 256, device="cuda").bfloat16()
     state, records = numbers(("mxfp4",) * 3).cuda(), Records.new(x.device)
-    fold = torch.ops.snip_hf.encode_operand
-    fold(x, state, records.record, records.table, 0, (0, 2), True)
+    encode = torch.ops.snip_hf.encode_operand
+    encode(x, state, records.record, records.table, 0, (0, 2), True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rows, parameters, *_ = fold(x, state, records.record, records.table, 0, (0, 2), True)
+        rows, parameters, *_ = encode(x, state, records.record, records.table, 0, (0, 2), True)
     graph.replay()
     before = rows.float() * parameters[0]
     follow([records])

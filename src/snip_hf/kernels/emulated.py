@@ -169,7 +169,7 @@ def multiply(left_fp32: Tensor, right_fp32: Tensor, dtype: torch.dtype, fits_bf1
     Args:
         left_fp32, right_fp32: the rounded operands.
         dtype: of the call.
-        fits_bf16: whether the operands' values are BF16 numbers.
+        fits_bf16: True if the operands' values are BF16 numbers.
     """
     with torch.autocast(left_fp32.device.type, enabled=False):
         if not (fits_bf16 and dtype == torch.bfloat16 and left_fp32.is_cuda):

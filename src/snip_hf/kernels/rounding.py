@@ -56,7 +56,7 @@ def fake_quantize(
     Args:
         x: (R, C).
         format: of the GEMM.
-        operand: which of its operands x is (`gemms.OPERANDS`).
+        operand: name of x in `gemms.OPERANDS`.
         contracts: the dimension of x that the GEMM contracts, 0 or 1.
         key: of the random numbers, for operands that are rounded stochastically or get noise; None, and other
             operands: rounding to nearest.

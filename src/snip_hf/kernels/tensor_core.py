@@ -106,72 +106,62 @@ class PassOptions(NamedTuple):
     """True if the weight is stored as (E, I, O)."""
 
 
-class Kernels(ABC):
-    """The encoding and the products of a backend.
+class Pass(NamedTuple):
+    """One pass of a layer through its kernels."""
 
-    `layer` is a sequence of tensors that describe the layer, its state first. Here x and gradients are (T, *).
-    """
+    weight: Tensor
+    """The layer's weight."""
+    layer: Layout
+    """Tensors that describe the layer, its state first."""
+    options: PassOptions
+    tokens: int
+    """T"""
+
+
+class Kernels(ABC):
+    """The encoding and the products of a backend. Here x and gradients are (T, *)."""
 
     layer_tensors = 1
 
     @abstractmethod
-    def forward(
-        self,
-        x: Layout,
-        weight: Tensor,
-        bias: Tensor | None,
-        layer: Layout,
-        kept: Layout,
-        options: PassOptions,
-        tokens: int,
-    ) -> tuple[Tensor, Layout]:
+    def forward(self, given: Pass, x: Layout, bias: Tensor | None, weights: Layout) -> tuple[Tensor, Layout]:
         """Returns x @ weight^T + bias, (T, O), BF16, and the weight's layout for grad_input, or nothing.
 
         Args:
+            given: the pass.
             x: rows of x.
-            weight, bias: as the layer has them.
-            layer: its tensors.
-            kept: both layouts of the weight, or nothing.
-            options: Python constants of the pass.
-            tokens: T.
+            bias: of the layer.
+            weights: both layouts of the weight, or nothing.
         """
 
     @abstractmethod
-    def gradient(self, grad_output: Tensor, layer: Layout, gemms: tuple[int, int], options: PassOptions) -> Quantized:
+    def gradient(self, given: Pass, grad_output: Tensor, gemms: tuple[int, int]) -> Quantized:
         """Returns the output gradient quantized for the grad_input and the grad_weight GEMM."""
 
     @abstractmethod
-    def grad_input(
-        self, grad: Layout, weight: Tensor, layer: Layout, by_input: Layout, options: PassOptions, tokens: int
-    ) -> Tensor:
+    def grad_input(self, given: Pass, grad: Layout, by_input: Layout) -> Tensor:
         """Returns grad @ weight, (T, I), BF16; `by_input`: the weight's layout for it, or nothing."""
 
     @abstractmethod
-    def grad_weight(
-        self, grad: Layout, x: Layout, weight: Tensor, layer: Layout, options: PassOptions, dtype: torch.dtype
-    ) -> Tensor:
+    def grad_weight(self, given: Pass, grad: Layout, x: Layout, dtype: torch.dtype) -> Tensor:
         """Returns grad^T @ x, in the weight's layout."""
 
-    def late_columns(
-        self, x: Tensor, grad: Tensor, weight: Tensor, layer: Layout, options: PassOptions, after: Tensor
-    ) -> Layout:
+    def late_columns(self, given: Pass, x: Tensor, grad: Tensor, after: Tensor) -> Layout:
         """Returns the columns of x for grad_weight, if the forward pass has not quantized them."""
         raise NotImplementedError
 
     # In BF16.
 
-    def high_forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layout, options: PassOptions
-    ) -> Tensor:
-        return functional.linear(x, weight.to(x.dtype), bias)
+    def high_forward(self, given: Pass, x: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, given.weight.to(x.dtype), bias)
 
-    def high_grad_input(self, grad: Tensor, weight: Tensor, layer: Layout, options: PassOptions) -> Tensor:
-        return grad @ weight.to(grad.dtype)
+    def high_grad_input(self, given: Pass, grad: Tensor) -> Tensor:
+        return grad @ given.weight.to(grad.dtype)
 
-    def high_grad_weight(self, grad: Tensor, x: Tensor, layer: Layout, options: PassOptions) -> Tensor:
+    def high_grad_weight(self, given: Pass, grad: Tensor, x: Tensor) -> Tensor:
         return grad.t() @ x
 
-    def bias_gradient(self, grad: Tensor, weight: Tensor, layer: Layout) -> Tensor:
+    def bias_gradient(self, given: Pass, grad: Tensor) -> Tensor:
         return grad.sum(0)
 
 
@@ -193,10 +183,11 @@ def tensor_core_linear(kernels: Kernels) -> Any:
         layer, rows, columns = tensors[:count], tensors[count : count + 2], tensors[count + 2 : count + 4]
         weights = tensors[count + 4 :]
         by_input = weights[2:]
+        given = Pass(weight, layer, options, x.numel() // x.shape[-1])
         if options.high[0]:
-            y = kernels.high_forward(x.reshape(-1, x.shape[-1]), weight, bias, layer, options)
+            y = kernels.high_forward(given, x.reshape(-1, x.shape[-1]), bias)
         else:
-            y, by_input = kernels.forward(rows, weight, bias, layer, weights, options, x.numel() // x.shape[-1])
+            y, by_input = kernels.forward(given, rows, bias, weights)
         kept_x = x if options.keeps_x and (options.high[2] or columns[0].numel() == 0) else None
         return y, (kept_x, kept_for_backward(layer[0]), *layer[1:], *columns, *by_input)
 
@@ -207,21 +198,22 @@ def tensor_core_linear(kernels: Kernels) -> Any:
         needs_x, needs_weight, needs_bias = needs
         _, high_input, high_weight = options.high
         gemms = 1 if needs_x and not high_input else -1, 2 if needs_weight and not high_weight else -1
-        quantized = kernels.gradient(grad, layer, gemms, options)
+        given = Pass(weight, layer, options, grad.shape[0])
+        quantized = kernels.gradient(given, grad, gemms)
         grad_x = grad_weight = None
         if needs_x and high_input:
-            grad_x = kernels.high_grad_input(grad, weight, layer, options)
+            grad_x = kernels.high_grad_input(given, grad)
         elif needs_x:
-            grad_x = kernels.grad_input(quantized[:2], weight, layer, by_input, options, grad.shape[0])
+            grad_x = kernels.grad_input(given, quantized[:2], by_input)
         if needs_weight and high_weight:
-            grad_weight = kernels.high_grad_weight(grad, x.reshape(-1, x.shape[-1]), layer, options)
+            grad_weight = kernels.high_grad_weight(given, grad, x.reshape(-1, x.shape[-1]))
         elif needs_weight:
             if x_columns[0].numel() == 0 and grad.numel() > 0:
-                x_columns = kernels.late_columns(x, grad, weight, layer, options, quantized[3])
+                x_columns = kernels.late_columns(given, x, grad, quantized[3])
             # In the parameter's own precision: rounding FP32 sums to BF16 first would gain nothing.
             dtype = grad.dtype if weight.dtype == grad.dtype else torch.float32
-            grad_weight = kernels.grad_weight(quantized[2:], x_columns, weight, layer, options, dtype)
-        return grad_x, grad_weight, kernels.bias_gradient(grad, weight, layer) if needs_bias else None
+            grad_weight = kernels.grad_weight(given, quantized[2:], x_columns, dtype)
+        return grad_x, grad_weight, kernels.bias_gradient(given, grad) if needs_bias else None
 
     return linear_function(forward, backward)
 
@@ -262,7 +254,7 @@ class TensorCoreBackend(Backend):
             layer: gives the weight, the state, and which GEMMs are high.
             x: (..., I), BF16.
             bias: (O), BF16, or None.
-            keeps_x: whether the backward pass will compute the weight's gradient.
+            keeps_x: True if the backward pass will compute the weight's gradient.
             inputs: x quantized for the GEMMs that are not high.
             weights: both layouts of the weight with their scales, if they are kept, or nothing.
         """

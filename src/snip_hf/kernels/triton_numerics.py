@@ -214,7 +214,7 @@ def round_to_grid(
 ):
     """`grids.round_to_grid` for grids whose spacings are normal FP32 numbers below 2**127.
 
-    dither: random number - 1/2, in spacings, used if RANDOM. MANTISSA: whether the grid has mantissa bits.
+    dither: random number - 1/2, in spacings, used if RANDOM. MANTISSA: True if the grid has mantissa bits.
     """
     magnitude = tl.abs(x)
     # The largest value is on the grid, so that saturating before rounding changes nothing. NaN stays.

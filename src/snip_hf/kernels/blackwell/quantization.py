@@ -1,7 +1,7 @@
 """An operand of a GEMM as packed bytes: one Triton kernel on a GPU, torch's operations elsewhere, with the same bytes.
 
 The kernel quantizes all operands of the formats that `packing.kind_of` knows, except those that try several targets per
-block (four over six), which torch's operations quantize everywhere. Rotations come first. Legend: as in `packing`.
+block (four over six), which torch's operations quantize on every device. Rotations come first. Legend: as in `packing`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def quantize(
     Args:
         x: 2-D, BF16 or FP32, with at least one element.
         format: one that `packing.kind_of` knows.
-        operand: which operand of the GEMM x is (`gemms.OPERANDS`).
+        operand: name of x in `gemms.OPERANDS`.
         contracts: the dimension of x that the GEMM contracts, 0 or 1.
         state: of the layer, on x's device: the key of stochastic rounding is read from it.
         by_kernel: None leaves the choice to the device.

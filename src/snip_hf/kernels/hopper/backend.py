@@ -17,42 +17,38 @@ from ...numerics.formats import E2M1, E4M3, NumberFormat, Operand, format_of_cod
 from ...numerics.gemms import GEMMS, ROW_TILE, SQUARE_TILE
 from ..backend import Layer, missing_for_kernels, not_in_bf16, register_backend
 from ..emulated import EMULATED
-from ..tensor_core import Kernels, Layout, PassOptions, Quantized, TensorCoreBackend, tensor_core_linear, with_bias
+from ..tensor_core import (
+    Kernels,
+    Layout,
+    Pass,
+    PassOptions,
+    Quantized,
+    TensorCoreBackend,
+    tensor_core_linear,
+    with_bias,
+)
 
 if TYPE_CHECKING or find_spec("triton") is not None:
     from . import operators
 
 
 class _Hopper(Kernels):
-    def forward(
-        self,
-        x: Layout,
-        weight: Tensor,
-        bias: Tensor | None,
-        layer: Layout,
-        kept: Layout,
-        options: PassOptions,
-        tokens: int,
-    ) -> tuple[Tensor, Layout]:
-        right = kept[:2] or operators.quantize_weight(weight, layer[0], True, False)[:2]
+    def forward(self, given: Pass, x: Layout, bias: Tensor | None, weights: Layout) -> tuple[Tensor, Layout]:
+        right = weights[:2] or operators.quantize_weight(given.weight, given.layer[0], True, False)[:2]
         dtype = torch.bfloat16 if bias is None else torch.float32
-        y = operators.multiply(x[0], x[1], right[0], right[1], True, tokens, weight.shape[0], dtype)
-        return with_bias(y, bias), kept[2:]
+        y = operators.multiply(x[0], x[1], right[0], right[1], True, given.tokens, given.weight.shape[0], dtype)
+        return with_bias(y, bias), weights[2:]
 
-    def gradient(self, grad_output: Tensor, layer: Layout, gemms: tuple[int, int], options: PassOptions) -> Quantized:
-        quantized: Quantized = operators.quantize_tokens(grad_output, layer[0], *gemms, True)
+    def gradient(self, given: Pass, grad_output: Tensor, gemms: tuple[int, int]) -> Quantized:
+        quantized: Quantized = operators.quantize_tokens(grad_output, given.layer[0], *gemms, True)
         return quantized
 
-    def grad_input(
-        self, grad: Layout, weight: Tensor, layer: Layout, by_input: Layout, options: PassOptions, tokens: int
-    ) -> Tensor:
-        right = by_input or operators.quantize_weight(weight, layer[0], False, True)[2:]
-        return operators.multiply(grad[0], grad[1], right[0], right[1], True, tokens, weight.shape[1])
+    def grad_input(self, given: Pass, grad: Layout, by_input: Layout) -> Tensor:
+        right = by_input or operators.quantize_weight(given.weight, given.layer[0], False, True)[2:]
+        return operators.multiply(grad[0], grad[1], right[0], right[1], True, given.tokens, given.weight.shape[1])
 
-    def grad_weight(
-        self, grad: Layout, x: Layout, weight: Tensor, layer: Layout, options: PassOptions, dtype: torch.dtype
-    ) -> Tensor:
-        out_features, in_features = weight.shape
+    def grad_weight(self, given: Pass, grad: Layout, x: Layout, dtype: torch.dtype) -> Tensor:
+        out_features, in_features = given.weight.shape
         return operators.multiply(grad[0], grad[1], x[0], x[1], False, out_features, in_features, dtype)
 
 

@@ -121,8 +121,8 @@ def quantize_weight(
     Args:
         weight: (O, I), FP32 or BF16.
         state: the layer's, on the weight's device.
-        forward: whether the forward GEMM needs it.
-        grad_input: whether the grad_input GEMM needs it.
+        forward: True if the forward GEMM needs it.
+        grad_input: True if the grad_input GEMM needs it.
 
     Returns: for the forward GEMM (O', I') E4M3 and scales (O' / 128, I' / 128 rounded up to 4); for grad_input the
     transposed (I', O') and scales (I' / 128, O' / 128 rounded up to 4).

@@ -166,7 +166,7 @@ def launch_backward(
         inputs: the gradient of silu(gate) * up, gate and up.
         operands: the gradients of gate and up, and silu(gate) * up.
         has_rows: of the gradients.
-        counts: whether the pass is trained on.
+        counts: True in a pass that is trained on.
         tile: None: the fastest known.
     """
     _, gate, _ = inputs
@@ -240,7 +240,7 @@ encode_gated = torch.ops.snip_hf.encode_gated
 Args:
     gate, up: (T, C), BF16.
     layer: state, record and table of the layer that multiplies with it.
-    counts: whether the pass is trained on.
+    counts: True in a pass that is trained on.
 """
 encode_gated_gradients = torch.ops.snip_hf.encode_gated_gradients
 """Returns the operands of the backward GEMMs: the gradients of gate and of up, and silu(gate) * up.
@@ -249,8 +249,8 @@ Args:
     grad: of silu(gate) * up, (T, C), BF16.
     gate, up: (T, C), BF16.
     layers: state and record of gate, of up and of down, then their common table.
-    has_rows: whether there are grad_input GEMMs of gate and up.
-    counts: whether the pass is trained on.
+    has_rows: True if gate and up have grad_input GEMMs.
+    counts: True in a pass that is trained on.
 
 Returns: rows, their parameters, columns (C', T') and their parameters of the gradient of gate; the same of up; the
     columns of silu(gate) * up and their parameters.

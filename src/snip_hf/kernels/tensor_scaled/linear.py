@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..tensor_core import Kernels, Layout, PassOptions, Quantized, tensor_core_linear, with_bias
+from ..tensor_core import Kernels, Layout, Pass, Quantized, tensor_core_linear, with_bias
 from .operators import (
     ACTIVATION,
     BY_COLUMNS,
@@ -98,42 +98,30 @@ def grad_input_product(
 class _Dense(Kernels):
     layer_tensors = 3
 
-    def forward(
-        self,
-        x: Layout,
-        weight: Tensor,
-        bias: Tensor | None,
-        layer: Layout,
-        kept: Layout,
-        options: PassOptions,
-        tokens: int,
-    ) -> tuple[Tensor, Layout]:
+    def forward(self, given: Pass, x: Layout, bias: Tensor | None, weights: Layout) -> tuple[Tensor, Layout]:
+        weight, layer, options, tokens = given
         dtype = torch.bfloat16 if bias is None else torch.float32
         has_grad_input = options.has_grad_input and not options.high[1]
-        y, by_input = forward_product(x, weight, layer, kept, has_grad_input, options.counts, dtype, tokens)
+        y, by_input = forward_product(x, weight, layer, weights, has_grad_input, options.counts, dtype, tokens)
         return with_bias(y, bias), by_input
 
-    def gradient(self, grad_output: Tensor, layer: Layout, gemms: tuple[int, int], options: PassOptions) -> Quantized:
-        quantized: Quantized = encode_operand(grad_output, *layer, GRADIENT, gemms, options.counts)
+    def gradient(self, given: Pass, grad_output: Tensor, gemms: tuple[int, int]) -> Quantized:
+        quantized: Quantized = encode_operand(grad_output, *given.layer, GRADIENT, gemms, given.options.counts)
         return quantized
 
-    def grad_input(
-        self, grad: Layout, weight: Tensor, layer: Layout, by_input: Layout, options: PassOptions, tokens: int
-    ) -> Tensor:
+    def grad_input(self, given: Pass, grad: Layout, by_input: Layout) -> Tensor:
+        weight, layer, options, tokens = given
         return grad_input_product(grad, weight, layer, by_input, options.counts, tokens, torch.bfloat16)
 
-    def grad_weight(
-        self, grad: Layout, x: Layout, weight: Tensor, layer: Layout, options: PassOptions, dtype: torch.dtype
-    ) -> Tensor:
-        out_features, in_features = weight.shape
-        return multiply("grad_weight", grad, x, (out_features, in_features), dtype, layer[1])
+    def grad_weight(self, given: Pass, grad: Layout, x: Layout, dtype: torch.dtype) -> Tensor:
+        out_features, in_features = given.weight.shape
+        return multiply("grad_weight", grad, x, (out_features, in_features), dtype, given.layer[1])
 
-    def late_columns(
-        self, x: Tensor, grad: Tensor, weight: Tensor, layer: Layout, options: PassOptions, after: Tensor
-    ) -> Layout:
+    def late_columns(self, given: Pass, x: Tensor, grad: Tensor, after: Tensor) -> Layout:
         # Operations that depend on a gradient stay in the backward pass. Without the dependence, torch.compile would
         # encode X in the forward pass and save the result, or save X. With it, it recomputes X from tensors that are
         # saved anyway. The input of a square linear is usually attention's output, which is saved: no copy then.
+        weight, layer, options, _ = given
         is_saved = weight.shape[0] == weight.shape[1]
         late = x if is_saved else torch.where(grad[0, 0] == 0, x, x)
         # `after` instead of the gradient: each operator that reads a gradient cast from FP32 would get its own copy.
@@ -182,62 +170,52 @@ def weight_gemms(uses: tuple[bool, bool], transposed: bool) -> tuple[int, int]:
 class _Grouped(Kernels):
     layer_tensors = 3 + len(Slots._fields)
 
-    def forward(
-        self,
-        x: Layout,
-        weight: Tensor,
-        bias: Tensor | None,
-        layer: Layout,
-        kept: Layout,
-        options: PassOptions,
-        tokens: int,
-    ) -> tuple[Tensor, Layout]:
+    def forward(self, given: Pass, x: Layout, bias: Tensor | None, weights: Layout) -> tuple[Tensor, Layout]:
+        weight, layer, options, _ = given
         slots, transposed = Slots(*layer[3:]), options.is_transposed
-        right = kept[:2] or quantize_matrices(weight, layer, (True, False), transposed)[:2]
+        right = weights[:2] or quantize_matrices(weight, layer, (True, False), transposed)[:2]
         kind = BY_COLUMNS if transposed else BY_ROWS
         y = multiply_grouped("forward", x, right, slots.padded_ends, kind, layer[1])[slots.slot]
-        return _finished(y, bias, slots, weight.shape[0]), kept[2:]
+        return _finished(y, bias, slots, weight.shape[0]), weights[2:]
 
-    def gradient(self, grad_output: Tensor, layer: Layout, gemms: tuple[int, int], options: PassOptions) -> Quantized:
-        matrices = layer[3].shape[0]
-        return encode_tokens(grad_output, layer, GRADIENT, gemms, options.counts, matrices)
+    def gradient(self, given: Pass, grad_output: Tensor, gemms: tuple[int, int]) -> Quantized:
+        matrices = given.layer[3].shape[0]
+        return encode_tokens(grad_output, given.layer, GRADIENT, gemms, given.options.counts, matrices)
 
-    def grad_input(
-        self, grad: Layout, weight: Tensor, layer: Layout, by_input: Layout, options: PassOptions, tokens: int
-    ) -> Tensor:
+    def grad_input(self, given: Pass, grad: Layout, by_input: Layout) -> Tensor:
+        weight, layer, options, _ = given
         slots, transposed = Slots(*layer[3:]), options.is_transposed
         right = by_input or quantize_matrices(weight, layer, (False, True), transposed)[2:]
         kind = BY_ROWS if transposed else BY_COLUMNS
         grad_x = multiply_grouped("grad_input", grad, right, slots.padded_ends, kind, layer[1])[slots.slot]
         return _finished(grad_x, None, slots, weight.shape[0])
 
-    def grad_weight(
-        self, grad: Layout, x: Layout, weight: Tensor, layer: Layout, options: PassOptions, dtype: torch.dtype
-    ) -> Tensor:
+    def grad_weight(self, given: Pass, grad: Layout, x: Layout, dtype: torch.dtype) -> Tensor:
+        _, layer, options, _ = given
         left, right = (x, grad) if options.is_transposed else (grad, x)
         return multiply_grouped("grad_weight", left, right, Slots(*layer[3:]).padded_ends, OVER_TOKENS, layer[1])
 
-    def high_forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layout, options: PassOptions
-    ) -> Tensor:
+    def high_forward(self, given: Pass, x: Tensor, bias: Tensor | None) -> Tensor:
+        weight, layer, options, _ = given
         slots, right = Slots(*layer[3:]), weight if options.is_transposed else weight.transpose(1, 2)
         y = functional.grouped_mm(x, right.to(x.dtype), offs=slots.ends)
         return _finished(y, bias, slots, weight.shape[0])
 
-    def high_grad_input(self, grad: Tensor, weight: Tensor, layer: Layout, options: PassOptions) -> Tensor:
+    def high_grad_input(self, given: Pass, grad: Tensor) -> Tensor:
+        weight, layer, options, _ = given
         slots, right = Slots(*layer[3:]), weight.transpose(1, 2) if options.is_transposed else weight
         grad_x = functional.grouped_mm(grad, right.to(grad.dtype), offs=slots.ends)
         return _finished(grad_x, None, slots, weight.shape[0])
 
-    def high_grad_weight(self, grad: Tensor, x: Tensor, layer: Layout, options: PassOptions) -> Tensor:
-        first, second = (x, grad) if options.is_transposed else (grad, x)
-        return functional.grouped_mm(first.t(), second, offs=Slots(*layer[3:]).ends)
+    def high_grad_weight(self, given: Pass, grad: Tensor, x: Tensor) -> Tensor:
+        first, second = (x, grad) if given.options.is_transposed else (grad, x)
+        return functional.grouped_mm(first.t(), second, offs=Slots(*given.layer[3:]).ends)
 
-    def bias_gradient(self, grad: Tensor, weight: Tensor, layer: Layout) -> Tensor:
+    def bias_gradient(self, given: Pass, grad: Tensor) -> Tensor:
         """Returns the sums over the tokens of each matrix, (E, O), by a product, which fixes the order of summation."""
-        matrix = Slots(*layer[3:]).matrix
-        own = torch.arange(weight.shape[0], device=matrix.device)[:, None] == matrix
-        return own.to(grad.dtype) @ grad
+        matrix = Slots(*given.layer[3:]).matrix
+        is_own = torch.arange(given.weight.shape[0], device=matrix.device)[:, None] == matrix
+        return is_own.to(grad.dtype) @ grad
 
 
 def _finished(y: Tensor, bias: Tensor | None, slots: Slots, matrices: int) -> Tensor:

@@ -8,7 +8,6 @@ import math
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,34 +249,6 @@ def test_accuracies_match_likelihoods_computed_by_hand(
     assert row["chance"] == pytest.approx((11 / 4 + 1 / 3) / 12)
 
 
-def test_templates_are_compiled_once_and_contexts_tokenized_once(
-    data: Path, loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lm_eval import utils
-
-    model, tokenizer = loaded
-    compiled: list[str] = []
-    compile_template, encode = utils.env.from_string, tokenizer.encode
-
-    def from_string(template: str) -> Any:
-        compiled.append(template)
-        return compile_template(template)
-
-    encoded: list[str] = []
-
-    def spy(text: str, **others: Any) -> Any:
-        encoded.append(text)
-        return encode(text, **others)
-
-    monkeypatch.setattr(utils.env, "from_string", from_string)
-    monkeypatch.setattr(tokenizer, "encode", spy)
-    scoring.evaluate(model, tokenizer, ["arc_challenge"], data)
-    assert max(Counter(compiled).values()) <= 2  # when the task is loaded, and for its twelve questions
-    assert utils.env.from_string is from_string  # as it was
-    contexts = [text for text in encoded if text.endswith("Answer:")]
-    assert len(contexts) == len(set(contexts)) == 12
-
-
 def test_perplexities_match_likelihoods_computed_by_hand(
     data: Path, loaded: tuple[Any, Any], likelihood: Callable[[str, str], float]
 ) -> None:
@@ -508,27 +479,3 @@ def test_plan_of_another_model_is_refused(model_dir: Path, saved_plan: Callable[
     model, _ = load_model(str(model_dir), "cpu")
     with pytest.raises(EvaluationError, match=r"no entry for layer 'model.layers.1.*with --plan PATH"):
         use_plan(model, str(model_dir), str(path))
-
-
-def test_real_files_give_every_document_of_every_task(tmp_path: Path) -> None:
-    folder = os.environ.get("SNIP_HF_DATA")
-    if not folder:
-        pytest.skip("SNIP_HF_DATA does not point to a folder with the evaluation data")
-    tasks = _local(Path(folder), [*local_tasks.LOCAL_FILES, "mmlu"], tmp_path)
-    counts = {name: len(task.eval_docs) for name, task in tasks.items()}
-    assert sum(count for name, count in counts.items() if name.startswith("mmlu_")) == 14_042
-    assert {name: count for name, count in counts.items() if not name.startswith("mmlu_")} == {
-        "arc_easy": 2376,
-        "arc_challenge": 1172,
-        "hellaswag": 10_042,
-        "piqa": 1838,
-        "boolq": 3270,
-        "winogrande": 1267,
-        "openbookqa": 500,
-        "lambada_openai": 5153,
-        "wikitext": 62,
-    }
-    for name, task in tasks.items():
-        if task.OUTPUT_TYPE == "multiple_choice" and name != "winogrande":
-            docs = list(task.eval_docs)
-            assert all(0 <= int(task.doc_to_target(d)) < len(task.doc_to_choice(d)) for d in docs), name

@@ -87,14 +87,6 @@ def test_packing_is_the_concatenation_of_all_documents_cut_into_rows(texts: list
         assert tokens == concatenation[: len(concatenation) // length * length]
 
 
-def test_packed_rows_decode_to_the_text(texts: list[str]) -> None:
-    tokenizer = tokenizer_of(texts)
-    packed = list(data.packed_sequences(({"text": text} for text in texts), tokenizer, 1))
-    assert tokenizer.decode([row["input_ids"][0] for row in packed]) == "".join(
-        f"{text}<|endoftext|>" for text in texts
-    )
-
-
 def test_streaming_gives_the_same_rows_as_preparing_all_data(folder: Path, texts: list[str]) -> None:
     tokenizer = tokenizer_of(texts)
     packed = {}
@@ -134,14 +126,6 @@ def test_a_share_of_the_documents_is_held_out_and_none_is_in_both(folder: Path, 
     assert sorted(train + held_out) == sorted(texts)
     assert not set(train) & set(held_out)
     assert 4 <= len(held_out) <= 18  # 40 x 0.25; outside with probability 0.004 for a fair hash.
-
-
-def test_equal_documents_stay_on_one_side(folder: Path, texts: list[str]) -> None:
-    for i, text in enumerate(texts):
-        (folder / f"copy{i:02}.txt").write_text(text, encoding="utf-8")
-    train, held_out = map(rows, data.load_documents(section(folder)))
-    assert sorted(train + held_out) == sorted(texts * 2)
-    assert not set(train) & set(held_out)
 
 
 def test_held_out_files_are_taken_out_of_the_training_glob(folder: Path, texts: list[str]) -> None:
@@ -247,14 +231,6 @@ def test_the_same_text_gives_the_same_tokenizer_which_survives_saving(tmp_path: 
     assert (loaded.eos_token, loaded.eos_token_id) == ("<|endoftext|>", 0)
 
 
-def test_a_tokenizer_sees_only_the_documents_it_may(texts: list[str]) -> None:
-    some = data.train_tokenizer(texts, TokenizerSection(vocab_size=280, train_documents=5))
-    assert (
-        some.backend_tokenizer.to_str()
-        == data.train_tokenizer(texts[:5], TokenizerSection(vocab_size=280)).backend_tokenizer.to_str()
-    )
-
-
 # --- recipes and overrides
 
 
@@ -315,12 +291,6 @@ def test_a_recipe_with_adapters_builds_a_model_of_which_they_alone_are_trained(t
     assert len(trained) == 2 * 7 and all("lora_" in name for name in trained)
 
 
-def test_other_formats_are_one_override() -> None:
-    for name in (name for name in NAMES if name != "bf16"):
-        snip = load_recipe(RECIPES / f"{name}.yaml", ["snip.formats=[nvfp4,mxfp8,bf16]"]).snip
-        assert snip is not None and snip.start_format == "bf16"
-
-
 def test_a_share_that_changes_and_a_budget_over_forward_gemms_are_overrides() -> None:
     changing = "snip.target_fp4_fraction=[[1, 0.9], [8, 0.5]]"
     snip = load_recipe(QUICKSTART, [changing, "snip.granularity=gemm", "snip.decides=forward"]).snip
@@ -329,13 +299,6 @@ def test_a_share_that_changes_and_a_budget_over_forward_gemms_are_overrides() ->
     assert pretrain._describe(snip) == said
     assert load_recipe(QUICKSTART).snip is not None
     assert pretrain._describe(load_recipe(QUICKSTART).snip) == "policy snip, target FP4 share 0.75"
-
-
-def test_the_hopper_recipe_ties_what_takes_the_same_input_and_computes_in_bf16() -> None:
-    recipe = load_recipe(RECIPES / "hopper.yaml")
-    assert recipe.snip is not None and recipe.snip.backend == "auto"
-    assert recipe.snip.ties == "auto"
-    assert recipe.training["bf16"] is True and recipe.model.dtype == "float32"
 
 
 def test_the_quickstart_refreshes_three_times_and_applies_each() -> None:
@@ -424,13 +387,6 @@ def test_a_bad_override_is_an_error_that_says_what_is_wrong(override: str, messa
         load_recipe(QUICKSTART, [override])
 
 
-def test_the_command_line_reports_a_bad_override_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        pretrain.main([str(QUICKSTART), "--override", "data.stream=true"])
-    assert stop.value.code == 2
-    assert "the key 'stream' is not known" in capsys.readouterr().err
-
-
 def test_a_policy_that_does_not_fit_the_model_is_one_line_on_the_command_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,7 +415,7 @@ def test_a_base_is_read_relative_to_its_recipe_and_null_takes_a_section_out(tmp_
     assert recipe.training == load_recipe(QUICKSTART).training | {"max_steps": 3, "output_dir": "runs/mine"}
 
 
-@pytest.mark.parametrize("names", [["a"], ["a", "b"], ["a", "b", "c"]])
+@pytest.mark.parametrize("names", [["a"], ["a", "b"]])
 def test_a_recipe_that_is_its_own_base_is_refused_with_the_chain(names: list[str], tmp_path: Path) -> None:
     for name, base in zip(names, [*names[1:], names[0]], strict=True):
         (tmp_path / f"{name}.yaml").write_text(f"base: ../{tmp_path.name}/{base}.yaml\n", encoding="utf-8")
@@ -472,26 +428,11 @@ def test_a_recipe_that_is_its_own_base_is_refused_with_the_chain(names: list[str
     assert chain == ["mine", *names, names[0]]
 
 
-def test_a_recipe_that_is_its_own_base_is_seen_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("base: link.yaml\n", encoding="utf-8")
-    (tmp_path / "link.yaml").symlink_to("a.yaml")
-    with pytest.raises(ValueError, match="the recipe is its own base"):
-        load_recipe(tmp_path / "a.yaml")
-
-
-@pytest.mark.parametrize("base", ["3", "[a.yaml]", "{a: b}", "true"])
+@pytest.mark.parametrize("base", ["3", "[a.yaml]"])
 def test_a_base_that_is_no_path_is_refused(base: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(f"base: {base}\n", encoding="utf-8")
     with pytest.raises(TypeError, match=r"^base: got .* in .*a\.yaml; expected the path of another recipe"):
         load_recipe(tmp_path / "a.yaml")
-
-
-def test_two_recipes_may_share_a_base_and_a_base_may_have_one(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text(QUICKSTART.read_text(encoding="utf-8"), encoding="utf-8")
-    (tmp_path / "b.yaml").write_text("base: a.yaml\ntraining: {max_steps: 3}\n", encoding="utf-8")
-    (tmp_path / "c.yaml").write_text("base: b.yaml\ntraining: {seed: 4}\n", encoding="utf-8")
-    training = load_recipe(tmp_path / "c.yaml").training
-    assert (training["max_steps"], training["seed"]) == (3, 4)
 
 
 def test_the_examples_of_the_readme_load(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from rank_cases import CASES
 from trainings import train
 from wrapped_models import counted_on_ranks, states_under_ddp, unreduced_gradients
 
-if __name__ == "__main__":
+
+def main() -> None:
     folder, group = Path(sys.argv[1]), sys.argv[2]
     if NCCL in sys.argv:
         join(sys.argv)
@@ -31,3 +32,7 @@ if __name__ == "__main__":
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

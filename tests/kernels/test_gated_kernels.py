@@ -209,8 +209,7 @@ def compiled(backward: bool, capability: int) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("capability", [89, 90, 120])
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("backward", "capability"), [(False, 89), (False, 90), (True, 90), (True, 120)])
 def test_the_kernels_assemble_and_on_hopper_spill_no_registers(backward: bool, capability: int, tmp_path: Path) -> None:
     import triton
 

@@ -24,6 +24,8 @@ OPERANDS = [operand for operands in CONTRACTIONS.values() for operand in operand
 QUANTIZED = [name for name, format in FORMATS.items() if format.is_quantized]
 # Between them: scales of the three kinds, of tiles and of the tensor, two targets, both kinds of rounding, rotations.
 FAST = ["mxfp4", "nvfp4-46", "nvfp4-rht"]
+# Every kind of scale, block and rotation, and operands that are not rounded.
+KINDS = ["fp8-tensor", "mxfp8", "mxfp4-32x32", "nvfp4", "nvfp4-46", "ufp4-rht", "int4", "fp4-pqt"]
 each_format = pytest.mark.parametrize("fmt", QUANTIZED)
 
 
@@ -66,7 +68,7 @@ def test_the_kernel_rounds_every_operand_as_the_reference_does(fmt: str, interpr
         check(interpreter, random(contracts).bfloat16(), FORMATS[fmt], operand, contracts, KEY, 1, 3)
 
 
-@pytest.mark.parametrize("fmt", slow_but(QUANTIZED, "mxfp8"))
+@pytest.mark.parametrize("fmt", slow_but(KINDS, "mxfp8"))
 @pytest.mark.parametrize("data", [not_finite, slow(enormous)])
 def test_it_does_with_nan_infinity_and_the_largest_numbers(fmt: str, data: Any, interpreter: Run) -> None:
     for operand, contracts in OPERANDS:

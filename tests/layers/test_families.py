@@ -86,16 +86,9 @@ def test_a_layer_that_a_model_never_calls_has_no_part_in_the_fp4_share(tmp_path:
     assert plan.fp4_fraction == pytest.approx(sum(flops[layer] for layer in low) / sum(flops.values()))
 
 
-@pytest.mark.parametrize("family", FEW)
+@each_family
 def test_the_documented_row_is_what_a_family_gives(family: str) -> None:
-    assert row(family) in committed()
-
-
-@pytest.mark.slow
-def test_the_documented_table_is_what_the_families_give() -> None:
-    # Rows of families that the installed transformers lacks stay as they are.
-    rows = documented() | {family: row(family) for family in FAMILIES}
-    assert table(rows) == committed(), "run tests/support/families_table.py"
+    assert row(family) == documented()[family], "run tests/support/families_table.py"
 
 
 def test_the_table_has_a_row_of_every_family() -> None:

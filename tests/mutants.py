@@ -327,77 +327,87 @@ MUTANTS = (
         "ranks-draw-alike",
         "return (high << 32) | low, rank * runs * shape[1] & _MASK32",
         "return (high << 32) | low, 0",
-        "tests/numerics/test_rounding.py tests/numerics/test_every_value.py",
+        f"{ROUNDING}::TestQuantize::test_a_rank_rounds_with_its_own_part_of_the_random_numbers",
     ),
     # Rounding by Triton's kernels.
     Mutant(
         "kernel-sign-of-the-dither",
         "steps += tl.where(bits_of(x) < 0, -dither, dither)",
         "steps += dither",
-        ROUNDING_KERNELS,
+        f"{ROUNDING_KERNELS}::test_the_kernel_rounds_every_operand_as_the_reference_does",
     ),
     Mutant(
         "kernel-ties",
         "is_even = ((spacing - least) & 0x800000) != 0",
         "is_even = ((spacing - least) & 0x800000) == 0",
-        ROUNDING_KERNELS,
+        f"{ROUNDING_KERNELS}::test_it_does_in_formats_of_users",
     ),
     Mutant(
         "kernel-scale-of-the-next-power",
         "is_above = mantissa > tl.where(field == 0, 0x400000, 0)",
         "is_above = mantissa >= tl.where(field == 0, 0x400000, 0)",
-        ROUNDING_KERNELS,
+        f"{ROUNDING_KERNELS}::test_the_kernel_rounds_every_operand_as_the_reference_does",
     ),
-    Mutant("kernel-scale-of-the-tensor", "scale = rounded * of_tensor", "scale = rounded", ROUNDING_KERNELS),
+    Mutant(
+        "kernel-scale-of-the-tensor",
+        "scale = rounded * of_tensor",
+        "scale = rounded",
+        f"{ROUNDING_KERNELS}::test_the_kernel_rounds_every_operand_as_the_reference_does",
+    ),
     Mutant(
         "kernel-square-of-a-sum",
         "own_both += (a + b) * (a + b)",
         "own_both += a * a + b * b",
-        "tests/kernels/test_rounding_kernels.py -k two_gemms",
+        "tests/kernels/test_rounding_kernels.py::test_the_error_of_a_weight_meets_the_squares_of_two_gemms_and_of_both",
     ),
-    Mutant("encoding-random-offset", "(128.5 - 2.0**-9) * spacing", "128.5 * spacing", ENCODING_KERNELS),
+    Mutant(
+        "encoding-random-offset",
+        "(128.5 - 2.0**-9) * spacing",
+        "128.5 * spacing",
+        f"{ENCODING_KERNELS}::test_the_kernels_write_the_bytes_of_the_reference",
+    ),
     Mutant(
         "encoding-exponent",
         "own = tl.minimum(tl.maximum(((bits + _CARRY) >> 23) - _TOP_FIELD",
         "own = tl.minimum(tl.maximum((bits >> 23) - _TOP_FIELD",
-        ENCODING_KERNELS,
+        f"{ENCODING_KERNELS}::test_they_do_for_one_layout_alone",
     ),
     Mutant(
         "encoding-least-power",
         "return tl.maximum(power, tl.load(parameters + _LEAST))",
         "return power",
-        ENCODING_KERNELS,
+        f"{ENCODING_KERNELS}::test_they_do_outside_the_range",
     ),
     # Schedule, clipping, resuming.
     Mutant(
         "last-refresh-left-out",
         "step + self._config.apply_delay > self.max_steps",
         "step + self._config.apply_delay >= self.max_steps",
-        "tests/training/test_own_loops.py -k due_at_the_last_step",
+        "tests/training/test_own_loops.py::test_a_plan_that_is_due_at_the_last_step_is_still_made",
     ),
     Mutant(
         "refresh-from-step-0",
         "step >= first and (step - last) % every == 0",
         "step >= first and step % every == 0",
-        "tests/training/test_controller.py",
+        f"{CONTROLLER}::test_a_loop_of_ones_own_is_refreshed_on_schedule",
     ),
     Mutant(
         "clipping-squared",
         "return (after / before) ** 0.5 if before > 0 else 1.0",
         "return after / before if before > 0 else 1.0",
-        "tests/training/test_controller.py",
+        f"{CONTROLLER}::test_the_divergences_are_told_what_clipping_multiplied_the_gradients_by",
     ),
     Mutant(
         "resumed-without-last-probe",
         "schedule.last_probe, schedule.postponed = saved.last_probe, saved.postponed",
         "schedule.postponed = saved.postponed",
-        "tests/invariants/test_resume.py -k after_any_step",
+        "tests/invariants/test_resume.py::test_resuming_after_any_step_gives_the_uninterrupted_run",
     ),
     Mutant(
         "resumed-without-pending-plan",
         "elif saved.pending is not None:",
         "elif False:",
-        "tests/invariants/test_resume.py -k after_any_step",
+        "tests/invariants/test_resume.py::test_resuming_after_any_step_gives_the_uninterrupted_run",
     ),
 )
 
@@ -439,8 +449,10 @@ def outcome(mutant: Mutant, source: Path) -> str:
         code, printed = run_tests(source, mutant.tests.split())
     finally:
         path.write_text(before, encoding="utf-8")
-    if code in (1, None):
+    if code == 1:
         return "killed"
+    if code is None:
+        return f"undecided after {SECONDS} s"
     return "survived" if code == 0 else f"not applicable: pytest ended with {code}\n{printed[-2000:]}"
 
 

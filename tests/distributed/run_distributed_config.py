@@ -1,7 +1,7 @@
 """Trains models that transformers shards itself. Started by the tests in several processes, or called in one.
 
 Arguments: a folder with the model in `model/`, which gets rank<N>.pt with {name: what became of the run}; names of
-`SIZES` for loops that are resumed, with "trainer-" for runs of the Trainer and of DDP.
+`SIZES` for loops, or with "trainer-" for runs of the Trainer and of DDP.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from snip_hf import SnipCallback, SnipController
 from snip_hf.json_io import read_json, write_json_atomic
 from snip_hf.parallel.sharding import own_part, whole
 
-STEPS, SAVE = 6, 3  # in the middle of the refresh of step 2, which is applied after step 4
+STEPS, SAVE = 6, 2  # in the middle of the refresh of step 1 or 2, which is applied two steps later
 SIZES = {
     "fsdp": {"fsdp_size": 2},
     "hsdp": {"fsdp_size": 2, "dp_replicate_size": 2},
     "tp": {"tp_size": 2},
     "fsdp-tp": {"fsdp_size": 2, "tp_size": 2},
 }
+PROBED = {"first_refresh": 1, "start_format": "bf16"}
+"""Before the probe nothing is rounded, so that its table can be compared closely."""
+UNIFORM = ("fp4", "fp8", "mxfp4")
 ROWS, LENGTH = 4, 128  # of all ranks together; one tile, so that whole tiles are of one rank
 
 
@@ -43,19 +46,21 @@ def load(folder: Path, sizes: dict[str, int]) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, **sharding)
 
 
-def loop(folder: Path, name: str, sizes: dict[str, int], resumes: bool = False, **config: Any) -> dict[str, Any]:
+def loop(
+    folder: Path, name: str, sizes: dict[str, int], resumes: bool = False, steps: int = STEPS, **config: Any
+) -> dict[str, Any]:
     """Trains in a plain loop, on all ranks or in this process; the run that is not resumed saves.
 
     Args:
         config: changes of the configuration.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    shards = sizes.get("tp_size", 1)
+    shards = 1 if name == "disagreeing" else sizes.get("tp_size", 1)
     model = load(folder, sizes)
     # A large eps: Adam makes whole steps of gradients that differ in their last bits alone where both are tiny.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
     chosen = fp4_config(**{**SCHEDULE, "target_fp4_fraction": 0.5, "probe_tokens": None, **config})
-    controller = SnipController(model, optimizer, chosen, output_dir=folder / name, max_steps=STEPS)
+    controller = SnipController(model, optimizer, chosen, output_dir=folder / name, max_steps=steps)
     parts = [parameter.detach() for parameter in model.parameters()]
     saved = folder / f"{name}-rank{rank}"
     if resumes:
@@ -65,7 +70,7 @@ def loop(folder: Path, name: str, sizes: dict[str, int], resumes: bool = False, 
         optimizer.load_state_dict(state["optimizer"])
         controller.load_state_dict(read_json(saved / "snip.json"))
     losses = []
-    while controller.step < STEPS:
+    while controller.step < steps:
         step, own = controller.step + 1, slice(rank // shards * ROWS * shards // ranks, None)
         batch = {key: value[own][: ROWS * shards // ranks] for key, value in text(ROWS, LENGTH, step).items()}
         controller.capture(batch)
@@ -121,6 +126,15 @@ def _found(model: nn.Module, controller: SnipController, folder: Path) -> dict[s
     }
 
 
+def _refusal(folder: Path, sizes: dict[str, int]) -> str:
+    """Returns the error of ranks that split the model and see different rows."""
+    try:
+        loop(folder, "disagreeing", sizes)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def _mean(loss: Tensor) -> float:
     if dist.is_initialized():
         dist.all_reduce(loss)
@@ -137,8 +151,13 @@ def main() -> None:
             found[name] = by_trainer(folder, name, SIZES[name.removeprefix("trainer-")])
             found["ddp"] = by_trainer(folder, "ddp", {})
         else:
-            found[name] = loop(folder, name, SIZES[name])
-            found[f"{name}-resumed"] = loop(folder, name, SIZES[name], resumes=True)
+            config = PROBED if "tp" in name else {}
+            found[name] = loop(folder, name, SIZES[name], **config)
+            found[f"{name}-resumed"] = loop(folder, name, SIZES[name], resumes=True, **config)
+        for fmt in UNIFORM if "tp" in name else ():
+            found[fmt] = loop(folder, fmt, SIZES[name], steps=2, policy=f"uniform-{fmt}")
+        if "tp" in name:
+            found["disagreeing"] = _refusal(folder, SIZES[name])
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 from comparing import LOSS, WEIGHT, errors, share_below
 from rank_processes import assert_succeeded, start_ranks
+from run_distributed_config import PROBED, UNIFORM, loop
 from small import tiny_llama
-from tiny_runs import differing
+from tiny_runs import differing, one_thread
+from transformers import LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
 
@@ -59,3 +61,66 @@ def check_resumed(whole: dict[str, Any], again: dict[str, Any]) -> None:
     assert 0 < len(again["losses"]) < len(whole["losses"])
     assert again["plan"] == whole["plan"]
     assert differing(again["weights"], whole["weights"]) == []
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Returns the folder of a model whose halves are whole tiles of 128, and what one process found that trains it."""
+    folder = tmp_path_factory.mktemp("one")
+    config = tiny_llama(hidden=256).config
+    config.intermediate_size, config.num_key_value_heads = 512, 4
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder / "model")
+    with one_thread():
+        found = {fmt: loop(folder, fmt, {}, steps=2, policy=f"uniform-{fmt}") for fmt in UNIFORM}
+        return folder, {**found, "probed": loop(folder, "probed", {}, **PROBED)}
+
+
+@pytest.fixture(scope="module", params=[("tp", 2), ("fsdp-tp", 4)], ids=["tp", "fsdp-tp"])
+def split(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one: tuple[Path, dict[str, Any]]
+) -> tuple[str, Found]:
+    """Returns the name of what tensor parallelism on two ranks, or with FSDP2 on four, found, and that."""
+    folder = tmp_path_factory.mktemp("split")
+    (folder / "model").symlink_to(one[0] / "model")
+    name, ranks = request.param
+    return name, run(folder, ranks, name)
+
+
+@pytest.mark.parametrize("fmt", UNIFORM)
+def test_losses_of_a_split_model_are_those_of_one_process(
+    split: tuple[str, Found], one: tuple[Path, dict[str, Any]], fmt: str
+) -> None:
+    first, second = one[1][fmt]["losses"]
+    for rank in split[1]:
+        assert rank[fmt]["losses"][0] == pytest.approx(first, rel=1e-6)
+        # FP4 rounds gradients stochastically, by other numbers in the parts of a weight's output features.
+        assert rank[fmt]["losses"][1] == pytest.approx(second, rel=1e-4 if fmt == "fp8" else 3e-3)
+
+
+def test_divergences_and_the_plan_of_a_split_model_are_those_of_one_process(
+    split: tuple[str, Found], one: tuple[Path, dict[str, Any]]
+) -> None:
+    (name, found), theirs = split, one[1]["probed"]
+    for rank in found:
+        assert "DTensor" in rank[name]["kinds"] and rank[name]["plan"] == theirs["plan"]
+    assert {fmt for row in theirs["plan"].values() for fmt in row.values()} == {"fp4", "fp8"}
+    ours = found[0][name]
+    assert list(ours["tables"]) == list(theirs["tables"]) == [1]
+    assert list(ours["tables"][1]) == list(theirs["tables"][1])
+    assert max(errors(ours["tables"][1], theirs["tables"][1], LOSS)) < 1e-5
+    # Of gradients that the ranks sum in another order, a few fall on the other side of a rounding step.
+    assert max(errors(ours["tables"][1], theirs["tables"][1], WEIGHT)) < 1e-3
+    assert ours["losses"][:3] == pytest.approx(theirs["losses"][:3], rel=1e-6)
+
+
+def test_a_resumed_loop_of_a_split_model_is_the_uninterrupted_one_to_the_bit(split: tuple[str, Found]) -> None:
+    name, found = split
+    for rank in found:
+        check_resumed(rank[name], rank[f"{name}-resumed"])
+
+
+def test_ranks_that_split_a_model_and_see_different_data_are_refused_together(split: tuple[str, Found]) -> None:
+    for rank in split[1]:
+        assert "got different micro-batches" in rank["disagreeing"]

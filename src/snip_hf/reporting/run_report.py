@@ -37,8 +37,6 @@ from .tables import name_text, new_table, number, plan_table, print_cost, print_
 _MOST_ROWS = 20
 _MOST_REFRESHES = 200
 _MOST_REASONS = 64
-# Maximum number of stages with prices; no pipeline has as many.
-_MOST_STAGES = 1000
 
 Content = Table | Text
 """A table, or a sentence."""
@@ -197,8 +195,6 @@ def reason_table(run: Run) -> Table | None:
     step, plan = decided, plan_in_force(run)
     if plan.measured is None and run.config.get("budget") == "measured":
         return None
-    if len(plan.stages) > _MOST_STAGES:
-        raise ValueError(f"the plan has {len(plan.stages):,} stages, expected at most {_MOST_STAGES:,}.")
     config = SnipConfig.from_dict(run.config)
     setting = Setting(config, plan.flops, plan.stages, plan.measured, plan.tokens)
     table_of_step = run.divergences[step]

@@ -21,6 +21,7 @@ SOURCE = Path(snip_hf.__file__).parent
 OTHER_MEANINGS = {
     "training/checks.py": {"fp8", "bf16"},  # Accelerate's mixed_precision
     "kernels/backend.py": {"bf16"},  # the same
+    "cli/doctor.py": {"bf16"},  # an argument of TrainingArguments
     "optimizers/deepspeed_zero.py": {"bf16"},  # DeepSpeed's section
     "planning/solver/ilp.py": {"greedy"},  # a solver
     "planning/solver/process.py": {"greedy"},

@@ -184,7 +184,7 @@ def _solvers(problems: list[str]) -> Iterator[str]:
 
 
 def _model(name: str, problems: list[str]) -> Iterator[str]:
-    """Yields what training a model by `SnipConfig()` on this machine will do."""
+    """Yields the lines on how `SnipConfig()` would train a model on this machine."""
     from ..config import SnipConfig
     from ..estimation.attention import check_attention, switched_attention
     from ..kernels.backend import select_backend, why_emulated
@@ -214,9 +214,9 @@ def _speed(model: Any, is_emulated: bool) -> str:
     """Returns the measured speed of the model nearest in size."""
     hidden = getattr(model.config.get_text_config(), "hidden_size", None)
     if is_emulated:
-        return "slower than BF16, since the formats are emulated here; the fast kernels need an H100 or H200"
+        return "slower than BF16, because the formats are emulated here; the fast kernels need an H100 or H200"
     if hidden is None or hidden < _SMALLEST:
-        return f"not measured for a hidden size of {hidden}; launches of kernels may cost more than FP8 saves"
+        return f"not measured for a hidden size of {hidden}; kernel launches may cost more time than FP8 saves"
     nearest = min(_MEASURED, key=lambda size: abs(size - hidden))
     return (
         f"nearest measured model (hidden size {nearest}, yours {hidden}), on one H200: {_MEASURED[nearest]} times "

@@ -52,7 +52,7 @@ def test_a_model_is_examined_from_its_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("hidden", "speed"),
     [
-        (512, "not measured for a hidden size of 512; launches of kernels may cost more than FP8 saves"),
+        (512, "not measured for a hidden size of 512; kernel launches may cost more time than FP8 saves"),
         (2560, "nearest measured model (hidden size 2048, yours 2560), on one H200: TinyLlama-1.1B: 1.303 times"),
         (8192, "nearest measured model (hidden size 4096, yours 8192), on one H200: 8 layers of an 8B shape: 1.475 "),
     ],
@@ -60,7 +60,7 @@ def test_a_model_is_examined_from_its_config(tmp_path: Path) -> None:
 def test_the_speed_is_that_of_the_nearest_model_that_was_measured(hidden: int, speed: str) -> None:
     model = SimpleNamespace(config=LlamaConfig(hidden_size=hidden))
     assert doctor._speed(model, is_emulated=False).startswith(speed)
-    assert doctor._speed(model, is_emulated=True).startswith("slower than BF16, since the formats are emulated here")
+    assert doctor._speed(model, is_emulated=True).startswith("slower than BF16, because the formats are emulated here")
 
 
 def test_a_model_that_cannot_be_built_is_a_problem(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -182,9 +182,7 @@ def tiny_nemotron(seed: int) -> nn.Module:
 
 # Family -> how it is built; the most that the median error may be in FP8 and in FP4.
 RELU_FAMILIES: dict[str, tuple[Callable[[int], nn.Module], float, float]] = {
-    "Llama with ReLU": (partial(tiny_llama, hidden_act="relu"), 0.2, 0.12),
     "OPT": (tiny_opt, 0.3, 0.2),
-    "Llama with squared ReLU": (partial(tiny_llama, hidden_act="relu2"), 0.15, 0.15),
     "Nemotron": (tiny_nemotron, 0.15, 0.15),
 }
 

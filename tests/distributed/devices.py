@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from transformers import trainer
@@ -97,6 +97,18 @@ def trainers_that_shard() -> Iterator[None]:
     finally:
         vars(trainer)["Accelerator"] = original
         os.environ.pop("ACCELERATE_USE_FSDP", None)
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@contextmanager
+def trainers_that_split() -> Iterator[None]:
+    """Lets transformers' Trainers train models that are split by tensor parallelism on CPUs."""
+    original = ParallelismConfig._validate_accelerator
+    ParallelismConfig._validate_accelerator = lambda self, accelerator: None
+    try:
+        yield
+    finally:
+        ParallelismConfig._validate_accelerator = original
         AcceleratorState._reset_state(reset_partial_state=True)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from comparing import read_run
 from configs import fp4_config
-from devices import join
+from devices import join, trainers_that_split
 from loops import plan_of
 from small import text
 from tiny_runs import SCHEDULE
@@ -91,15 +91,16 @@ def loop(
 
 
 def by_trainer(folder: Path, name: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """Trains by the Trainer on all ranks, under DDP without sizes. transformers saves no such run to be resumed."""
+    """Trains by the Trainer on all ranks, under DDP without sizes, or in this process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     model = load(folder, sizes)
-    rows = text(16 * dist.get_world_size(), 32)["input_ids"]
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    rows = text(64, 32)["input_ids"]
     arguments = TrainingArguments(
         str(folder / name),
         max_steps=STEPS,
         save_strategy="no",
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=4 * sizes.get("tp_size", 1) // ranks,
         gradient_accumulation_steps=2,
         learning_rate=1e-3,
         use_cpu=True,
@@ -107,7 +108,7 @@ def by_trainer(folder: Path, name: str, sizes: dict[str, int]) -> dict[str, Any]
         logging_steps=1,
         disable_tqdm=True,
     )
-    callback = SnipCallback(fp4_config(**SCHEDULE, target_fp4_fraction=0.5), keep_formats=True)
+    callback = SnipCallback(fp4_config(**{**SCHEDULE, **PROBED}, target_fp4_fraction=0.5), keep_formats=True)
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
     trainer.train()
@@ -145,19 +146,21 @@ def _mean(loss: Tensor) -> float:
 def main() -> None:
     folder = Path(sys.argv[1])
     join(sys.argv)
-    found = {}
+    found: dict[str, Any] = {}
     for name in sys.argv[2:]:
+        sizes, config = SIZES[name.removeprefix("trainer-")], {}
         if name.startswith("trainer-"):
-            found[name] = by_trainer(folder, name, SIZES[name.removeprefix("trainer-")])
-            found["ddp"] = by_trainer(folder, "ddp", {})
-        else:
-            config = PROBED if "tp" in name else {}
-            found[name] = loop(folder, name, SIZES[name], **config)
-            found[f"{name}-resumed"] = loop(folder, name, SIZES[name], resumes=True, **config)
-        for fmt in UNIFORM if "tp" in name else ():
-            found[fmt] = loop(folder, fmt, SIZES[name], steps=2, policy=f"uniform-{fmt}")
-        if "tp" in name:
-            found["disagreeing"] = _refusal(folder, SIZES[name])
+            with trainers_that_split():
+                found[name] = by_trainer(folder, name, sizes)
+            if "tp_size" not in sizes:
+                found["ddp"] = by_trainer(folder, "ddp", {})
+            continue
+        if "tp_size" in sizes:
+            config = PROBED
+            found |= {fmt: loop(folder, fmt, sizes, steps=2, policy=f"uniform-{fmt}") for fmt in UNIFORM}
+            found["disagreeing"] = _refusal(folder, sizes)
+        found[name] = loop(folder, name, sizes, **config)
+        found[f"{name}-resumed"] = loop(folder, name, sizes, resumes=True, **config)
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import LOSS, WEIGHT, errors, share_below
+from comparing import LOSS, WEIGHT, errors
 from rank_processes import assert_succeeded, start_ranks
-from run_distributed_config import PROBED, UNIFORM, loop
+from run_distributed_config import PROBED, UNIFORM, by_trainer, loop
 from small import tiny_llama
 from tiny_runs import differing, one_thread
 from transformers import LlamaForCausalLM
@@ -45,9 +45,10 @@ def test_a_sharded_models_plan_losses_and_divergences_are_those_under_ddp(sharde
         assert rank[f"trainer-{name}"]["plan"] == theirs["plan"]
     assert {fmt for row in theirs["plan"].values() for fmt in row.values()} == {"fp4", "fp8"}
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
-    assert list(ours["tables"]) == list(theirs["tables"]) == [2]
-    for column in (LOSS, WEIGHT):
-        assert share_below(1e-4, errors(ours["tables"][2], theirs["tables"][2], column)) > 0.5
+    assert list(ours["tables"]) == list(theirs["tables"]) == [1]
+    # Adam's first step magnifies the order in which gradients are summed.
+    for column, bound in ((LOSS, 1e-4), (WEIGHT, 1e-2)):
+        assert max(errors(ours["tables"][1], theirs["tables"][1], column)) < bound
 
 
 def test_a_resumed_loop_of_a_sharded_model_is_the_uninterrupted_one_to_the_bit(sharded: tuple[str, Found]) -> None:
@@ -74,7 +75,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
         LlamaForCausalLM(config).save_pretrained(folder / "model")
     with one_thread():
         found = {fmt: loop(folder, fmt, {}, steps=2, policy=f"uniform-{fmt}") for fmt in UNIFORM}
-        return folder, {**found, "probed": loop(folder, "probed", {}, **PROBED)}
+        found["probed"] = loop(folder, "probed", {}, **PROBED)
+        return folder, {**found, "trainer": by_trainer(folder, "trainer", {})}
 
 
 @pytest.fixture(scope="module", params=[("tp", 2), ("fsdp-tp", 4)], ids=["tp", "fsdp-tp"])
@@ -85,7 +87,7 @@ def split(
     folder = tmp_path_factory.mktemp("split")
     (folder / "model").symlink_to(one[0] / "model")
     name, ranks = request.param
-    return name, run(folder, ranks, name)
+    return name, run(folder, ranks, name, f"trainer-{name}")
 
 
 @pytest.mark.parametrize("fmt", UNIFORM)
@@ -113,6 +115,16 @@ def test_divergences_and_the_plan_of_a_split_model_are_those_of_one_process(
     # Of gradients that the ranks sum in another order, a few fall on the other side of a rounding step.
     assert max(errors(ours["tables"][1], theirs["tables"][1], WEIGHT)) < 1e-3
     assert ours["losses"][:3] == pytest.approx(theirs["losses"][:3], rel=1e-6)
+
+
+def test_the_trainer_plans_for_a_split_model_as_for_a_whole_one(
+    split: tuple[str, Found], one: tuple[Path, dict[str, Any]]
+) -> None:
+    """Without a check of Accelerate's, which refuses tensor parallelism on CPUs."""
+    (name, found), theirs = split, one[1]["trainer"]
+    for rank in found:
+        assert rank[f"trainer-{name}"]["plan"] == theirs["plan"]
+        assert rank[f"trainer-{name}"]["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
 
 
 def test_a_resumed_loop_of_a_split_model_is_the_uninterrupted_one_to_the_bit(split: tuple[str, Found]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from snip_hf import convert_model, coverage, restore_model
@@ -29,7 +29,7 @@ from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Processes
 from snip_hf.parallel.sharding import number_of_parts
 from snip_hf.parallel.tensor_parallel import tensor_mesh
-from snip_hf.training.checks import check_model, check_same_batch
+from snip_hf.training.checks import check_model, check_same_batch, check_split
 
 STYLES = {
     "lm_head": "colwise_gather_output",
@@ -128,6 +128,15 @@ def test_ranks_draw_other_numbers_for_other_output_features_only(second_of_four:
         assert layer.in_features * layer.out_features == layer.weight.numel()
 
 
+def test_a_tp_size_that_does_not_divide_the_features_is_refused(second_of_four: None) -> None:
+    model = split_llama(4)
+    convert_model(model, fp4_config())
+    check_split(snip_linears(model))
+    model.model.layers[1].mlp.down_proj.in_features = 82
+    with pytest.raises(ValueError, match=r"tp_size=4 does not divide the 82 features of layer '.*1\.mlp\.down_proj'"):
+        check_split(snip_linears(model))
+
+
 def test_parts_of_a_tensor_are_counted(second_of_four: None) -> None:
     mesh, whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")), torch.zeros(8, 8)
     parts = {(Replicate(), Shard(0)): 2, (_StridedShard(0, split_factor=2), Shard(0)): 4, (Replicate(), Replicate()): 1}
@@ -137,10 +146,10 @@ def test_parts_of_a_tensor_are_counted(second_of_four: None) -> None:
 
 
 @pytest.mark.parametrize("name", ["ep_size", "pp_size"])
-def test_models_of_which_no_rank_holds_all_are_refused(name: str) -> None:
+def test_models_of_which_no_rank_runs_all_are_refused(name: str) -> None:
     model = tiny_llama(hidden=16)
-    model.config.distributed_config = SimpleNamespace(**{name: 2})
-    with pytest.raises(ValueError, match=rf"\({name}=2\): no rank holds all of it.*Load it with {name}=1 and tp_size"):
+    model.config.distributed_config = DistributedConfig(**{name: 2}, tp_size=2)
+    with pytest.raises(ValueError, match=rf"-parallel \({name}\): no rank runs all of it.*Load it with tp_size"):
         check_model(model)
 
 

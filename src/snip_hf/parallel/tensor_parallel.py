@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 _FORWARD = "tp_forward"
 _PACKAGE = "transformers"
-_DIMENSION = "tp"
+# Names of the dimensions of its mesh; transformers 5.17 gave it none.
+_DIMENSIONS = (None, ("tp",))
 # The styles that can hand this rank's parts of the input and of the weight to the forward as plain tensors.
 _LINEAR_STYLES = ("ColwiseParallel", "PackedColwiseParallel", "RowwiseParallel")
 # The attribute of a module that asks them to. transformers sets it on the linears of its own quantized models.
@@ -34,9 +35,14 @@ class Split(NamedTuple):
     """The ranks that hold the parts, in one dimension."""
 
     @property
+    def is_by_inputs(self) -> bool:
+        """Whether each rank has some of the input features, and computes a term of all output features."""
+        return type(self.style).__name__ == "RowwiseParallel"
+
+    @property
     def part(self) -> int:
-        """Index of the output features that this rank computes; 0 if each rank computes a term of all of them."""
-        return 0 if type(self.style).__name__ == "RowwiseParallel" else self.mesh.get_local_rank()
+        """Index of the output features that this rank computes; 0 if it computes a term of all of them."""
+        return 0 if self.is_by_inputs else self.mesh.get_local_rank()
 
 
 def is_parallel(module: nn.Module) -> bool:
@@ -91,4 +97,4 @@ def without_tensor_parallelism(model: nn.Module) -> Iterator[None]:
 def tensor_mesh(models: Iterable[nn.Module]) -> DeviceMesh | None:
     """Returns the mesh of the ranks among which weights are split, in one dimension; None if none is."""
     meshes = (_held_by_forward(module).get("mesh") for model in models for module in model.modules())
-    return next((mesh for mesh in meshes if mesh is not None and mesh.mesh_dim_names == (_DIMENSION,)), None)
+    return next((mesh for mesh in meshes if mesh is not None and mesh.mesh_dim_names in _DIMENSIONS), None)

@@ -32,7 +32,7 @@ from ..layers.state import plain_name, snip_linears
 from ..optimizers.deepspeed_zero import check_deepspeed
 from ..parallel.ranks import Attempt, Processes, Ranks
 from ..parallel.sharding import is_fully_sharded, is_sharded, offloads
-from ..parallel.tensor_parallel import tensor_mesh
+from ..parallel.tensor_parallel import split_of, tensor_mesh
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
 from ..text import WITHOUT_PROBE
@@ -210,13 +210,15 @@ def check_model(model: nn.Module) -> None:
             parallelism of transformers, or tensor parallelism of anything else.
     """
     sizes = getattr(getattr(model, "config", None), "distributed_config", None)
-    for name, kind in (("ep_size", "expert-parallel"), ("pp_size", "pipeline-parallel")):
-        if (getattr(sizes, name, None) or 1) > 1:
-            raise ValueError(
-                f"The model is {kind} ({name}={getattr(sizes, name)}): no rank holds all of it, so that it cannot be "
-                f"probed. Load it with {name}=1 and tp_size, fsdp_size or dp_replicate_size instead, or use "
-                f"{WITHOUT_PROBE}."
-            )
+    is_spread = {
+        "expert-parallel (ep_size)": getattr(sizes, "enable_expert_parallel", False),  # true for ep_size above 1
+        "pipeline-parallel (pp_size)": (getattr(sizes, "pp_size", None) or 1) > 1,
+    }
+    for kind in [kind for kind, applies in is_spread.items() if applies]:
+        raise ValueError(
+            f"The model is {kind}: no rank runs all of it, so that it cannot be probed. Load it with tp_size, "
+            f"fsdp_size or dp_replicate_size instead, or use {WITHOUT_PROBE}."
+        )
     parts = [name for name, layer in snip_linears(model).items() if is_sharded(layer.weight)]
     is_split = (getattr(model, "tp_size", None) or 1) > 1 or (parts and not is_fully_sharded(model))
     if is_split and tensor_mesh([model]) is None:
@@ -232,6 +234,22 @@ def check_model(model: nn.Module) -> None:
             f"{WITHOUT_PROBE}."
         )
     check_attention(model)
+
+
+def check_split(layers: Mapping[str, SnipLayer]) -> None:
+    """Refuses tensor parallelism with parts of unequal size, on which attention fails within transformers.
+
+    Raises:
+        ValueError: names a layer.
+    """
+    for name, layer in layers.items():
+        split = split_of(layer)
+        features = layer.in_features if split is not None and split.is_by_inputs else layer.out_features
+        if split is not None and features % split.mesh.size():
+            raise ValueError(
+                f"tp_size={split.mesh.size()} does not divide the {features} features of layer {name!r} that it "
+                "splits. Load the model with a tp_size that divides them."
+            )
 
 
 def check_same_batch(batch: Mapping[str, Any] | None, processes: Processes) -> None:

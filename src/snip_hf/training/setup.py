@@ -35,7 +35,7 @@ from ..policies.setting import Setting, check_ties, find_stages
 from ..policies.target import check_attainable
 from ..records.run_folder import EventWriter
 from ..text import printable
-from .checks import check_guard, check_model, check_parts, check_pipeline
+from .checks import check_guard, check_model, check_parts, check_pipeline, check_split
 from .coverage import CoverageCounter
 from .gradients import GradientSource, find_source
 from .guard import Guard, StepMeter
@@ -127,6 +127,7 @@ def set_up(
         log.warning("snip-hf: %s", text)
     solver = processes.everyone.by_first(lambda: check_solver(config, log)) if needs_probe(config) else config.solver
     layers = SwappedLayers(bare, config, processes, backend, getattr(accelerator, "mixed_precision", None), log)
+    check_split(layers.present)
     keep_liger_out_of_graphs(bare, log)
     keep_states_apart([model] if isinstance(model, nn.Module) else model)
     _check_for_probe(bare, config, source, log)

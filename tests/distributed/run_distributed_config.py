@@ -103,6 +103,7 @@ def by_trainer(folder: Path, name: str, sizes: dict[str, int]) -> dict[str, Any]
         per_device_train_batch_size=4 * sizes.get("tp_size", 1) // ranks,
         gradient_accumulation_steps=2,
         learning_rate=1e-3,
+        adam_epsilon=1e-4,  # as in `loop`
         use_cpu=True,
         report_to=[],
         logging_steps=1,

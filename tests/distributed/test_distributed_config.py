@@ -46,8 +46,8 @@ def test_a_sharded_models_plan_losses_and_divergences_are_those_under_ddp(sharde
     assert {fmt for row in theirs["plan"].values() for fmt in row.values()} == {"fp4", "fp8"}
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
     assert list(ours["tables"]) == list(theirs["tables"]) == [1]
-    # Adam's first step magnifies the order in which gradients are summed.
-    for column, bound in ((LOSS, 1e-4), (WEIGHT, 1e-2)):
+    # Of gradients that are summed in another order, a few fall on the other side of a rounding step.
+    for column, bound in ((LOSS, 1e-5), (WEIGHT, 1e-2)):
         assert max(errors(ours["tables"][1], theirs["tables"][1], column)) < bound
 
 

@@ -113,7 +113,7 @@ def test_the_exponent_of_a_tensor_is_the_smallest_that_fits() -> None:
 
 @pytest.mark.parametrize("name", ["mxfp4", "ufp4", "fp8-tensor"])
 @pytest.mark.parametrize("operand", OPERANDS)
-def test_a_encoded_operand_is_the_rounded_one_under_every_exponent_of_the_range(operand: str, name: str) -> None:
+def test_an_encoded_operand_is_the_rounded_one_under_every_exponent_of_the_range(operand: str, name: str) -> None:
     x, state = rising(70, 90), numbers((name, name, name), rank=1, ranks=3)
     gemms = {"activation": (0, 2), "gradient": (1, 2), "weight": (0, 1)}[operand]
     own = int(exponents_of(torch.tensor([bits_of(float(x.abs().max()))])))

@@ -55,17 +55,27 @@ def second_of_four() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def plain_llama() -> Any:
+    """Returns a tiny Llama whose biases are not 0."""
+    model = tiny_llama(hidden=32, attention_bias=True, mlp_bias=True)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.constant_(parameter, 0.1)
+    return model
+
+
 def split_llama(ranks: int = 1) -> Any:
     """Returns a tiny Llama that transformers' styles split over so many ranks, as loading it would."""
-    model, mesh = tiny_llama(hidden=32), init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    model, mesh = plain_llama(), init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     for name, module in model.named_modules():
         style = STYLES.get(name.rpartition(".")[2])
         if style is None:
             continue
-        weight = module.weight.detach()
-        ALL_PARALLEL_STYLES[style].shard_param(module, "weight", mesh)
-        placements = module.weight.placements
-        module.weight = nn.Parameter(distribute_tensor(weight, mesh, placements, src_data_rank=None))
+        for kind, parameter in list(module.named_parameters()):
+            ALL_PARALLEL_STYLES[style].shard_param(module, kind, mesh)
+            placements = getattr(module, kind).placements
+            part = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+            setattr(module, kind, nn.Parameter(part))
         ALL_PARALLEL_STYLES[style].install_forward(module, mesh)
     return model
 
@@ -75,7 +85,7 @@ def tensors(sample: LayerSample) -> list[torch.Tensor]:
 
 
 def test_split_linears_are_swapped_and_restored_and_compute_the_same_bits(alone: None) -> None:
-    model, plain, batch = split_llama(), tiny_llama(hidden=32), text(2, 16)
+    model, plain, batch = split_llama(), plain_llama(), text(2, 16)
     expected = plain(**batch).loss
     expected.backward()
     names = convert_model(plain, fp4_config())
@@ -87,6 +97,7 @@ def test_split_linears_are_swapped_and_restored_and_compute_the_same_bits(alone:
     for name in names:
         layer, other = model.get_submodule(name), plain.get_submodule(name)
         assert torch.equal(layer.weight.grad.full_tensor(), other.weight.grad)
+        assert torch.equal(layer.bias.grad.full_tensor(), other.bias.grad)
         formats = dict.fromkeys(("forward", "grad_input", "grad_weight"), "fp8")
         layer.set_formats(formats), other.set_formats(formats)
     assert torch.equal(model(**batch).loss, plain(**batch).loss) and not torch.equal(model(**batch).loss, expected)
@@ -97,7 +108,7 @@ def test_split_linears_are_swapped_and_restored_and_compute_the_same_bits(alone:
 
 
 def test_passes_run_the_whole_model_and_leave_it_split(alone: None) -> None:
-    model, plain, batch = split_llama(), tiny_llama(hidden=32), text(2, 128)
+    model, plain, batch = split_llama(), plain_llama(), text(2, 128)
     forwards = {name: vars(module).get("forward") for name, module in model.named_modules()}
     names = convert_model(model, fp4_config())
     assert convert_model(plain, fp4_config()) == names
@@ -150,6 +161,13 @@ def test_models_of_which_no_rank_runs_all_are_refused(name: str) -> None:
     model = tiny_llama(hidden=16)
     model.config.distributed_config = DistributedConfig(**{name: 2}, tp_size=2)
     with pytest.raises(ValueError, match=rf"-parallel \({name}\): no rank runs all of it.*Load it with tp_size"):
+        check_model(model)
+
+
+def test_offloaded_shards_are_refused() -> None:
+    model = tiny_llama(hidden=16)
+    model.config.distributed_config = DistributedConfig(fsdp_size=2, fsdp_cpu_offload=True)
+    with pytest.raises(ValueError, match=r"host memory \(fsdp_cpu_offload\)"):
         check_model(model)
 
 

@@ -206,8 +206,8 @@ def check_model(model: nn.Module) -> None:
     """Refuses a model that the probe cannot run.
 
     Raises:
-        ValueError: an attention that does not support FP32 and cannot be switched, FSDP version 1, expert or pipeline
-            parallelism of transformers, or tensor parallelism of anything else.
+        ValueError: an attention that does not support FP32 and cannot be switched, FSDP version 1, transformers'
+            offloading, expert or pipeline parallelism, or tensor parallelism by anything but transformers.
     """
     sizes = getattr(getattr(model, "config", None), "distributed_config", None)
     is_spread = {
@@ -218,6 +218,11 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(
             f"The model is {kind}: no rank runs all of it, so that it cannot be probed. Load it with tp_size, "
             f"fsdp_size or dp_replicate_size instead, or use {WITHOUT_PROBE}."
+        )
+    if getattr(sizes, "fsdp_cpu_offload", False):
+        raise ValueError(
+            "The model keeps its shards in host memory (fsdp_cpu_offload), where the probe cannot gather them. Load it "
+            f"with fsdp_cpu_offload=False, or use {WITHOUT_PROBE}."
         )
     parts = [name for name, layer in snip_linears(model).items() if is_sharded(layer.weight)]
     is_split = (getattr(model, "tp_size", None) or 1) > 1 or (parts and not is_fully_sharded(model))

@@ -46,7 +46,7 @@ def test_a_model_is_examined_from_its_config(tmp_path: Path) -> None:
     )
     assert found["formats"].startswith("mxfp4, fp8-tensor by ")
     assert found["attention"] == "sdpa"
-    assert "FSDP 1, ZeRO-3: use FSDP2" in found["parallelism, refused with a probe"]
+    assert "FSDP 1: use FSDP2" in found["parallelism, refused with a probe"]
 
 
 @pytest.mark.parametrize(

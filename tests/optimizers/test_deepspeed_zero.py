@@ -15,12 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import zero_scenarios
 from torch import Tensor, nn
 from zero_scenarios import RANKS, SCENARIOS, STEPS, Scenario
 
-from snip_hf.optimizers.deepspeed_zero import ZeroOptimizer, check_deepspeed, find_zero
+from snip_hf.optimizers.deepspeed_zero import Stage3Optimizer, ZeroOptimizer, check_deepspeed, find_zero
 from snip_hf.optimizers.response import Response, responses
+from snip_hf.parallel.sharding import whole
+from snip_hf.parallel.zero3 import partitions_as_shards
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 SEEDED = torch.Generator().manual_seed(0)
@@ -105,19 +108,21 @@ def test_all_ranks_see_the_same_once_per_optimizer_step(found: list[dict[str, An
 
 
 @needs_deepspeed
-def test_both_classes_of_deepspeed_were_seen(found: list[dict[str, Any]]) -> None:
+def test_all_classes_of_deepspeed_were_seen(found: list[dict[str, Any]]) -> None:
     classes = {name: run["class"] for name, run in found[0].items()}
     assert classes.pop("ZeRO-1, BF16 with FP32 gradients") == "BF16_Optimizer"
-    assert set(classes.values()) == {"DeepSpeedZeroOptimizer"}
+    assert set(classes.values()) == {"DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"}
 
 
 @pytest.mark.parametrize(
     ("changes", "reason", "instead"),
     [
-        ({"zero_optimization": {"stage": 3}}, "stage=3 partitions the parameters", "ZeRO stage 1 or 2"),
-        ({"zero_optimization": {"stage": 0}}, "stage=0 does not partition", "ZeRO stage 1 or 2"),
-        ({"zero_optimization": {}}, "stage=0 does not partition", "ZeRO stage 1 or 2"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "on disk", "device 'cpu'"),
+        ({"zero_optimization": {"stage": 0}}, "stage=0 does not partition", "ZeRO stage 1, 2 or 3"),
+        ({"zero_optimization": {}}, "stage=0 does not partition", "ZeRO stage 1, 2 or 3"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "state on disk", "device 'cpu'"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "weights on disk", "device 'cpu'"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": 0.5}}}, "two optimizers", "ratio 1"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, "integers", "false there"),
         ({"zero_optimization": {"stage": 2, "zenflow": {}}}, "different times", "the same stage without it"),
         ({"fp16": {"enabled": True}}, "fp16 scales the loss", "bf16"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer 'OneBitAdam' is not known", "AdamW, Adam or SGD"),
@@ -174,7 +179,6 @@ def test_an_inner_optimizer_without_a_rule_is_refused(inner: type[torch.optim.Op
 def test_other_optimizers_of_deepspeed_are_refused_by_what_they_are() -> None:
     adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(4))])
     for kind, reason in [
-        ("DeepSpeedZeroOptimizer_Stage3", "stage 3 partitions the parameters"),
         ("ZenFlowZeroOptimizer", "at different times"),
         ("FP16_UnfusedOptimizer", "its optimizer is a FP16_UnfusedOptimizer"),
     ]:
@@ -182,6 +186,8 @@ def test_other_optimizers_of_deepspeed_are_refused_by_what_they_are() -> None:
             find_zero(SimpleNamespace(optimizer=_zero(adamw, kind)))
     with pytest.raises(ValueError, match="fp16 scales"):
         find_zero(_zero(adamw, dtype=torch.float16))
+    with pytest.raises(ValueError, match="at different times"):
+        find_zero(_stage_3(adamw, [], zenflow=True))
     wrapper = type("DeepSpeedOptimizerWrapper", (), {})()
     wrapper.optimizer = adamw
     with pytest.raises(ValueError, match="stage 0 does not partition"):
@@ -329,6 +335,67 @@ def test_a_norm_that_is_not_finite_is_refused(norm: float) -> None:
     vars(zero).update(clip_grad=1.0, scaled_global_norm=lambda: norm)
     with pytest.raises(ValueError, match="norm of all gradients is not finite"):
         ZeroOptimizer(zero).clip_factor()
+
+
+@pytest.mark.usefixtures("library")
+def test_a_weight_that_stage_3_partitions_has_the_response_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank, whose part is the whole weight."""
+    weights = {name: nn.Parameter(torch.randn(shape, generator=SEEDED)) for name, shape in (("a", (6, 4)), ("b", (5,)))}
+    adamw = torch.optim.AdamW(weights.values(), lr=0.1)
+    gradients = {name: torch.randn(weight.shape, generator=SEEDED) for name, weight in weights.items()}
+    for name, weight in weights.items():
+        weight.grad = gradients[name].clone()
+    adamw.step()
+    expected = responses(adamw, weights)
+    flat = nn.Parameter(torch.cat([weight.detach().flatten() for weight in weights.values()]))
+    inner = torch.optim.AdamW([flat], lr=0.1)
+    states = [adamw.state[weight] for weight in weights.values()]
+    averages = {key: torch.cat([one[key].flatten() for one in states]) for key in ("exp_avg", "exp_avg_sq")}
+    inner.state[flat] = {"step": states[0]["step"], **averages}
+    places = {id(weight): slice(0, 24) if name == "a" else slice(24, 29) for name, weight in weights.items()}
+    functions = {
+        "safe_get_local_grad": lambda weight: weight.grad.flatten(),
+        "safe_get_local_fp32_param": lambda weight: flat[places[id(weight)]],
+        "safe_get_local_optimizer_state": lambda weight, key: averages[key][places[id(weight)]],
+    }
+    vars(sys.modules["deepspeed.utils"]).update(functions)
+    utils = sys.modules["deepspeed.runtime.utils"]
+    monkeypatch.setattr(utils, "combine_grad_norm_groups", lambda norms: torch.stack(norms).norm(), raising=False)
+    frozen, model = nn.Parameter(torch.zeros(2), requires_grad=False), nn.Module()
+    for name, weight in {**weights, "frozen": frozen}.items():
+        model.register_parameter(name, weight)
+    zero = _stage_3(inner, list(weights.values()), flat)
+    vars(zero).update(clip_grad=1.0, _get_norm_groups=lambda: [torch.tensor(3.0), torch.tensor(4.0)])
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for weight in model.parameters():
+            vars(weight).update(
+                ds_tensor=weight.detach().flatten(), ds_shape=weight.shape, ds_process_group=dist.group.WORLD
+            )
+        with partitions_as_shards(model):
+            views, found = dict(model.named_parameters()), find_zero(zero)
+            assert type(found) is Stage3Optimizer and found.clip_factor() == pytest.approx(1 / 5)
+            answers, given = found.responses(views), found.gradients(views, 0.5)
+            assert list(answers) == list(given) == ["a", "b"] and len(answers) == 2 and "frozen" not in answers
+            for name, one in answers.items():
+                gradient = gradients[name]
+                assert torch.equal(whole(given[name]), 0.5 * gradient)
+                assert torch.equal(one.gathered().update(gradient), expected[name].update(gradient))
+                own = one.of_own_part()
+                assert own is not None
+                assert torch.equal(own.pullback(gradient, gradient), expected[name].pullback(gradient, gradient))
+    finally:
+        dist.destroy_process_group()
+
+
+def _stage_3(inner: Any, weights: list[nn.Parameter], flat: Any = None, **attributes: Any) -> Any:
+    zero = _zero(inner, "DeepSpeedZeroOptimizer_Stage3")
+    vars(zero).update(
+        fp16_groups=[weights], sub_group_to_group_id={0: 0}, fp32_partitioned_groups_flat=[flat], **attributes
+    )
+    return zero
 
 
 def _of_deepspeed(name: str, base: type, **attributes: Any) -> Any:

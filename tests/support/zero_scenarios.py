@@ -28,7 +28,12 @@ class Scenario:
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": self.micro_batches,
             "gradient_clipping": self.clip,
-            "zero_optimization": {"stage": self.stage, "offload_optimizer": {"device": self.offload}},
+            "zero_optimization": {
+                "stage": self.stage,
+                "offload_optimizer": {"device": self.offload},
+                # Stage 3 leaves smaller parameters, here those of the norms, whole between the passes.
+                "stage3_param_persistence_threshold": 100,
+            },
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": self.bf16},
             "data_types": {"grad_accum_dtype": self.accumulation},
@@ -44,6 +49,9 @@ SCENARIOS = {
     "ZeRO-2, offload": Scenario(2, micro_batches=2, offload="cpu"),
     "ZeRO-1, BF16 with FP32 gradients": Scenario(1, micro_batches=2, bf16=True, accumulation="fp32"),
     "ZeRO-2, BF16": Scenario(2, micro_batches=2, bf16=True),
+    "ZeRO-3": Scenario(3),
+    "ZeRO-3, offload": Scenario(3, micro_batches=2, offload="cpu"),
+    "ZeRO-3, BF16": Scenario(3, micro_batches=2, bf16=True),
 }
 """In BF16 with FP32 gradients, stage 1 is another class of DeepSpeed's."""
 

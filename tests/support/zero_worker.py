@@ -14,19 +14,23 @@ import zero_scenarios
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from zero_scenarios import SCENARIOS, STEPS, Scenario
 
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.passes import run_pass
 from snip_hf.optimizers.deepspeed_zero import ZeroOptimizer, find_zero
+from snip_hf.parallel.sharding import whole
+from snip_hf.parallel.zero3 import partitions_as_shards
 
 
 def train(scenario: Scenario, watch: bool) -> dict[str, Any]:
     """Returns the weights after some steps, and what was seen before each of them if somebody watched."""
     AcceleratorState._reset_state(reset_partial_state=False)
+    unset_hf_deepspeed_config()  # under ZeRO-3 models are built in parts, with other random numbers
+    model, adamw = zero_scenarios.model_and_optimizer()
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=scenario.config()))
     assert accelerator.num_processes == zero_scenarios.RANKS
-    model, adamw = zero_scenarios.model_and_optimizer()
     data = DataLoader(zero_scenarios.rows(), batch_size=zero_scenarios.ROWS)
     engine, optimizer, _ = accelerator.prepare(model, adamw, data)
     zero = find_zero(optimizer)  # as from a Trainer's callback
@@ -34,12 +38,14 @@ def train(scenario: Scenario, watch: bool) -> dict[str, Any]:
     seen: list[dict[str, Any]] = []
     handle = None
     if watch:
-        assert type(find_zero(adamw, engine)) is type(find_zero(adamw, accelerator)) is ZeroOptimizer
+        assert type(find_zero(adamw, engine)) is type(find_zero(adamw, accelerator))
+        assert isinstance(zero, ZeroOptimizer)
         batch = Batch.of(zero_scenarios.batch(0, 0, accelerator.process_index))
 
         def look() -> None:
-            run_pass(model, batch, {})
-            seen.append(observe(zero, dict(model.named_parameters())))
+            with partitions_as_shards(model):
+                run_pass(model, batch, {})
+                seen.append(observe(zero, dict(model.named_parameters())))
 
         handle = zero.before_step(look)
     for step in range(STEPS):
@@ -56,7 +62,8 @@ def train(scenario: Scenario, watch: bool) -> dict[str, Any]:
         assert "step" in vars(engine.optimizer)
         handle.remove()
         assert "step" not in vars(engine.optimizer)
-    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    with partitions_as_shards(model):
+        weights = {name: whole(weight.detach()).clone() for name, weight in model.named_parameters()}
     engine.destroy()
     return {"seen": seen, "weights": weights, "looks": count, "class": type(engine.optimizer).__name__}
 
@@ -68,11 +75,11 @@ def observe(zero: ZeroOptimizer, weights: dict[str, Any]) -> dict[str, Any]:
     for name, weight in weights.items():
         at = zero.context(weight)
         found[name] = {
-            "gradient": zero.gradient(weight).clone(),
+            "gradient": whole(zero.gradient(weight)).clone(),
             "group": {key: value for key, value in at.group.items() if key != "params"},
-            "state": {key: value.clone() for key, value in at.state.items()},
-            "weight": at.parameter.clone(),
-            "update": answers[name].gathered().update(gradients[name]),
+            "state": {key: whole(value).clone() for key, value in at.state.items()},
+            "weight": whole(at.parameter).clone(),
+            "update": answers[name].gathered().update(whole(gradients[name])),
         }
     return found
 

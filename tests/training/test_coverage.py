@@ -416,14 +416,14 @@ def test_where_no_pass_can_be_run_apart_nothing_is_counted(
     message = "snip-hf: the FLOPs of a micro-batch are not counted %s, so coverage is not known."
     sharded, spread, parallel = seeded(SparseLM), seeded(SparseLM), seeded(SparseLM)
     sharded.extra = FullyShardedDataParallel()
-    spread.embed.weight.ds_shape = spread.embed.weight.shape
+    spread.embed.weight.ds_tensor = SimpleNamespace(final_location="nvme")
     parallel.tp_size = 2
     routed = seeded(SparseLM)
     assert told(sharded) == [message % "under FSDP version 1"]
-    assert told(spread) == [message % "under DeepSpeed's ZeRO-3"]
+    assert told(spread) == [message % "under DeepSpeed's ZeRO-3 with weights on disk"]
     assert told(parallel) == [message % "under tensor parallelism"]
     monkeypatch.setattr(coverage_module, "is_fully_sharded", lambda model: True)
-    assert told(routed) == [message % "under FSDP2 with experts that are layers of their own"]
+    assert told(routed) == [message % "under FSDP2 or ZeRO-3 with experts that are layers of their own"]
 
 
 def test_ranks_count_which_grad_inputs_run() -> None:

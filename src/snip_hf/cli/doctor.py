@@ -48,8 +48,8 @@ _MEASURED = {2048: "TinyLlama-1.1B: 1.303", 4096: "8 layers of an 8B shape: 1.47
 # Models of less than half the smallest measured hidden size spend their time on launches.
 _SMALLEST = min(_MEASURED) // 2
 _PARALLELISM = {
-    "works": "one process, DDP, FSDP2, transformers' fsdp_size, dp_replicate_size and tp_size, ZeRO-1 and 2, pipelines",
-    "refused with a probe": "FSDP 1, ZeRO-3: use FSDP2; context, expert parallelism; or use a policy without a probe",
+    "works": "one process, DDP, FSDP2, transformers' fsdp_size, dp_replicate_size and tp_size, ZeRO, pipelines",
+    "refused with a probe": "FSDP 1: use FSDP2; context, expert parallelism; or use a policy without a probe",
 }
 _MAX_LINE = 400
 

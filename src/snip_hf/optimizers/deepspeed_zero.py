@@ -1,8 +1,10 @@
-"""Access to one weight's gradient and state in a DeepSpeed ZeRO optimizer (stages 1 and 2).
+"""Access to one weight's gradient and state in a DeepSpeed ZeRO optimizer.
 
 Each rank holds a part of the averaged gradients, of the FP32 master weights and of the optimizer's state, on its device
-or offloaded to the CPU. `ZeroOptimizer` gathers the data of one weight, whole and in FP32. That is collective: every
-rank asks for the same weights in the same order, one at a time, so that no rank holds more than one weight's data.
+or offloaded to the CPU. In stages 1 and 2 these parts end anywhere in a weight: `ZeroOptimizer` gathers the data of one
+weight, whole and in FP32. That is collective: every rank asks for the same weights in the same order, one at a time, so
+that no rank holds more than one weight's data. Stage 3 also partitions the weights, each into equal parts:
+`Stage3Optimizer` gives the data of one weight as FSDP2 shards it, for the views of `parallel.zero3`.
 
 DeepSpeed clips, steps and drops the gradients in one call, within Accelerate's `backward`. `before_step` is the moment
 between: gradients are accumulated and averaged over the ranks, nothing is clipped or updated yet.
@@ -19,21 +21,20 @@ import torch
 from torch import Tensor
 
 from ..parallel.sharding import deepspeed_engine, has_class
+from ..parallel.zero3 import partitioned, sharded_part
 from ..text import WITHOUT_PROBE
 from .response import AnalyticResponse, Response, rule_name
 from .update_rules import ELEMENTWISE, UpdateContext
 
-# DeepSpeed's classes for stages 1 and 2 -> their attribute with the model's weights by parameter group.
-_WEIGHTS = {"DeepSpeedZeroOptimizer": "bit16_groups", "BF16_Optimizer": "bf16_groups"}
-_REFUSED = {
-    "DeepSpeedZeroOptimizer_Stage3": "ZeRO stage 3 partitions the parameters",
-    "ZenFlowZeroOptimizer": "ZenFlow updates parts of the weights at different times",
-}
+_STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
+# DeepSpeed's classes -> their attribute with the model's weights by parameter group; in stage 3 by parts of groups.
+_WEIGHTS = {"DeepSpeedZeroOptimizer": "bit16_groups", "BF16_Optimizer": "bf16_groups", _STAGE_3: "fp16_groups"}
+_ZENFLOW = "ZenFlow updates parts of the weights at different times"
 # Inner optimizers with elementwise updates, which are the same on a flat partition as on single weights.
 _RULES = ("torch.SGD", "torch.Adam", "torch.AdamW")
 _ADAMS = ("deepspeed.FusedAdam", "deepspeed.DeepSpeedCPUAdam")
 _FP16 = ("fp16 scales the loss and the gradients that the probe needs", "bf16")
-_STAGES_INSTEAD = "ZeRO stage 1 or 2 (zero_optimization.stage in the DeepSpeed configuration), or FSDP2"
+_STAGES_INSTEAD = "ZeRO stage 1, 2 or 3 (zero_optimization.stage in the DeepSpeed configuration), or FSDP2"
 
 
 def check_deepspeed(config: Mapping[str, Any]) -> None:
@@ -47,16 +48,20 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
     """
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
-    if stage not in (1, 2):
-        reason = "partitions the parameters" if stage == 3 else "does not partition, as plain DDP does"
-        raise _refusal(f"zero_optimization.stage={stage} {reason}", _STAGES_INSTEAD)
-    if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
-        raise _refusal("zero_optimization.offload_optimizer keeps the state on disk", "device 'cpu' or 'none' there")
+    if stage not in (1, 2, 3):
+        raise _refusal(f"zero_optimization.stage={stage} does not partition, as plain DDP does", _STAGES_INSTEAD)
+    for name, kept in (("offload_optimizer", "state"), ("offload_param", "weights")):
+        if (zero.get(name) or {}).get("device") == "nvme":
+            raise _refusal(f"zero_optimization.{name} keeps the {kept} on disk", "device 'cpu' or 'none' there")
+    if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) != 1.0:
+        raise _refusal("zero_optimization.offload_optimizer.ratio splits the state among two optimizers", "ratio 1")
+    if zero.get("zero_quantized_nontrainable_weights"):
+        raise _refusal("zero_quantized_nontrainable_weights stores frozen weights as integers", "false there")
     # "auto" follows Accelerate's mixed_precision, which `check_launch` checks.
     if (config.get("fp16") or {}).get("enabled") is True:
         raise _refusal(*_FP16)
     if "zenflow" in zero:
-        raise _refusal(f"zero_optimization.zenflow: {_REFUSED['ZenFlowZeroOptimizer']}", "the same stage without it")
+        raise _refusal(f"zero_optimization.zenflow: {_ZENFLOW}", "the same stage without it")
     kind = str(config.get("optimizer", {}).get("type", "AdamW"))
     if kind.lower() not in ("adam", "adamw", "sgd"):
         raise _refusal(f"the update of the optimizer {kind!r} is not known", "AdamW, Adam or SGD")
@@ -91,7 +96,9 @@ def find_zero(optimizer: Any, *candidates: Any) -> ZeroOptimizer | None:
         found = getattr(found, "optimizer", None)
     if found is None and is_deepspeed:
         raise _refusal("stage 0 does not partition, as plain DDP does", _STAGES_INSTEAD)
-    return None if found is None else ZeroOptimizer(found)
+    if found is None:
+        return None
+    return Stage3Optimizer(found) if type(found).__name__ == _STAGE_3 else ZeroOptimizer(found)
 
 
 class ZeroOptimizer:
@@ -109,7 +116,7 @@ class ZeroOptimizer:
     def __init__(self, optimizer: Any) -> None:
         kind = type(optimizer).__name__
         if kind not in _WEIGHTS:
-            raise _refusal(_REFUSED.get(kind, f"its optimizer is a {kind}"), _STAGES_INSTEAD)
+            raise _refusal(_ZENFLOW if kind.startswith("ZenFlow") else f"its optimizer is a {kind}", _STAGES_INSTEAD)
         self._zero = optimizer
         self._inner: torch.optim.Optimizer = optimizer.optimizer
         weights = getattr(optimizer, _WEIGHTS[kind])
@@ -199,12 +206,15 @@ class ZeroOptimizer:
         held = self._inner.state.get(flat, {})
         # Sorted, so that all ranks gather them in one order.
         state = {key: self._whole(weight, held[key], flat) for key in sorted(held)}
+        return self._context(group, state, safe_get_full_fp32_param(weight).detach())
+
+    def _context(self, group: Mapping[str, Any], state: dict[str, Any], weight: Tensor) -> UpdateContext:
         if not group.get("bias_correction", True):
             state["step"] = math.inf  # so that 1 - beta^step is 1
         # DeepSpeed's own Adams have no AMSGrad and no such entry.
-        return UpdateContext({"amsgrad": False, **group}, state, safe_get_full_fp32_param(weight).detach())
+        return UpdateContext({"amsgrad": False, **group}, state, weight)
 
-    def responses(self, weights: Mapping[str, Tensor]) -> dict[str, Response]:
+    def responses(self, weights: Mapping[str, Tensor]) -> Mapping[str, Response]:
         """Returns name -> response for the weights that the optimizer updates, as `response.responses` does.
 
         Each call of a response gathers the context anew, and is collective; `gathered` keeps it.
@@ -234,8 +244,11 @@ class ZeroOptimizer:
                 f"The ZeRO optimizer does not update the weight of shape {tuple(weight.shape)}; expected one of the "
                 f"{len(self._groups)} parameters that it was built with. Ask `holds` first."
             )
-        group: dict[str, Any] = self._inner.param_groups[self._groups[id(weight)]]
+        group: dict[str, Any] = self._inner.param_groups[self._group_index(weight)]
         return group
+
+    def _group_index(self, weight: Tensor) -> int:
+        return self._groups[id(weight)]
 
     def _whole(self, weight: Tensor, value: Any, flat: Tensor) -> Any:
         """Gathers a weight's state from the flat partitions; anything but one number per element is returned as is.
@@ -253,6 +266,56 @@ class ZeroOptimizer:
             whole.narrow(0, at.start, at.numel).copy_(value.narrow(0, source.start, source.numel))
         comm.all_reduce(whole, group=weight._dp_group)  # type: ignore[attr-defined]
         return whole.view(weight.shape)
+
+
+class Stage3Optimizer(ZeroOptimizer):
+    """Access to a DeepSpeed optimizer of ZeRO stage 3, for the weights that `partitions_as_shards` shows.
+
+    Gradients, states and FP32 weights are sharded as these are. Methods are collective only if the rows of a weight do
+    not divide among the ranks.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        if getattr(optimizer, "zenflow", False):
+            raise _refusal(_ZENFLOW, "the same stage without it")
+
+    def holds(self, weight: Tensor) -> bool:
+        return super().holds(partitioned(weight))
+
+    def _norm(self) -> float:
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        return float(combine_grad_norm_groups(self._zero._get_norm_groups()))
+
+    def gradient(self, weight: Tensor) -> Tensor:
+        self._group(weight)
+        from deepspeed.utils import safe_get_local_grad
+
+        return sharded_part(safe_get_local_grad(partitioned(weight)), weight)
+
+    def context(self, weight: Tensor) -> UpdateContext:
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        group, source = self._group(weight), partitioned(weight)
+        flat = self._zero.fp32_partitioned_groups_flat[self._groups[id(source)]]
+        held = self._inner.state.get(flat, {})
+        state = {
+            key: sharded_part(safe_get_local_optimizer_state(source, key).to(torch.float32), weight)
+            if isinstance(held[key], Tensor) and held[key].shape == flat.shape
+            else held[key]
+            for key in sorted(held)
+        }
+        own = sharded_part(safe_get_local_fp32_param(source).detach().to(torch.float32), weight)
+        return self._context(group, state, own)
+
+    def _group_index(self, weight: Tensor) -> int:
+        index: int = self._zero.sub_group_to_group_id[self._groups[id(partitioned(weight))]]
+        return index
+
+    def responses(self, weights: Mapping[str, Tensor]) -> Mapping[str, Response]:
+        """As in the base class, but each access makes the response anew: offloaded states come from the CPU."""
+        return _Responses(self, {name: weight for name, weight in weights.items() if self.holds(weight)})
 
 
 @dataclass(frozen=True)
@@ -294,6 +357,26 @@ class _Gradients(Mapping[str, Tensor]):
         return self.zero.gradient(self.weights[name]) * self.factor
 
     def __contains__(self, name: object) -> bool:  # without gathering it
+        return name in self.weights
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+@dataclass(frozen=True)
+class _Responses(Mapping[str, Response]):
+    """Responses of sharded weights."""
+
+    zero: Stage3Optimizer
+    weights: Mapping[str, Tensor]
+
+    def __getitem__(self, name: str) -> Response:
+        return AnalyticResponse(self.zero.context(self.weights[name]), ELEMENTWISE[self.zero.rule])
+
+    def __contains__(self, name: object) -> bool:  # without making it
         return name in self.weights
 
     def __iter__(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Wrapped models and sharded tensors: unwrapping, gathering, local parts, and FSDP2's hooks and prefetching."""
+"""Wrapped models and sharded tensors: unwrapping, gathering, local parts, hooks of FSDP2 and DeepSpeed, prefetching."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 # The newer name, from torch 2.13 on.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -124,7 +124,7 @@ def whole(tensor: Tensor) -> Tensor:
     # FSDP2's layout of most weights; this is many times faster on the host than the general way.
     local = tensor.to_local().contiguous()
     result = local.new_empty(tensor.shape)
-    _all_gather(result, local, group=mesh.get_group())
+    all_gather(result, local, group=mesh.get_group())
     return result
 
 
@@ -184,11 +184,11 @@ def _sum_of_squares(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
-    """Keeps FSDP2 from gathering parameters inside the context; the caller provides whole ones."""
+    """Keeps FSDP2 and DeepSpeed from gathering parameters inside the context; the caller provides whole ones."""
     kept = []
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook)]:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks):
+            for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook) or _is_of_deepspeed(hook)]:
                 kept.append((hooks, dict(hooks)))
                 del hooks[key]
     try:
@@ -205,3 +205,8 @@ def _is_of_fsdp(hook: Any) -> bool:
             return True
         hook = getattr(hook, "__wrapped__", None)
     return False
+
+
+def _is_of_deepspeed(hook: Any) -> bool:
+    """Returns True for DeepSpeed's hooks; those of ZeRO-3 gather, prefetch and trace the order of modules."""
+    return str(getattr(hook, "__module__", "")).startswith("deepspeed.")

@@ -19,7 +19,7 @@ from ..estimation.ties import Ties
 from ..json_io import from_json
 from ..layers.state import unwrapped_name
 from ..parallel.ranks import Attempt, Ranks
-from ..parallel.sharding import has_first_rows, own_part
+from ..parallel.zero3 import first_row
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
 from ..policies.setting import names_of
@@ -259,9 +259,9 @@ def weights_fingerprint(model: nn.Module) -> str | None:
     """
     digest = hashlib.sha256()
     for name, parameter in sorted((unwrapped_name(name), parameter) for name, parameter in model.named_parameters()):
-        if not has_first_rows(parameter):
+        row, shape = first_row(parameter)
+        if row is None:
             return None
-        row = own_part(parameter.detach()).reshape(-1)[: parameter.shape[-1] if parameter.ndim > 1 else 1]
-        digest.update(json.dumps([name, list(parameter.shape)]).encode())
+        digest.update(json.dumps([name, shape]).encode())
         digest.update(row.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()

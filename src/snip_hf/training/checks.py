@@ -145,7 +145,7 @@ def check_launch(config: SnipConfig, accelerator: Any) -> None:
 
     Raises:
         ValueError: FP8 mixed precision; a guard under DeepSpeed; and with a policy that needs a probe FSDP version 1,
-            offloading, a stage of DeepSpeed that partitions weights, FP16 under FSDP2 or DeepSpeed, context
+            offloading, DeepSpeed that partitions nothing, FP16 under FSDP2 or DeepSpeed, context
             parallelism, or Megatron-LM.
     """
     if accelerator is None:

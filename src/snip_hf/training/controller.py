@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..estimation.coverage import Coverage
 from ..numerics.random_state import RandomState
 from ..parallel.pipeline import Pipeline, parts_of
 from ..parallel.ranks import Attempt
+from ..parallel.zero3 import partitions_as_shards
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
 from ..records.run_folder import EventWriter, RunFolder, Tracker
@@ -235,11 +237,17 @@ class SnipController:
         Raises:
             TypeError, ValueError: `step` is not an integer, or (without an Accelerator) not the one after `self.step`.
         """
-        if self._calls.count("before_optimizer_step", step, self.step) and not self._source.is_inside_step:
+        if not self._source.is_inside_step and self._calls.count("before_optimizer_step", step, self.step):
             self._before_optimizer_step()
 
     def _before_optimizer_step(self) -> None:
-        step, run = self.step + 1, self._run
+        step = self.step + 1
+        is_read = self._run.coverage.is_due or self._refreshes(step)
+        with partitions_as_shards(self.model) if is_read else nullcontext():
+            self._begin_step(step)
+
+    def _begin_step(self, step: int) -> None:
+        run = self._run
         self._source.note_step()
         self._calls.begin(self._source.is_late)
         is_left_out = self._guard is not None and self._guard.leaves_out(step)

@@ -22,6 +22,7 @@ from ..estimation.coverage import LITTLE, Coverage, PassCounts, count_pass, trai
 from ..estimation.passes import forward_inputs
 from ..parallel.ranks import Attempt, Processes, RankError, describe, failing_together
 from ..parallel.sharding import is_fully_sharded
+from ..parallel.zero3 import are_on_disk, has_partitions
 from ..policies.registry import needs_probe
 from ..records.events import Counted
 from ..records.run_folder import EventWriter
@@ -118,11 +119,12 @@ class CoverageCounter:
             return "under tensor parallelism"
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in self._model.modules()):
             return "under FSDP version 1"
-        if is_fully_sharded(self._model) and any(_EXPERT.search(layer) for layer in self._in_force.setting.flops):
+        if are_on_disk(self._model):
+            return "under DeepSpeed's ZeRO-3 with weights on disk"
+        is_sharded = is_fully_sharded(self._model) or has_partitions(self._model)
+        if is_sharded and any(_EXPERT.search(layer) for layer in self._in_force.setting.flops):
             # Each layer gathers its weight when it runs, and ranks run different experts.
-            return "under FSDP2 with experts that are layers of their own"
-        if any(hasattr(parameter, "ds_shape") for parameter in self._model.parameters()):
-            return "under DeepSpeed's ZeRO-3"
+            return "under FSDP2 or ZeRO-3 with experts that are layers of their own"
         return None
 
     def _count(self, step: int, inputs: _Inputs | None, is_new: bool) -> None:

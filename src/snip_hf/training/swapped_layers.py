@@ -23,6 +23,7 @@ from ..layers.selection import skip_reasons
 from ..layers.state import PackedStates, pack_states, set_rank, set_step, snip_linears
 from ..parallel.pipeline import parts_of
 from ..parallel.ranks import Processes, Ranks
+from ..parallel.zero3 import has_partitions
 from ..policies.setting import Setting, siblings
 from .checks import check_layers
 from .plan_in_force import formats_in_use
@@ -125,9 +126,10 @@ class SwappedLayers:
     def note_micro_batches(self, count: int) -> None:
         """Keeps quantized weights from the first step on that has several micro-batches.
 
-        They are then worth their memory. A single micro-batch quantizes each layout once anyway.
+        They are then worth their memory. A single micro-batch quantizes each layout once anyway. ZeRO-3 shows weights
+        to the passes of their modules only, which quantize them themselves.
         """
-        self._keeps_weights |= count > 1
+        self._keeps_weights = self._keeps_weights or (count > 1 and not has_partitions(self._model))
 
     def end_step(self) -> None:
         """To be called after each optimizer step: quantized weights are outdated."""

@@ -488,7 +488,7 @@ def test_several_processes_are_accepted_with_every_policy(setting: dict[str, Any
                 {"parallelism_config": ParallelismConfig(**{f"{name}_size": 2})},
                 f"{name}_size=2: its ranks hold parts of the activations; use 1",
             )
-            for name in ("tp", "cp", "sp")
+            for name in ("cp", "sp")
         ],
     ],
 )
@@ -502,6 +502,13 @@ def test_launches_under_which_nothing_can_be_probed_are_refused_even_in_one_proc
         )
         check_launch(fp4_config(policy="random"), accelerator)
         check_launch(fp4_config(fixed_plan="plan.json"), accelerator)
+
+
+def test_tensor_parallelism_that_has_split_nothing_is_refused() -> None:
+    accelerator = fake_accelerator(parallelism_config=ParallelismConfig(tp_size=2))
+    model = tiny_llama(hidden=32)
+    message = refusal(lambda: SnipController(model, torch.optim.SGD(model.parameters()), fp4_config(), accelerator))
+    assert message.startswith("The model is tensor-parallel (tp_size is above 1), but not by transformers")
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

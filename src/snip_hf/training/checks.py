@@ -202,8 +202,12 @@ def _unsupported(accelerator: Any) -> str | None:
     return None
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, accelerator: Any = None) -> None:
     """Refuses a model that the probe cannot run.
+
+    Args:
+        model: converted, without wrappers.
+        accelerator: the Accelerate object of the loop, if there is one; it may have a `tp_size`.
 
     Raises:
         ValueError: an attention that does not support FP32 and cannot be switched, FSDP version 1, transformers'
@@ -225,7 +229,9 @@ def check_model(model: nn.Module) -> None:
             f"with fsdp_cpu_offload=False, or use {WITHOUT_PROBE}."
         )
     parts = [name for name, layer in snip_linears(model).items() if is_sharded(layer.weight)]
-    is_split = (getattr(model, "tp_size", None) or 1) > 1 or (parts and not is_fully_sharded(model))
+    parallelism = getattr(getattr(accelerator, "state", accelerator), "parallelism_config", None)
+    tp_sizes = [getattr(holder, "tp_size", None) or 1 for holder in (model, parallelism)]
+    is_split = max(tp_sizes) > 1 or (parts and not is_fully_sharded(model))
     if is_split and tensor_mesh([model]) is None:
         raise ValueError(
             f"The model is tensor-parallel ({parts[0] if parts else 'tp_size is above 1'}), but not by transformers: "

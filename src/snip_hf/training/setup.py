@@ -130,7 +130,7 @@ def set_up(
     check_split(layers.present)
     keep_liger_out_of_graphs(bare, log)
     keep_states_apart([model] if isinstance(model, nn.Module) else model)
-    _check_for_probe(bare, config, source, log)
+    _check_for_probe(bare, config, source, accelerator, log)
     setting = find_setting(bare, config, processes.pipeline)
     in_force = _first_in_force(bare, backend.name, setting, processes, events, log)
     finds_ties = config.ties == AUTO_TIES
@@ -145,12 +145,14 @@ def set_up(
     return RunParts(config, bare, backend.name, layers, source, in_force, refresher, coverage, guard, messages)
 
 
-def _check_for_probe(model: nn.Module, config: SnipConfig, source: GradientSource, log: logging.Logger) -> None:
+def _check_for_probe(
+    model: nn.Module, config: SnipConfig, source: GradientSource, accelerator: Any, log: logging.Logger
+) -> None:
     """Refuses models and optimizers that cannot be probed."""
     if not needs_probe(config):
         return
     source.check()
-    check_model(model)
+    check_model(model, accelerator)
     check_parts(parts_of(model))
     layers = snip_linears(model)
     POLICIES[config.policy].criterion.check_layers(layers, source.trains())

@@ -200,7 +200,7 @@ def settings(options: argparse.Namespace, formats: str, loss_estimator: str) -> 
         first_refresh=1,
         refresh_every=1000,
         apply_delay=options.delay,
-        # As in the figures of docs/fidelity.md; by GEMM the program has three times as many groups.
+        # The figures of docs/fidelity.md are by layer; by GEMM the program has three times as many groups.
         granularity="layer",
         solver="highs",
         formats=tuple(formats.split(",")),

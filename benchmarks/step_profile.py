@@ -1,4 +1,4 @@
-"""Where the time of a training step, or of a refresh, goes: which kernels, and which functions of the host.
+"""Profiles a training step or a refresh: the time of each kernel, and of each function of the host.
 
     python benchmarks/step_profile.py --refresh --host 40
     python benchmarks/step_profile.py --model TinyLlama-1.1B --recipes BF16 "snip-hf MXFP4" "torchao tensorwise"

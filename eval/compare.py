@@ -64,7 +64,7 @@ DECAYS = ("cosine", "linear", "constant")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSection:
-    """How all contenders train: AdamW, linear warmup, one schedule over `base_steps` + `steps`."""
+    """Training settings of all contenders: AdamW, linear warmup, one schedule over `base_steps` + `steps`."""
 
     steps: int
     """Steps of a cell."""

@@ -1,4 +1,4 @@
-"""What the import contract in setup.cfg cannot say: who imports torch.distributed."""
+"""Only some modules import torch.distributed, a rule that the import contract in setup.cfg cannot express."""
 
 from __future__ import annotations
 

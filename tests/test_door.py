@@ -1,4 +1,4 @@
-"""What comes through the door of the package: which names, from where, and when it is loaded."""
+"""The public names of the package: their list, their modules, and when they are loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be added in one place each: a number format, a backend, a layer kind, a policy, a tracker of events.
+"""A number format, a backend, a layer kind, a policy and a tracker of events can each be added in one place.
 
 Each is added here, in a test of its own and below 40 lines, and takes part in a small training.
 `test_names_in_one_place.py` looks for the names of what is built in.
@@ -192,7 +192,7 @@ def test_three_formats_can_be_options_of_one_run_and_no_quantization_is_free(
         assert [option["weight"] > 0 for option in group["options"]] == [False, False, True]
     bf16, fp8, fp4 = (sum(group["options"][index]["cost"] for group in groups) for index in range(3))
     assert bf16 == 0 < fp8 < fp4
-    # What is not in FP4 is best left alone, since nothing asks for FP8.
+    # GEMMs that are not in FP4 stay in BF16, since nothing asks for FP8.
     assert used(final_plan(run)) == {"fp4", "bf16"}
     _, table = read_divergence(tmp_path / "snip" / "divergence-2.json")
     assert {row.format for row in table.rows} == {"fp4", "fp8"}
@@ -381,7 +381,7 @@ def test_a_new_layer_kind_is_probed_planned_trained_saved_and_restored(tmp_path:
     in_force = {name: layer.formats for name, layer in snip_linears(run.model).items()}
     assert in_force == final_plan(run).to_dict()["assignment"]
     assert {name for name in MLP if isinstance(run.model.get_submodule(name), SnipPointwise)} == set(MLP)
-    # As a model of linears with the same numbers is.
+    # A model of linears with the same numbers gets the same plan.
     linears = train(tmp_path / "linear", config, model=llama_of(nn.Linear), max_steps=ONE_REFRESH)
     assert final_plan(linears).assignment == final_plan(run).assignment
     for name, tensor in as_linears(weights(run.model)).items():

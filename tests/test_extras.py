@@ -1,4 +1,4 @@
-"""What training does not need: is it in the right extra, and does a package that is missing cost one sentence?"""
+"""Packages that training does not need are in the right extra, and a missing one is reported in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shipped beside the package, and links that work from anywhere."""
+"""The files that are shipped beside the package, and links that work from anywhere."""
 
 from __future__ import annotations
 

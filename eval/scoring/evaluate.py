@@ -39,7 +39,7 @@ class Settings:
     seed: int = DEFAULT_SEED
     """Seed of few-shot sampling and of the generators of python, numpy and torch."""
     answers: bool = False
-    """Whether rows list which documents were answered rightly (`questions.answers_of`)."""
+    """True: rows list the documents that were answered correctly (`questions.answers_of`)."""
 
 
 def evaluate(

@@ -30,7 +30,7 @@ class ModelSection:
     dtype: str = "float32"
     """Dtype of the parameters (master weights); `training.bf16` makes computations BF16."""
     attn_implementation: str | None = None
-    """As in transformers, e.g. "sdpa"; None: its default."""
+    """Name as in transformers, e.g. "sdpa"; None: its default."""
     lora: dict[str, Any] | None = None
     """Fields of PEFT's LoraConfig: trains adapters on the frozen model; None trains the model."""
 

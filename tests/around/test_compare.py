@@ -287,7 +287,7 @@ def test_models_are_compared_question_by_question(tmp_path: Path, capsys: pytest
     assert compare_scores.main(list(map(str, files))) == 0
     rows = capsys.readouterr().out.splitlines()
     assert rows[0] == "bf16, accuracy in percent (questions): arc_easy 75.00 (8); only bf16 100.00 (1)"
-    # Of 5 questions that only one of the two has right, all in favour of BF16: 2 / 2^5.
+    # Only one of the two answers 5 questions correctly, always BF16: 2 / 2^5.
     assert rows[4:] == [
         "| arc_easy | snip | 75.00 | +0.00 ± 37.04 | 1, 1 | 1.000 | 1.000 |",
         "| arc_easy | fp4 | 12.50 | -62.50 ± 35.86 | 0, 5 | 0.062 | 0.125 |",

@@ -18,7 +18,7 @@ from snip_hf.planning.plan import PrecisionPlan
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "tutorial.md"
 COMMANDS = 20
-# What a machine without a network does not run, and what tests/around/test_recipes.py and test_eval.py do.
+# Sections that need a network, or that tests/around/test_recipes.py and test_eval.py run.
 LEFT_OUT = ("1. Install", "4. Compare with BF16", "5. Score it on benchmarks")
 SMALLER = (
     "training.max_steps=12 training.logging_steps=4 training.eval_strategy=no training.eval_on_start=false "

@@ -39,7 +39,7 @@ COMMANDS = (
 
 @pytest.fixture
 def stream(request: pytest.FixtureRequest) -> Iterator[TextIO]:
-    """What is left of a pipe whose reader has gone: buffered, or written at every line."""
+    """A pipe whose reader has gone: buffered, or written at every line."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w", buffering=request.param) as file:

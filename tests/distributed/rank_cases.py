@@ -12,7 +12,7 @@ from snip_hf.config import AUTO_TIES
 _SGD = {"optimizer": "sgd", "steps": 6, "micro_batches": 2, "clip": 0.5}
 _NEVER = {"start_format": "bf16", "first_refresh": 1, "refresh_every": 1, "apply_delay": 0, "probe_tokens": 256}
 
-# As many ranks as there are share each micro-batch.
+# All ranks share each micro-batch.
 SHARED = {
     "adamw": Training(SCHEDULE | {"target_fp4_fraction": 0.6}, "warm", 1e-5, steps=10, keeps_states=True),
     "sgd-gemm-accumulated-clipped": Training(SCHEDULE | {"granularity": "gemm", "target_fp4_fraction": 0.6}, **_SGD),

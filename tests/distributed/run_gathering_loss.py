@@ -32,7 +32,7 @@ WITHOUT_FIRST = replace(WITH, first_refresh=6)
 MEMORY = "CUDA out of memory (simulated)"
 TIMEOUT = 10.0  # seconds, of training's process group
 WRAPPERS = ("ddp", "fsdp2")
-# Where rank 1 fails.
+# Places in which rank 1 fails.
 PLACES = ("before it gathers", "between two", "in the backward pass", "where the loss catches errors")
 FAILING = [*(f"ddp {place}" for place in PLACES), "fsdp2 before it gathers", "fsdp2 in the backward pass"]
 # The last one is that of collectives in autograd's own threads.

@@ -76,7 +76,7 @@ def plain_again(folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             losses.append(float(loop.model(**loop.batch(1)).loss))
         restore_model(loop.bare)
-    # What belongs to the root stays gathered after a pass without gradients.
+    # Parameters of the root stay gathered after a pass without gradients.
     sharded = all(isinstance(parameter, DTensor) for parameter in loop.bare.model.layers.parameters())
     return {"losses": losses, "sharded": sharded, "layers": len(snip_linears(loop.bare))}
 

@@ -25,7 +25,7 @@ from snip_hf.integrations.trainer_loss import find_trainer
 STEPS = 8
 # Refreshes at steps 2 and 6, applied after steps 4 and 8: in the middle of one, and between two.
 SAVES = (3, 5)
-# What is saved -> how it is loaded again by as many ranks.
+# Saved run -> the way in which as many ranks load it again.
 WRAPPERS = {"ddp": ("accelerate", 0.1), "fsdp2": ("accelerate", 0.0), "fsdp2-whole": ("whole", 0.0)}
 # On GPUs: what is saved at the first of the steps -> wrapper, dropout, and further settings of the loop. "hopper" has
 # the backend that "auto" takes for the formats of the preset.

@@ -160,5 +160,5 @@ def test_ranks_clip_by_the_factor_of_one_process(one: Runs, two: list[Runs]) -> 
 def test_under_fp4_the_ranks_draw_together_the_random_numbers_of_one_process(one: Runs, two: list[Runs]) -> None:
     ours, theirs = two[0]["fp4"]["gradients"], one["fp4"]["gradients"]
     assert distance(ours, theirs) < 1e-5
-    # Of other numbers the gradients are others.
+    # Other random numbers give other gradients.
     assert distance(one["fp4-seed-1"]["gradients"], theirs) > 1e-2

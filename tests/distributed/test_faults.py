@@ -55,7 +55,7 @@ NOT_FINITE = "The gradient of layer 'model.layers.0.self_attn.q_proj' is not fin
 GRADIENT = "The divergences of layer 'model.layers.0.self_attn.q_proj' are not finite; expected finite activations"
 LOSS = "The loss of the probed micro-batch is nan; expected a finite number."
 MEMORY = "OutOfMemoryError: CUDA out of memory (simulated)"
-# Of rank 1, where nothing else is said. A gradient in training is that of all ranks by the time that anybody sees it.
+# Faults of rank 1, unless stated otherwise. Training's gradients are those of all ranks when they are checked.
 REASONS = {
     "ddp loss": f"ValueError: {NOT_FINITE}",
     "fsdp2 shard": "ValueError: On rank 1: ValueError: The gradient of layer 'model.layers.1.mlp.down_proj' is not",

@@ -15,7 +15,7 @@ from wrapped_models import CASES, counted
 Runs = dict[str, dict[str, Any]]
 SGD = "sgd-gemm-accumulated-clipped"
 LORA = "fsdp2-lora"
-# What is compared with the same under DDP. The last one accumulates gradients, which FSDP2 sums up in another order.
+# Runs to compare with the same under DDP. The last one accumulates gradients, which FSDP2 sums up in another order.
 # Without PEFT there are no runs of adapters.
 PAIRS = {
     sharded: copied

@@ -66,7 +66,7 @@ class Training:
     solves: bool = True
     """False: the solver cannot be started, so that nothing is ever applied."""
     keeps_states: bool = False
-    """Whether `Found.states` is wanted; not of sharded weights."""
+    """True fills `Found.states`; not for sharded weights."""
 
 
 @dataclass
@@ -77,24 +77,24 @@ class Found:
     plans: list[dict[str, dict[str, str]]] = field(default_factory=list)
     clip_factors: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    """Of all gradients before clipping."""
+    """Norms of all gradients before clipping."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Of the last step."""
+    """Gradients of the last step."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     own_weights: dict[str, Tensor] = field(default_factory=dict)
     """The rank's own part."""
     state: dict[str, Tensor] = field(default_factory=dict)
-    """Of the optimizer."""
+    """The optimizer's state."""
     states: dict[int, States] = field(default_factory=dict)
-    """Step -> what it began with."""
+    """Step -> states before it."""
     tables: dict[int, Any] = field(default_factory=dict)
     """Step -> "layer gemm format" -> loss divergence, weight divergence."""
     probe_losses: dict[int, float] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     backend: str | None = None
-    """That the layers ran on at the end."""
+    """Backend of the layers at the end."""
     coverage: dict[str, Any] | None = None
-    """Of the micro-batches of all ranks."""
+    """Coverage of the micro-batches of all ranks."""
     sharding: list[dict[str, Any]] = field(default_factory=list)
     """Step -> how the parameters are sharded after the probe."""
 

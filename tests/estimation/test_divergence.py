@@ -442,7 +442,7 @@ def test_some_sequences_give_nearly_the_divergences_of_the_whole_micro_batch() -
                 ratios[a.gemm].append(b.weight_divergence / a.weight_divergence)
             if a.gemm == "forward":
                 losses.append(b.loss_divergence / a.loss_divergence)
-    # As one micro-batch of three: taken for the whole, they would say sqrt(3) times too much of what is drawn anew.
+    # This is one micro-batch of three: taken as the whole, its noise would be sqrt(3) times too large.
     for gemm, found in ratios.items():
         assert abs(statistics.median(found) - 1) < 0.2, gemm
     assert abs(statistics.median(losses) - 1) < 0.1

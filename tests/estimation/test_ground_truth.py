@@ -23,7 +23,7 @@ EXACT = fp4_config(probe_tokens=None, probe_batch_tokens=None)
 
 LAYERS = ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"]
 Assignment = dict[str, dict[str, str]]
-# What is not named stays in high precision.
+# Layers that are not named stay in high precision.
 MIXED: Assignment = {
     "layers.0.up": {"forward": "fp4", "grad_input": "fp8", "grad_weight": "fp4"},
     "layers.0.down": {"grad_weight": "fp4"},

@@ -132,7 +132,7 @@ def squares_written_out(
     def seen(tensor: Tensor, operand: str, contracts: int, key: int | None = None) -> Tensor:
         return round_operand(tensor, FORMATS[fmt], operand, contracts, key).double()
 
-    # Of the weight as the forward GEMM sees it, and as grad_input does; equal where its blocks are square.
+    # Errors of the weight in the forward GEMM and in grad_input; equal if its blocks are square.
     e_w, e_w_back = seen(w, "weight", 1) - weight, seen(w, "weight", 0) - weight
     e_x = seen(sample.x, "activation", 1) - x
     e_g = seen(sample.grad_output, "gradient", 1, row_key) - g
@@ -255,7 +255,7 @@ def test_a_part_of_the_tokens_is_rounded_with_the_scale_of_all(fmt: str) -> None
             assert torch.equal(found, expected[:256])
     unknown = layer_sums_of_formats(replace(part, amaxes=None), weight, None, [fmt])
     assert not torch.equal(unknown.rounded("x", fmt, 1), of_part.rounded("x", fmt, 1))
-    # What the passes that were recorded found is the mean of two: where all tokens are there, they themselves count.
+    # The recorded passes give the mean of two; if all tokens are there, their own values count.
     complete = layer_sums_of_formats(replace(whole, amaxes=(torch.tensor(51.0),) * 2), weight, None, [fmt])
     assert torch.equal(complete.rounded("x", fmt, 1), of_whole.rounded("x", fmt, 1))
 
@@ -393,7 +393,7 @@ def test_an_update_that_bends_takes_an_error_of_a_whole_step_s_size_in_full(
     assert 0.1 < ratio < 0.9
     linear, found = of(bend.first_order), of(bend)
     assert found.step == pytest.approx(ratio * linear.step, rel=1e-4)
-    # What comes back at every step is the same part of it.
+    # The bias, which repeats at every step, changes by the same ratio.
     assert found.bias == pytest.approx(ratio * linear.bias, rel=1e-4)
 
 

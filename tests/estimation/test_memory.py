@@ -105,7 +105,7 @@ def test_the_controller_probes_a_part_of_the_micro_batch(
         controller.after_step(step)
     (line,) = history(tmp_path)[1:]
     assert line["reason"] is None and len(calls) == 1
-    # Of four sequences, spread evenly: all, the first and the third, or the first.
+    # Four sequences, spread evenly: all, the first and the third, or the first.
     part = {key: value[:: 1024 // tokens] for key, value in text(4, 256, 1).items()}
     with torch.no_grad():
         assert line["loss"] == pytest.approx(float(tiny_llama()(**part).loss), rel=1e-4)

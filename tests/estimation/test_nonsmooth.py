@@ -78,7 +78,7 @@ class InPlace(nn.Module):
 
 def slope_of(x: Tensor, left: float = 0.0, bottom: float = 0.0, top: float | None = None) -> Tensor:
     def step(x: Tensor) -> Tensor:
-        # Of a normal distribution over a width of every row's own.
+        # A normal distribution whose width each row has for itself.
         return 0.5 * (1 + torch.erf(x / (RELATIVE_WIDTH * width * 2**0.5)))
 
     width = ((x - x.mean(-1, keepdim=True)) ** 2).mean(-1, keepdim=True).sqrt()

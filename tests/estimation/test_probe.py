@@ -839,7 +839,7 @@ def test_a_layer_that_a_router_gives_other_tokens_keeps_the_rank_s_share_of_them
     assert torch.equal(plan.kept(200), torch.arange(200))
     assert len(plan._replace(tokens_by_rank=(1024,) * 8).kept(900)) == 128  # never less than one run
     assert torch.equal(plan._replace(probe_tokens=None).kept(900), torch.arange(900))
-    # As much as one process with as many tokens: what other ranks have plays no part.
+    # The number equals that of one process with as many tokens, whatever other ranks have.
     assert torch.equal(plan.kept(900), SamplePlan(256, 0, 0, 0, (900,)).kept(900))
 
 

@@ -81,7 +81,7 @@ def test_on_cuda_fp32_products_are_split_outside_of_autocast(shapes: tuple[tuple
         found = product(one, right)
         # Tensor cores cut their FP32 sums off instead of rounding them: measured up to 2.3e-5 here.
         assert found.dtype == torch.float32 and error(found, left, right) < 2**-15
-        # Of the emulation only the order of the sums and their rounding differ.
+        # The emulation differs only in the order of the sums and their rounding.
         emulated = split_product(left.cpu(), right.cpu()).cuda()
         assert ((found - emulated).abs() <= 2**-16 * (left.abs() @ right.abs())).all()
     assert not is_split(left.bfloat16(), right.bfloat16()) and not is_split(left[:0], right)

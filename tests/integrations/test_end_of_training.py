@@ -46,7 +46,7 @@ def threads() -> Iterator[None]:
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Whether nothing of SNIP is left: no layer, no buffer, no hook."""
+    """Returns True if nothing of SNIP is left: no layer, no buffer, no hook."""
     modules = list(model.modules())
     buffers = [name for name, _ in model.named_buffers() if "snip" in name]
     hooks = [hook for module in modules for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
@@ -76,12 +76,12 @@ def test_the_model_is_plain_after_training_which_changes_no_loss_and_no_weight(
     assert is_plain(plain.model) and classes(plain.model) == classes(model_with_dropout())
     assert "fp4" in {name for layer in snip_linears(kept.model).values() for name in layer.formats.values()}
     assert sum("the model is plain again" in message for message in caplog.messages) == 1
-    # As transformers alone loads and runs it.
+    # transformers without snip-hf loads and runs it.
     plain.trainer.save_model(str(tmp_path / "saved"))
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(logits(plain.model), logits(loaded))
     assert not torch.equal(logits(kept.model), logits(loaded))
-    # What is told of the run after its end is of its plan.
+    # After the run its tags still describe its plan.
     assert "fp4" in plain.model.model_tags
 
 
@@ -129,7 +129,7 @@ def test_a_trainer_whose_model_was_restored_trains_again(tmp_path: Path) -> None
 def test_a_push_after_training_leaves_the_state_of_the_last_checkpoint_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What kernels keep is gone with the layers.
+    # The kernels' state is gone with the layers.
     monkeypatch.setattr(Emulated, "state_dict", lambda self, layers: dict.fromkeys(layers, 1))
     run = train(tmp_path, callback=SnipCallback(AT_ONCE), max_steps=2, save_strategy="steps", save_steps=2)
     path = tmp_path / "checkpoint-2" / "snip_state.json"
@@ -160,7 +160,7 @@ def test_a_trainer_that_has_not_trained_and_one_that_lost_its_callback_leave_the
 
 
 class Removing(TrainerCallback):
-    """Takes SNIP's callback from its Trainer in mid-run."""
+    """Removes SNIP's callback from its Trainer in mid-run."""
 
     trainer: Trainer
 
@@ -263,7 +263,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")
-# Of torch itself, where it compiles under gradient checkpointing.
+# torch itself warns when it compiles under gradient checkpointing.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
 @pytest.mark.parametrize("name", slow_but(MODELS, "PEFT adapters"))

@@ -38,7 +38,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CONFIGS = RECIPES / "accelerate"
 COMPILED = ("compile", "ddp", "fsdp2")
 WORKER = Path(__file__).resolve().parents[1] / "support" / "compiled_worker.py"
-# What compiles in less time than Inductor: it runs the graphs as they are.
+# Compiles faster than Inductor: it runs the graphs as they are.
 TRACED, PLAIN = ("--dynamo_backend", "aot_eager"), ("--dynamo_backend", "no")
 
 # Seconds; alone on two cores a launch takes 7 to 10, most of them for imports.
@@ -199,7 +199,7 @@ def losses(folder: Path) -> dict[int, tuple[float, float]]:
 
 
 def refreshes(folder: Path) -> list[dict[str, Any]]:
-    """What was decided, and when: the history's lines without measured times and without sums in their last bits."""
+    """Returns the decisions: the history's refresh lines without measured times and without sums in their last bits."""
     kept = ("step", "applied_step", "decided_step", "status", "changes", "fp4_fraction", "stage_fp4_fractions")
     return [{key: line[key] for key in kept} for line in history(folder) if line["event"] == "refresh"]
 
@@ -222,7 +222,7 @@ def test_accelerate_reads_every_configuration_and_knows_all_its_keys(
 ) -> None:
     config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
     assert (config.distributed_type, config.num_processes) == (kind, processes)
-    # What stands under a mapping is not checked by accelerate: an unknown key would be ignored.
+    # accelerate does not check keys within a mapping: it would ignore an unknown one.
     known = vars(launch_command_parser().parse_args(["script.py"]))
     for prefix, values in (("fsdp", config.fsdp_config), ("dynamo", config.dynamo_config)):
         for key in values:

@@ -1,4 +1,4 @@
-"""What does a model card tell about a training, and what of the user's own card is kept?"""
+"""A model card describes the training and keeps the user's own card."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def test_the_adapter_that_is_active_is_the_one_that_counts(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_pass_without_the_adapter_is_no_micro_batch(tmp_path: Path) -> None:
-    """As a reference model of a preference loss."""
+    """The reference model of a preference loss runs in this way."""
 
     class WithReference(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -330,7 +330,7 @@ def preference(reference: Callable[[Any], torch.Tensor], is_first: bool) -> Call
 @pytest.mark.parametrize(
     ("kind", "checkpoints", "is_first"),
     [
-        # Of three choices of two, four cases have all pairs.
+        # There are three choices of two; four cases have all pairs.
         case
         for case in itertools.product(("off", "other"), (False, True), (True, False))
         if sum((case[0] == "off", *case[1:])) % 2 == 0
@@ -425,7 +425,7 @@ def test_the_products_of_weights_that_adapters_change_are_counted() -> None:
     idle = sum(one.weight.numel() for one in before) + up.numel()
     assert found.covered == 2 * tokens * (2 * (every - 2 * up.numel()) - (idle - up.numel()))
     (left,) = [one for one in found.uncovered if one.reason.startswith("target_parameters")]
-    # Of the sum of weight and adapter, grad_weight too.
+    # grad_weight of the sum of weight and adapter counts too.
     assert left.share * found.flops == pytest.approx(2 * tokens * (6 * up.numel() - up.numel()))
 
 

@@ -56,7 +56,7 @@ def adapted(config: Any) -> Any:
 
 
 def flops_of_torch(model: nn.Module, batch: dict[str, Tensor]) -> int:
-    """Of forward and backward pass."""
+    """Returns the FLOPs of the forward and backward pass."""
     with FlopCounterMode(display=False) as counter:
         model(**batch).loss.backward()
     return counter.get_total_flops()

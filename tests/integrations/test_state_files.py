@@ -58,7 +58,7 @@ def stop(trainer: Trainer) -> None:
 
 
 def preempt(trainer: Trainer) -> None:
-    """What transformers' handler of SIGTERM does after its three seconds."""
+    """Does the same as transformers' SIGTERM handler after its three seconds."""
     (jit,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, JITCheckpointCallback))
     jit.jit_manager.is_checkpoint_requested = True
 

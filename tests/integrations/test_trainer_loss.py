@@ -217,7 +217,7 @@ def test_a_loss_that_cannot_be_probed_costs_the_refresh(kind: type[Trainer], rea
 
 
 class Popped(Trainer):
-    """Takes the labels out of the inputs before the model sees them."""
+    """Removes the labels from the inputs before the model sees them."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
         model.train()
@@ -242,7 +242,7 @@ class PoppedLater(Popped):
 
 
 class InComputeLoss(Popped):
-    """As the message advises."""
+    """Follows the advice of the error message."""
 
     def backward(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         loss = self.compute_loss(model, inputs)

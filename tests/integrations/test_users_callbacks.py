@@ -201,7 +201,7 @@ def test_a_model_that_is_called_with_positional_inputs_is_refreshed_as_with_name
 
 
 class Nameless(nn.Module):
-    """Takes its inputs by position, without names."""
+    """Accepts its inputs by position, without names."""
 
     def __init__(self) -> None:
         super().__init__()

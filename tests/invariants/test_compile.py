@@ -32,7 +32,7 @@ from snip_hf.layers.linear import SnipLinear
 from snip_hf.layers.state import set_step, snip_linears
 from snip_hf.numerics.gemms import GEMMS
 
-# What torch's compiler does inside and torch warns of.
+# torch's compiler does this internally, and torch warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 needs_compiler = pytest.mark.skipif(
@@ -64,7 +64,7 @@ def one_graph() -> Iterator[None]:
 
 def llama(layers: int = 1) -> LlamaForCausalLM:
     model = tiny_llama(hidden=32, layers=layers)
-    # As the Trainer does: the cache tells its layers apart, and with recomputation a warning about it breaks the graph.
+    # The Trainer does so too: the cache distinguishes its layers, and with recomputation its warning breaks the graph.
     model.config.use_cache = False
     return model
 

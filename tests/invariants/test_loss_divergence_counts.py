@@ -165,9 +165,9 @@ class Call(NamedTuple):
 
     x: Tensor
     own_gradient: Tensor
-    """Of the token's own loss, not of a mean."""
+    """Gradient of the token's own loss, not of a mean."""
     error: Tensor
-    """Of its output, from quantizing both operands."""
+    """Error of its output, from quantizing both operands."""
 
 
 def calls_of(model: Pointwise, inputs: Inputs, name: str, fmt: str) -> tuple[list[Call], int]:

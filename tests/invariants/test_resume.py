@@ -260,7 +260,7 @@ def test_a_checkpoint_of_another_configuration_is_refused(full: Run, tmp_path: P
         "for seed=3 (different fields: seed). Use the checkpoint's "
         "configuration to resume its run, or SnipCallback(..., resume=False) to start a new plan from its weights."
     )
-    # What the message advises works, with the same model, and with the state as it was.
+    # The message's advice works, with the same model and the unchanged state.
     resumed = train(tmp_path, CONFIG, model=model, resume=checkpoint, **SAVING)
     assert_same_end(resumed, full)
 

@@ -248,7 +248,7 @@ class TestRegistration:
 
 
 class TestSelectBackend:
-    """What runs where; torch's reports of the machine are made up."""
+    """Tests the choice of a backend; torch's reports of the machine are made up."""
 
     @pytest.fixture
     def machine(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:

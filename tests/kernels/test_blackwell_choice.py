@@ -1,4 +1,4 @@
-"""Who chooses the backend "blackwell" when, and the trial that it must pass before."""
+"""When the backend "blackwell" is chosen, and the trial that it must pass before."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ Run = Callable[..., Any]
 
 
 def of_weight(launch: Run, weight: Tensor, *rounded: Tensor) -> tuple[Tensor, ...]:
-    """What is written, the sums, and the first error."""
+    """Returns the written errors, the sums, and the first error."""
     found = weight.new_empty(1 if len(rounded) == 1 else 3, *weight.shape)
     return found, *launch(weight, rounded, found)
 

@@ -45,7 +45,7 @@ def inputs(tokens: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def operand(number: int, formats: Sequence[str], like: Tensor, gemms: tuple[int, int], settled: bool) -> Operand:
-    """What is encoded, with an exponent that the host knows of or not."""
+    """Returns an operand to encode, whose exponent the host knows if `settled`."""
     records = Records.new(like.device)
     records.record[:, EXPONENT] = -3
     records.view.set_formats([format_of_code(code) for code in numbers(formats)[:3].tolist()])
@@ -97,7 +97,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def check(run: Run, x: tuple[Tensor, ...], formats: Sequence[Sequence[str]], has_rows: bool = True) -> None:
-    """What is encoded at once is what the reference encodes of the values that the same kernels write."""
+    """Checks that encoding in the kernel equals the reference's encoding of the values that the same kernel writes."""
     values = [one[0] for one in run(x, formats, False, has_rows)]
     encoded = run(x, formats, True, has_rows)
     rows = 1 if has_rows else -1

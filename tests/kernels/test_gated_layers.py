@@ -76,7 +76,7 @@ class Graphs:
         return boxed
 
     def gated(self) -> int:
-        """How many operators of gated MLPs there are."""
+        """Returns the number of gated MLP operators."""
         return sum("encode_gated" in str(node.target) for graph in self.all for node in graph.graph.nodes)
 
 
@@ -123,7 +123,7 @@ def check(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
 
 
 def is_one(mlp: nn.Module) -> bool:
-    """Whether the compiled module runs as one."""
+    """Returns True if the compiled module runs as one operator."""
     torch._dynamo.reset()
     graphs = Graphs()
     with torch.autocast("cpu", torch.bfloat16):

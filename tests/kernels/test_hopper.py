@@ -175,7 +175,7 @@ def assert_same(got: Tensor, expected: Tensor, what: str) -> None:
 
 
 def assert_padding(values: Tensor, inside: tuple[int, int]) -> None:
-    """What is beyond the tensor adds nothing to a product, unless its tile is NaN as a whole."""
+    """Checks that the padding adds nothing to a product, unless its whole tile is NaN."""
     rows, columns = inside
     beyond = torch.ones(values.shape, dtype=torch.bool)
     beyond[:rows, :columns] = False
@@ -225,7 +225,7 @@ def reference(x: Tensor, numbers: Tensor, gemm: int, tile: tuple[int, int], is_g
 
 
 def assert_weight(outputs: tuple[Tensor, ...], weight: Tensor, numbers: Tensor, *uses: bool) -> None:
-    """What `quantize_weight` gave for the forward GEMM and, transposed, for grad_input is that of `quantize`."""
+    """Checks that `quantize_weight` equals `quantize` for the forward GEMM and, transposed, for grad_input."""
     for gemm, used in enumerate(uses):
         values, scales = outputs[2 * gemm : 2 * gemm + 2]
         assert values.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
@@ -439,7 +439,7 @@ def test_weights_are_transposed_as_bytes_not_as_fp8() -> None:
 def test_fake_results_have_the_shapes_strides_and_dtypes_of_interpreted_ones(
     interpreter: Run, shape: tuple[int, int]
 ) -> None:
-    """As torch.compile asks for them, without running a kernel."""
+    """torch.compile asks for shapes in this way, without running a kernel."""
     x, numbers = torch.zeros(shape, dtype=torch.bfloat16), state("fp8", "fp4", "fp8")
     for layouts in ((0, 2), (1, -1), (-1, 2), (-1, -1)):
         arguments = (x, numbers, *layouts, False)

@@ -164,7 +164,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=on_gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where SnipLinear runs: with the stand-in, or with the kernels."""
+    """Device of the SnipLinear: "cpu" with the stand-in, or "cuda" with the kernels."""
     if request.param == "cpu":
         request.getfixturevalue("stand_in")
     return request.param
@@ -506,7 +506,7 @@ def siblings(formats: tuple[str, str, str], count: int = 3, device: str = "cpu")
 
 
 def of_inputs(stand_in: StandIn) -> int:
-    """How often activations were quantized, not gradients."""
+    """Returns how often activations, not gradients, were quantized."""
     return sum(call[0] == "quantize_tokens" and not call[3] for call in stand_in.calls)
 
 
@@ -587,7 +587,7 @@ class TestTied:
 
     @pytest.mark.parametrize("frozen", [0, 1, 2])
     def test_one_of_them_may_be_frozen(self, stand_in: StandIn, frozen: int) -> None:
-        """Of its input nothing is kept for backward; the others' weight gradients are what they were."""
+        """Keeps nothing of its input for backward; the other weight gradients are unchanged."""
         layers, _ = siblings(("fp8", "fp4", "fp8"))
         trained = together(layers, randn(T, I))
         layers[frozen].weight.requires_grad_(False)
@@ -771,7 +771,7 @@ class TestKept:
         assert emulated.snip_cache is None and sharded.snip_cache.weights == ()
 
     def test_a_weight_that_changed_between_forward_and_backward_is_refused_by_torch(self, device: str) -> None:
-        """As for nn.Linear: its quantized copy would be the new weight's."""
+        """nn.Linear behaves the same; the quantized copy would be the new weight's."""
         layer, x = layer_of(linear(device=device), ("fp8", "fp8", "fp8"), "hopper"), randn(T, I, device=device)
         HOPPER.before_pass({"layer": layer})
         y = layer(x.requires_grad_())
@@ -924,7 +924,7 @@ def output_of(layer: SnipLinear) -> Tensor:
 
 
 def alone(layer: SnipLinear) -> Tensor:
-    """What the layer gives without anything kept or shared."""
+    """Returns the layer's output with nothing kept or shared."""
     twin = copy.deepcopy(layer)
     HOPPER.release({"": twin})
     return output_of(twin)
@@ -1096,7 +1096,7 @@ def test_layers_are_one_graph_and_new_plans_and_steps_compile_nothing(
 def test_each_pattern_of_bf16_is_a_graph_of_its_own_and_returning_to_one_compiles_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What `Hopper.recompiles_for_bf16` tells; FP4 and FP8 are the same pattern."""
+    """`Hopper.recompiles_for_bf16` announces this; FP4 and FP8 are the same pattern."""
     assert HOPPER.recompiles_for_bf16
     monkeypatch.setattr(hopper, "operators", Unrounded, raising=False)
     model = Siblings()

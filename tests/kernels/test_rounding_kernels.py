@@ -77,7 +77,7 @@ DATA += [(data, dtype) for data in (random, tiny) for dtype in (torch.bfloat16, 
 @pytest.mark.parametrize(
     ("fmt", "tile", "data", "dtype"),
     [
-        # Of the first two grids every other case, which have all pairs of grid, tile and data.
+        # Every other case of the first two grids, which still has all pairs of grid, tile and data.
         (fmt, tile, *data)
         for i, fmt in enumerate(GRIDS)
         for j, tile in enumerate(TILES)
@@ -179,7 +179,7 @@ def run_any(request: pytest.FixtureRequest) -> Run:
 
 
 def squares(parts: Tensor) -> list[Tensor]:
-    """Of the pieces, summed, and of their sum, float64."""
+    """Returns the sum of the pieces' squares and the square of their sum, in float64."""
     return [sum(part.double() ** 2 for part in parts), sum(part.double() for part in parts) ** 2]
 
 

@@ -1,4 +1,4 @@
-"""What does a compiled decoder layer save for its backward pass on the backend "tensor-scaled"?
+"""The tensors that a compiled decoder layer saves for its backward pass on the backend "tensor-scaled".
 
 torch.compile decides what is saved and what is computed again, by the same rules on every device.
 """

@@ -54,7 +54,7 @@ def rising(rows: int, columns: int) -> Tensor:
 
 
 def value(layout: Tensor, parameters: Tensor, shape: tuple[int, int]) -> Tensor:
-    """What a layout stands for; beyond it are zeros."""
+    """Decodes a layout; checks that it is padded with zeros."""
     scaled = layout.float() * parameters[SCALE]
     inside = scaled[: shape[0], : shape[1]]
     assert not torch.nn.functional.pad(scaled, (0, 0, 0, 0)).isnan().any()
@@ -181,7 +181,7 @@ def test_a_tensor_without_elements_gives_zeros() -> None:
 
 
 def test_the_operators_are_what_torch_demands_of_operators() -> None:
-    """But for the record, of whose notes torch is not told."""
+    """All but the record, whose writes torch does not track."""
     found, state = Records.new(CPU), numbers(("mxfp4", "fp8-tensor", "ufp4"))
     x = rising(40, 70)
     tests = ("test_faketensor", "test_aot_dispatch_dynamic")

@@ -1,4 +1,4 @@
-"""What the host notes of layers whose operands are encoded: when their scales need a launch of their own."""
+"""The host's notes of encoded layers: whether their scales need a separate launch."""
 
 from __future__ import annotations
 

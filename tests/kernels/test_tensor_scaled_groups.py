@@ -190,7 +190,7 @@ def test_the_kernel_assembles_for_hopper_and_converts_to_fp8_in_hardware(operand
 
 @pytest.mark.parametrize("operand", OPERANDS)
 def test_a_matrix_has_the_values_of_a_layer_of_its_own(operand: str) -> None:
-    """Of `numerics.rounding`, to the bit, with the matrix's own random numbers."""
+    """The result equals `numerics.rounding` to the bit, with the matrix's own random numbers."""
     is_weight, (row_gemm, _) = operand == "weight", GEMMS_OF[operand]
     x = rising(len(TOKENS) * 64 if is_weight else sum(TOKENS), 96)
     slots = slots_of(ends_on(), sum(TOKENS))

@@ -51,7 +51,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
 
 
 def test_a_captured_graph_takes_new_exponents_and_notes_what_it_sees() -> None:
-    """As `torch.compile(mode="reduce-overhead")` replays it."""
+    """`torch.compile(mode="reduce-overhead")` replays graphs in this way."""
     from kernels.test_tensor_scaled import numbers
 
     from snip_hf.kernels.tensor_scaled.exponents import EXPONENT, LARGEST, Records, bits_of, follow

@@ -25,10 +25,10 @@ from snip_hf.layers.state import set_step, snip_linears
 # One that stores its weights transposed, one with a state space, one with experts.
 FEW = ("gpt2", "mamba", "qwen3_moe")
 each_family = pytest.mark.parametrize("family", slow_but(FAMILIES, *FEW))
-# What chooses experts or tokens.
+# Weights that choose experts or tokens.
 CHOICES = re.compile(r"\.(router|gate|wg|indexer|classifier|shared_expert_gate)(\.|$)")
 
-# What models multiply with by themselves, without a call of the layer.
+# Weights that models multiply with without calling the layer.
 DIRECT = re.compile(r"\.(mixer|mamba)\.dt_proj$|\.correction_coefs$")
 
 # Blocks of Zamba 2 share a part's weights, and each of them calls only its own adapter in it.

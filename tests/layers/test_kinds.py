@@ -39,7 +39,7 @@ class Scale(nn.Module):
 
 
 class SnipScale(SnipLayer, Scale):
-    """Takes the place of `Scale`."""
+    """Replaces `Scale`."""
 
 
 class ScaleKind(LayerKind):

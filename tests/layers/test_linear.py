@@ -244,7 +244,7 @@ class TestBf16:
     ],
 )
 def test_an_output_can_be_changed_in_place(fmt: str, shape: str, with_bias: bool) -> None:
-    """As Falcon's parallel attention does with `attention_output += mlp_output`."""
+    """Falcon's parallel attention does this with `attention_output += mlp_output`."""
     layer, x = swapped(linear(with_bias), fmt), INPUTS[shape]()
     expected = gradients(layer, x)
     layer.register_forward_hook(lambda module, args, output: output.add_(0.0))
@@ -252,7 +252,7 @@ def test_an_output_can_be_changed_in_place(fmt: str, shape: str, with_bias: bool
 
 
 class TestStep:
-    """What keys the random numbers, as seen from a layer."""
+    """Tests the keys of the random numbers, as a layer uses them."""
 
     @pytest.mark.parametrize("field", ["seed", "step", "micro_batch"])
     def test_each_part_of_the_key_changes_fp4_gradients_only(self, field: str) -> None:
@@ -295,7 +295,7 @@ class TestStep:
         assert states(model) == {**expected(3, 4, 5), first: expected(2**64 - 1, 2**32 - 1, 3)[first]}
 
     def test_a_layer_moved_out_of_the_common_tensor_is_still_keyed(self) -> None:
-        """As by `module.to(device)`, which gives the buffer a tensor of its own."""
+        """`module.to(device)` does this: it gives the buffer a new tensor."""
         model = build("llama")
         convert_model(model, fp4_config())
         layers = snip_linears(model)
@@ -887,7 +887,7 @@ class TestSkipping:
             ("base_model.model.lm_head", "lm_head"),
             ("model.layers.0.q_proj.base_layer", "model.layers.0.q_proj"),
             ("model.base_layers.0.up", "model.base_layers.0.up"),
-            # Of two parameters of one module, both with adapters, the adapters are two.
+            # Two parameters of one module have two adapters.
             ("layers.0.experts.lora_A.default.weight", "layers.0.experts.lora_A.default.weight"),
             ("layers.0.experts.base_layer.lora_A.default.weight", "layers.0.experts.base_layer.lora_A.default.weight"),
             ("layers.0.experts.base_layer.base_layer.down_proj", "layers.0.experts.down_proj"),
@@ -1050,7 +1050,7 @@ def test_every_family_of_the_tests_has_its_names() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-# What torch's own compiler warns of is not ours.
+# These warnings come from torch's own compiler.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 class TestCompile:
     @pytest.fixture(autouse=True)

@@ -96,7 +96,7 @@ def test_a_classification_head_is_swapped_if_it_is_named() -> None:
 
 
 def test_a_decoder_without_blocks_tells_nothing() -> None:
-    """What is called `decoder` in ModernBERT's decoder is the output head."""
+    """ModernBERT's decoder has an attribute `decoder`, which is the output head."""
     config = ModernBertDecoderConfig(**_SMALL, num_hidden_layers=2, pad_token_id=0)
     names = convert_model(AutoModelForCausalLM.from_config(config), fp4_config())
     assert len(names) == 12 and all(name.startswith("model.layers.") for name in names)
@@ -335,7 +335,7 @@ def test_what_an_output_heads_weight_is_computed_from_has_the_heads_reason() -> 
 
 def test_conv1d_is_covered_and_a_subclass_of_it_is_named() -> None:
     class Gated(Conv1D):
-        """Of another forward."""
+        """Has another forward."""
 
     model = models.build("gpt2")
     assert not summary(model)

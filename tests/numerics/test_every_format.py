@@ -1,4 +1,4 @@
-"""What holds for every built-in format: edge cases, unbiased stochastic rounding, noise, stored bits."""
+"""Properties of every built-in format: edge cases, unbiased stochastic rounding, noise, stored bits."""
 
 from __future__ import annotations
 

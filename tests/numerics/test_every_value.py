@@ -114,7 +114,7 @@ def tensors(parts: list[Tensor], case: Case) -> list[Tensor]:
     return parts if case.of_tensor else [torch.cat(parts)]
 
 
-# As another one's.
+# Cases that equal another format's.
 AGAIN = [("nvfp4-1x16", "activation"), ("mxfp4-32x32", "activation"), ("fp8-tensor-e5m2", "activation")]
 NEAREST = [name for name, case in CASES.items() if not case.is_random and name not in AGAIN]
 
@@ -136,7 +136,7 @@ def test_every_bit_pattern_in_order_is_rounded_as_the_loop_says(fmt: str, operan
 
 @pytest.mark.parametrize(("fmt", "operand"), NEAREST)
 def test_a_tensor_of_subnormal_numbers_is_rounded_as_the_loop_says(fmt: str, operand: str) -> None:
-    """Where scales are raised to their smallest, and reciprocals are the largest."""
+    """Scales are raised to their smallest there, and reciprocals are the largest."""
     codes = torch.arange(128, dtype=torch.int16)
     x = torch.stack([codes, codes - 2**15], 1).view(torch.bfloat16).view(16, 16)
     check(x, CASES[fmt, operand], FORMATS[fmt], FORMATS[fmt].operand(operand))

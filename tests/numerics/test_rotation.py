@@ -14,7 +14,7 @@ each_size = pytest.mark.parametrize("size", SIZES)
 
 
 def matrix(length: int, size: int) -> Tensor:
-    """What `rotate` multiplies rows of this length by, in FP64: a run's matrix is diag(signs) H / sqrt(size)."""
+    """Returns the FP64 matrix by which `rotate` multiplies rows of this length: per run diag(signs) H / sqrt(size)."""
     found = torch.zeros(length, length, dtype=torch.float64)
     start = 0
     while start < length:

@@ -65,7 +65,7 @@ def float32_samples(fmt: ElementGrid) -> Tensor:
 
 
 def domain(fmt: ElementGrid, dtype: torch.dtype) -> Tensor:
-    """What `fmt` is asked to round without saturation: every value of a 16-bit dtype, or the samples of FP32."""
+    """Returns inputs that do not saturate `fmt`: every value of a 16-bit dtype, or the samples of FP32."""
     if dtype == torch.float32:
         return float32_samples(fmt)
     values = every_value(dtype)
@@ -742,8 +742,8 @@ class TestUniform:
                 assert largest_cross_correlation(few, centred(part)) < 6.5
 
     def test_successive_steps_give_uniform_numbers_to_the_elements_of_one_hash(self) -> None:
-        """What four gradients see over training: 4,096 steps at neighbours in a column; 16 cells, lag-1 pairs, pairs
-        of two. Power: cell probabilities off by 15% in root mean square are found with 99.9%."""
+        """Follows four gradients over training: 4,096 steps at neighbours in a column; 16 cells, lag-1 pairs, pairs of
+        two. Power: cell probabilities off by 15% in root mean square are found with 99.9%."""
         numbers = torch.stack([uniform(stream_key(0, step, 0, 77, 1), (8, 2))[4:, 1] for step in range(4096)])
         elements = (numbers * 16).to(torch.int64).unbind(1)
         for cells in elements:

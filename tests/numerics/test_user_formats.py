@@ -1,4 +1,4 @@
-"""What a user's own format may be, and what is refused."""
+"""Formats that users may define, and those that are refused."""
 
 from __future__ import annotations
 

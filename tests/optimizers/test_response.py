@@ -340,7 +340,7 @@ def test_an_element_that_was_never_touched_has_no_meaningful_derivative_and_answ
         assert torch.equal(moved[2], torch.zeros(7))
         assert torch.isfinite(moved).all()
         assert (moved[[0, 1, 3, 4]] != 0).all()
-        # What goes in there does not come out elsewhere.
+        # An input there does not affect other outputs.
         other = draw(8)["first"]
         other[2] = 1e6
         assert torch.equal(product(gradient, other), moved)

@@ -24,7 +24,7 @@ from snip_hf.numerics.random_streams import stream_key
 from snip_hf.parallel import gradient_compression as gradient_compression_module
 from snip_hf.parallel.gradient_compression import GradientCompression, compress_gradients, decode, encode
 
-# Of no size a multiple of 128, of 2 or of 3; and small buckets, so that they hold several of them or one.
+# No size is a multiple of 128; buckets are small and hold several parameters or one.
 SHAPES = [(7,), (129,), (40, 33), (1,), (301,), (257, 3)]
 SIZE = sum(math.prod(shape) for shape in SHAPES)
 BUCKET_MB = 0.004
@@ -34,7 +34,7 @@ POISONED = 700  # of the flat gradient: inside the (40, 33) parameter
 SECONDS = 120
 
 Results = list[dict[str, Any]]
-"""What each rank wrote down."""
+"""The results that each rank wrote."""
 
 
 class Given(nn.Module):
@@ -150,7 +150,7 @@ def resumed(rank: int) -> dict[str, Any]:
 
 
 def in_pieces(rank: int) -> Tensor:
-    """As `several_steps`, in buckets that are longer than what is averaged at a time."""
+    """Does the same as `several_steps`, in buckets longer than one averaged piece."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradient_compression_module, "_PIECE", 300)
         return several_steps(rank, bucket_mb=1)
@@ -159,7 +159,7 @@ def in_pieces(rank: int) -> Tensor:
 def with_accelerate(rank: int) -> dict[str, Any]:
     from accelerate import Accelerator  # slow to import, and only needed here
 
-    # As its launcher sets them; the process group is there already.
+    # Accelerate's launcher sets these; the process group exists already.
     world = dist.get_world_size()
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world}", "ACCELERATE_USE_CPU": "true"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": f"{world}"}
@@ -255,7 +255,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-# Of the ranks' gradients
+# Gradients of the ranks
 
 
 @pytest.mark.parametrize("scenario", ["steps", "no feedback", "in pieces", "bfloat16", "nan", "accumulated"])
@@ -387,7 +387,7 @@ def test_the_state_of_another_rank_or_model_is_refused(ranks: Results) -> None:
     assert of_model.startswith(f"Got gradient errors of 1 parameters, expected those of this model's {len(SHAPES)}")
 
 
-# Where there is nothing to compress
+# Nothing to compress
 
 
 def test_a_model_outside_ddp_is_refused() -> None:
@@ -433,7 +433,7 @@ def test_gradients_in_float16_are_refused(alone: None) -> None:
         ddp(given(0, 0).half()).backward()
 
 
-# Of blocks
+# Blocks
 
 
 def blocks() -> Tensor:

@@ -188,7 +188,7 @@ def test_five_options_for_the_gemms_of_a_large_model_are_solved_to_a_ten_thousan
 
 
 def test_options_that_no_better_map_has_are_left_out_and_the_optimum_stays() -> None:
-    """Of 8,400 options some hundreds are left; two options per group stay as they are."""
+    """Some hundreds of 8,400 options are left; two options per group stay as they are."""
     [part] = [part for part in ilp.parts_of(make_speed_problem(1680, 1, 0, options=5)) if part.units]
     picks, _, price = ilp.greedy(part)
     hopeless = ilp.hopeless_options(part, picks, price)

@@ -53,8 +53,11 @@ def test_start_does_not_wait_for_a_child_that_never_reads_its_input() -> None:
 
 @pytest.fixture(scope="module")
 def printed_by_a_trainer() -> list[str]:
-    """Of a process that solved a problem, and ended while another solver ran: what it had used and loaded, and the id
-    of that solver. One process, since it takes seconds to import what it needs."""
+    """Runs one trainer process that solves a problem and exits while a second solver runs.
+
+    Returns the solver it used, the modules it loaded, and the second solver's id. Imports take seconds, so there is
+    only one process.
+    """
     program = (
         "import json, sys; from snip_hf.planning.solver.process import SolverProcess;"
         "result = SolverProcess.start(json.load(sys.stdin)).result(60);"

@@ -84,7 +84,7 @@ def decided(setting: Setting, seed: int = 0) -> dict[str, dict[str, str]]:
 
 
 def stage_speedups(setting: Setting, assignment: dict[str, dict[str, str]], rates: str) -> tuple[float, ...]:
-    """As the plan computes them."""
+    """Returns the speed-ups that the plan computes."""
     plan = PrecisionPlan(assignment, setting.flops, setting.stages, PlanProvenance(step=0, policy="snip"))
     found = plan.stage_linear_speedups(rates)
     assert found is not None

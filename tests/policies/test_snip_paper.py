@@ -274,7 +274,7 @@ def test_ranks_have_one_table_and_nearly_that_of_one_process() -> None:
     alone = of_layers(table_of_step(inputs, probes=2))
     for key, row in of_layers(one).items():
         assert row.loss_divergence == pytest.approx(alone[key].loss_divergence, rel=1e-3)
-        # Of other noise: the response is a mean over many of its directions.
+        # The noise differs: the response is a mean over many directions.
         assert row.weight_divergence == pytest.approx(alone[key].weight_divergence, rel=0.25)
 
 

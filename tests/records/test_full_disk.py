@@ -67,7 +67,7 @@ def test_a_full_disk_costs_what_could_not_be_written_and_no_loss(
     assert any("No space left on device" in message for message in caplog.messages)
     assert leftovers(tmp_path) == []
 
-    # What is there is whole, and what was written when the disk had room again is what an undisturbed run writes.
+    # All files are complete. Those written once the disk had room again equal an undisturbed run's.
     assert without_seconds(run.history[-1]) == without_seconds(undisturbed.history[-1])
     assert run.history[0]["event"] == "start"
     assert PrecisionPlan.load(tmp_path / "snip" / "plan.json").assignment == run.callback.controller.plan.assignment

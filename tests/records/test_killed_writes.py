@@ -283,7 +283,7 @@ def test_what_a_killed_write_left_is_removed_by_the_next_run_of_the_folder(tmp_p
 
 
 def test_the_trainer_uploads_no_temporary_file_of_a_checkpoint() -> None:
-    """What a killed write left in a checkpoint's folder goes with that folder, and is not part of a push."""
+    """A temporary file in a checkpoint's folder is removed with that folder and is not pushed."""
     ignored = ["_*", "checkpoint-*"]  # as in transformers' Trainer
     names = ["checkpoint-3/.snip_state.json.0123456789abcdef.tmp", "config.json"]
     assert list(filter_repo_objects(names, ignore_patterns=ignored)) == ["config.json"]

@@ -31,7 +31,7 @@ LARGEST = 45_032
 
 
 class Decided:
-    """What a refresh of a model with so many linears, by GEMM and with measured times, has to write."""
+    """The documents that a refresh writes for a model of so many linears, by GEMM and with measured times."""
 
     def __init__(self, layers: int) -> None:
         rng = random.Random(0)

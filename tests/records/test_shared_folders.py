@@ -38,7 +38,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def record(folder: RunFolder) -> None:
-    """What a short run writes."""
+    """Writes the files of a short run."""
     folder.clear()
     folder.save_plan(PLAN)
     folder.append(START)
@@ -107,7 +107,7 @@ def test_a_move_that_was_cut_short_is_completed_by_the_next_run(tmp_path: Path) 
     record(folder)
     folder.write_divergences(6, TABLE)
     before = contents(tmp_path / "snip")
-    # As a process that was killed after the first file leaves it.
+    # A process that was killed after the first file leaves this.
     target = tmp_path / "_snip-earlier-1" / "snip"
     target.mkdir(parents=True)
     shutil.move(tmp_path / "snip" / "divergence-2.json", target)

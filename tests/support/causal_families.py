@@ -216,7 +216,7 @@ def type_of(family: str) -> str:
     return family.removesuffix("-moe")
 
 
-# Of versions before these, a family is another model (Inkling 2, Aria's experts) or has no small one (Zamba).
+# Before these versions, a family is another model (Inkling 2, Aria's experts) or has no small one (Zamba).
 _SINCE = {"aria_text": "5.18", "inkling2_text": "5.24", "zamba": "5.18"}
 FAMILIES = {
     family: fields

@@ -45,7 +45,7 @@ class _Quantizing(_EachWeight):
 
     count = 2
     averages = 1
-    """How many averages state1 holds."""
+    """Number of averages in state1."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], optim_bits: int) -> None:
         super().__init__(params, defaults)

@@ -115,7 +115,7 @@ def in_accumulate(accelerator: Accelerator, folder: Path, max_steps: int, guards
 def test_inside_accumulate_only_steps_that_synchronise_gradients_count(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
-    """Of 10 micro-batches, two make a step."""
+    """There are 10 micro-batches, two per step."""
     loop = in_accumulate(accelerator, tmp_path / "all", max_steps=5)
     assert loop.controller.step == 5
     assert [(line["step"], line["applied_step"]) for line in history(tmp_path / "all")[1:]] == [(2, 4)]

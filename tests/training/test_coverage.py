@@ -333,7 +333,7 @@ def test_a_model_of_two_dtypes_is_counted_as_it_trains_under_autocast(captures_i
 
 
 class OnlyUnderAutocast(TinyLM):
-    """As with kernels of attention that take half precision alone."""
+    """Stands for attention kernels that accept only half precision."""
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16

@@ -82,7 +82,7 @@ def threads() -> Iterator[None]:
 HEALTHY: dict[str, tuple[int, int, dict[str, Any]]] = {
     "by layer": (12, 8, {}),
     "all in FP4": (24, 16, {"policy": "uniform-fp4"}),
-    # As long as it takes for the default's window to be half full, and a while longer.
+    # Somewhat longer than it takes to fill half of the default's window.
     "by layer, defaults": (72, 128, {}),
     "by GEMM, two stages": (24, 16, {"granularity": "gemm", "stages": 2}),
 }
@@ -160,7 +160,7 @@ def test_a_gradient_that_is_not_finite_is_left_out_and_raises_what_is_broken(tmp
 
 
 def test_gradients_that_are_no_longer_finite_after_the_backward_pass_are_left_out(tmp_path: Path) -> None:
-    """As a clipping of one's own leaves them, which divides by a norm of 0."""
+    """A user's own clipping does this if it divides by a norm of 0."""
     loop = Provoked(config(policy="uniform-fp4"), tmp_path).run(2)
     before = weights(loop.model)
     gradient = loop.model.get_submodule("model.layers.1.self_attn.q_proj").weight

@@ -36,7 +36,7 @@ def fed(values: list[float]) -> Health:
 def test_the_limit_is_the_mean_and_six_deviations_of_the_last_healthy_values() -> None:
     assert fed(HEALTHY[:3]).limit("loss", PATIENCE) is None
     assert fed(HEALTHY).limit("loss", PATIENCE) == pytest.approx(fmean(HEALTHY) + 6 * pstdev(HEALTHY))
-    # Of eight values, those before are forgotten; what hardly moves has a deviation of a tenth of the mean.
+    # The window has eight values and forgets earlier ones; the deviation is at least a tenth of the mean.
     assert fed([*HEALTHY, *[3.0] * 8]).limit("loss", PATIENCE) == pytest.approx(3.0 * 1.6)
     assert fed([-2.0] * 4).limit("loss", PATIENCE) == pytest.approx(-2.0 + 6 * 0.2)
 

@@ -43,7 +43,7 @@ def watch_of(model: nn.Module, batch: dict[str, Any] | None = None, probe_tokens
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Of the swapped layers."""
+    """Returns the gradients of the swapped layers' weights."""
     weights = {name: layer.weight for name, layer in snip_linears(model).items()}
     return {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
 
@@ -162,7 +162,7 @@ def test_what_a_wrapper_does_to_the_gradients_when_the_backward_pass_ends_is_no_
 
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_a_callback_that_a_callback_queues_runs_after_the_whole_backward_pass(reentrant: bool | None) -> None:
-    """What the watch relies on, for gradients are complete only then."""
+    """The watch relies on this, because gradients are complete only then."""
     model = tiny_lm(reentrant=reentrant)
     queue = torch.autograd.Variable._execution_engine.queue_callback
     seen: list[str | int] = []
@@ -383,7 +383,7 @@ def test_a_pass_counts_once_however_often_it_is_backpropagated() -> None:
 
 
 def test_in_eval_mode_too_a_pass_counts_if_it_is_backpropagated() -> None:
-    """As training without dropout, or with frozen normalizations."""
+    """Training without dropout, or with frozen normalizations, works like this."""
     model, controller, passes = watched()
     model.eval()
     keys = []

@@ -58,7 +58,7 @@ def built(family: str) -> tuple[PreTrainedModel, dict[str, torch.Tensor], tuple[
     return model, {"input_ids": ids, "labels": torch.tensor([0, 2, 1])}, ("score",)
 
 
-# Of a classifier only three tokens have a label.
+# In a classifier only three tokens have a label.
 @pytest.mark.parametrize(("family", "most"), [("t5", 0.1), ("bert", 0.1), ("classifier", 0.15)])
 def test_their_weight_divergences_are_the_measured_ones(family: str, most: float) -> None:
     model, batch, included = built(family)

@@ -39,7 +39,7 @@ def reasons(folder: Path) -> dict[int, str | None]:
 
 
 def test_steps_that_a_loop_leaves_out_cost_no_refresh(tmp_path: Path) -> None:
-    """As torch's GradScaler leaves them out when gradients overflow."""
+    """torch's GradScaler skips steps in this way when gradients overflow."""
     loop = Loop(CONFIG, tmp_path).run(2)
     step, loop.optimizer.step = loop.optimizer.step, lambda: None
     loop.run(5)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
-from models import CONFIGS, LINEARS, batch, build
+from models import LINEARS, batch, build
 from oracles.rounding import stream_halves
 from oracles.three_gemms import GRAD_OUTPUT, Layer
 from slow_cases import pairwise
@@ -1041,10 +1041,6 @@ class TestQuantize:
         model = nn.Sequential(layer)
         quantize_(model, SnipLinearConfig("fp8", seed=8), filter_fn=lambda module, name: name == "0")
         assert model[0] is layer and layer.snip_state.tolist() == [2, 2, 2, key_number(3, 0, 0, 0), 0, 1]
-
-
-def test_every_family_of_the_tests_has_its_names() -> None:
-    assert set(CONFIGS) == set(LINEARS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -579,6 +579,23 @@ def test_what_does_not_run_has_no_price_and_a_dash_in_the_plan(tmp_path: Path) -
     assert "4 rows are left out: layers that saw no token, and GEMMs that do not run." in joined(text)
 
 
+def test_reasons_of_a_large_model_are_the_cheapest_and_most_expensive_of_each_stage(tmp_path: Path) -> None:
+    fp8, fp4 = (dict.fromkeys(GEMMS, name) for name in ("fp8", "fp4"))
+    layers = [f"model.layers.{block}.mlp.up_proj" for block in range(30)]
+    write_run(tmp_path, [dict.fromkeys(layers, fp8), dict.fromkeys(layers, fp4)])
+    path = tmp_path / "snip" / "history.jsonl"
+    path.write_text(path.read_text().replace(json.dumps([layers]), json.dumps([layers[:20], layers[20:]])))
+    costs = {(layer, gemm): float(row + 1) for row, layer in enumerate(layers) for gemm in GEMMS}
+    write_divergence(tmp_path, 100, {key: (cost, cost) for key, cost in costs.items()})
+    text = printed(tmp_path)
+    assert "62 of 90 rows: the cheapest and the most expensive of each stage." in joined(text)
+    shown = [(line[0], int(line[1])) for line in rows(text) if len(line) == 7 and line[-1] == "fp4"]
+    assert sum(stage == "1" for stage, _ in shown) == 30
+    of_first = [block for stage, block in shown if stage == "0"]
+    # FLOPs differ between even and odd layers, and so do prices per FLOP.
+    assert (len(of_first), min(of_first), max(of_first)) == (32, 0, 19)
+
+
 def test_the_last_refresh_is_known_whatever_the_guard_raised_since(tmp_path: Path) -> None:
     assignments = random_assignments(3)
     write_run(tmp_path, assignments)

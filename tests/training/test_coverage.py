@@ -370,7 +370,7 @@ def test_the_share_of_experts_that_were_not_counted_is_not_told(
     assert not plan.is_share_known and quantities_in_force(plan, loop.controller.coverage) == {}
     (begun,) = [message for message in caplog.messages if "training under SNIP" in message]
     assert "FP4 share not known, since no micro-batch was counted" in begun and "%" not in begun.split("target")[0]
-    assert attained_text(load_run(tmp_path).plans[-1][1]).startswith("an FP4 share that is not known")
+    assert attained_text(load_run(tmp_path).plans[-1][1]).startswith("an unknown FP4 share")
     dense = Loop(build("llama"), config).run(text()).controller
     assert dense.plan.is_share_known and "fp4_share" in quantities_in_force(dense.plan, dense.coverage)
 

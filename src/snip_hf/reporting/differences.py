@@ -110,7 +110,7 @@ def _origin(one: Compared) -> str:
 
 def share_table(compared: Sequence[Compared]) -> Table:
     """Returns a table with one row per run or plan: policy, FP4 shares, numbers of refreshes."""
-    table = new_table("FP4 shares (of the linear FLOPs; mean: over the steps of a run)")
+    table = new_table("FP4 shares (of the linear FLOPs; mean: up to the last step that the run logged)")
     for heading in ("", "policy", "step", "share", "mean", "smallest\nof a stage", "speed", "refreshes", "kept"):
         table.add_column(heading, justify="left" if heading in ("", "policy") else "right")
     for one in compared:

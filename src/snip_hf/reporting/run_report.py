@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -219,9 +220,11 @@ def reason_table(run: Run) -> Table | None:
         table.add_column(heading, justify="left" if heading == "layer" else "right")
     labels = LayerLabels(plan.assignment)
     order = sorted(prices, key=lambda group: (stage_of[group], prices[group]))
-    for index, group in enumerate(order):
-        if _MOST_REASONS // 2 <= index < len(order) - _MOST_REASONS // 2:
-            continue  # a large model shows only its cheapest and its most expensive groups
+    stages = Counter(stage_of[group] for group in order)
+    half = max(1, _MOST_REASONS // 2 // len(stages))
+    place = {group: index for stage in stages for index, group in enumerate(x for x in order if stage_of[x] == stage)}
+    shown = [group for group in order if not half <= place[group] < stages[stage_of[group]] - half]
+    for group in shown:
         layer, gemm = setting.members(group)[0]
         # None for a layer without tokens in the probe, such as an idle expert.
         row = divergences.get((layer, gemm if setting.config.granularity == "gemm" else LAYER))
@@ -230,6 +233,12 @@ def reason_table(run: Run) -> Table | None:
         formats = Text(plan.assignment[layer][gemm], style=FORMATS[plan.assignment[layer][gemm]].style)
         name = labels.layer(layer) + group.removeprefix(layer)  # includes the GEMM at granularity "gemm"
         table.add_row(stage_of[group].removeprefix("stage "), name_text(name), *numbers, formats)
+    captions = []
+    if len(shown) < len(order):
+        captions.append(f"{len(shown):,} of {len(order):,} rows: the cheapest and the most expensive of each stage.")
+    if program["ties"]:
+        captions.append("Tied rows get one format, by their joint price.")
     if idle := len(program["groups"]) - len(prices):
-        table.caption = f"{idle:,} rows are left out: layers that saw no token, and GEMMs that do not run."
+        captions.append(f"{idle:,} rows are left out: layers that saw no token, and GEMMs that do not run.")
+    table.caption = " ".join(captions) or None
     return table

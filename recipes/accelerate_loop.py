@@ -72,8 +72,8 @@ while at["step"] < STEPS:
     else:
         at |= {"epoch": at["epoch"] + 1, "rows": 0}
 controller.close()
-model = accelerator.unwrap_model(model, keep_torch_compile=False)  # otherwise compiled layers keep other names
-weights = accelerator.get_state_dict(model)  # gathered, however the model was sharded
+trained, model = model, accelerator.unwrap_model(model, keep_torch_compile=False)  # compiled layers have other names
+weights = accelerator.get_state_dict(trained if hasattr(trained, "zero_optimization") else model)  # gathered
 if accelerator.is_main_process:
     model.save_pretrained(options.output, state_dict=weights)
     tokenizer.save_pretrained(options.output)

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import expert_models
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from configs import fp4_config
 from models import built
 from tiny_runs import FAST, arguments, prepare
+from torch import nn
 from transformers import LlamaConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -33,6 +36,7 @@ MODEL = LlamaConfig(
 CONFIG = fp4_config(
     start_format="bf16", first_refresh=1, refresh_every=3, apply_delay=1, target_fp4_fraction=0.7, **FAST
 )
+OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 RULE = fp4_config(policy="layer-position", target_fp4_fraction=0.7)
 
 
@@ -42,6 +46,8 @@ def train(
     config: SnipConfig | None,
     resume: Path | None = None,
     in_parts: bool = False,
+    build: Callable[[], nn.Module] = lambda: built(MODEL),
+    zero: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
     """Returns losses, plan, coverage and the last weights.
@@ -52,6 +58,8 @@ def train(
         config: None: without SNIP.
         resume: a checkpoint.
         in_parts: whether the model is built in parts, as `from_pretrained` loads it, with other random numbers.
+        build: returns the model.
+        zero: further settings of ZeRO.
         changes: of the `TrainingArguments`.
     """
     AcceleratorState._reset_state(reset_partial_state=False)
@@ -60,14 +68,14 @@ def train(
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100, **(zero or {})},
         "zero_force_ds_cpu_optimizer": False,
     }
     # A large eps: Adam makes whole steps of gradients that differ in their last bits where both are tiny.
     options = {"max_steps": STEPS, "warmup_steps": 0, "adam_epsilon": 1e-4, "gradient_accumulation_steps": 2}
     options |= changes | {"deepspeed": settings}
     asks = arguments(folder, **options) if in_parts else None  # while it exists, models are built in parts
-    model = built(MODEL)
+    model = build()
     assert hasattr(model.lm_head.weight, "ds_tensor") == in_parts
     run = prepare(folder, config, model=model, **options)
     run.trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
@@ -84,6 +92,13 @@ def train(
     return found
 
 
+def experts() -> nn.Module:
+    """A mixture of experts whose first block is frozen."""
+    model = expert_models.build("qwen3-moe")
+    model.model.layers[0].requires_grad_(False)
+    return model
+
+
 def main() -> None:
     os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true"}
     # Left alone, Accelerate takes each of DeepSpeed's processes on CPUs for the only one.
@@ -96,6 +111,8 @@ def main() -> None:
         "zero3": train(folder / "zero3", 3, CONFIG, **saving),
         "resumed": train(folder / "resumed", 3, CONFIG, folder / "zero3" / f"checkpoint-{SAVED}"),
         "in parts": train(folder / "parts", 3, CONFIG, in_parts=True, max_steps=3),
+        "experts": train(folder / "experts", 2, CONFIG, build=experts, max_steps=2),
+        "experts, offloaded": train(folder / "offloaded", 3, CONFIG, build=experts, zero=OFFLOADED, max_steps=2),
         "rule": train(folder / "rule", 3, RULE, max_steps=2),
     }
     torch.save(found, folder / f"rank{torch.distributed.get_rank()}.pt")

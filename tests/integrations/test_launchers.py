@@ -215,6 +215,7 @@ def refreshes(folder: Path) -> list[dict[str, Any]]:
         ("ddp", DistributedType.MULTI_GPU, 2),
         ("fsdp2", DistributedType.FSDP, 2),
         ("deepspeed_zero2", DistributedType.DEEPSPEED, 2),
+        ("deepspeed_zero3", DistributedType.DEEPSPEED, 2),
     ],
 )
 def test_accelerate_reads_every_configuration_and_knows_all_its_keys(
@@ -232,7 +233,8 @@ def test_accelerate_reads_every_configuration_and_knows_all_its_keys(
 
 def test_every_configuration_is_tested_and_in_the_readme() -> None:
     names = {path.name for path in CONFIGS.iterdir()}
-    assert names == {"single.yaml", "compile.yaml", "ddp.yaml", "fsdp2.yaml", "deepspeed_zero2.yaml"}
+    zero = {"deepspeed_zero2.yaml", "deepspeed_zero3.yaml"}
+    assert names == {"single.yaml", "compile.yaml", "ddp.yaml", "fsdp2.yaml"} | zero
     text = (RECIPES / "README.md").read_text(encoding="utf-8")
     assert names <= set(re.findall(r"^\| `(\S+)` \|", text, re.MULTILINE))
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from configs import fp4_config
+from registries import restored
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from snip_hf.cli import build_parser, main
@@ -300,7 +301,7 @@ def test_a_run_in_a_format_of_ones_own_is_read_once_its_module_is_imported(
     monkeypatch.setattr(sys, "path", list(sys.path))
     commands = (["inspect", str(plan_path)], ["report", str(run)], ["export", str(plan_path), "--to", "torchao"])
     first = "A format of your own is registered first: by `snip_hf.register_format`, or by `--import MODULE` on the"
-    with FORMATS.restored():
+    with restored(FORMATS):
         for command in commands:
             assert main(command) == 2
             error = capsys.readouterr().err

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
-from registries import nothing_stays_registered
+from registries import nothing_stays_registered, restored
 from slow_cases import slow_but
 from small import tiny_llama, trained_tiny_lm
 from small import tokens as small_batch
@@ -280,7 +280,7 @@ def test_a_name_is_taken_once_and_free_again_when_a_context_ends() -> None:
     register_format(own4())  # the same again, as when a module is imported twice
     with pytest.raises(ValueError, match="There is a format named 'fp4' already"):
         register_format(NumberFormat(name="fp4", grid=integers(7), bits=4, speed=2.0, label="", colour="#000000"))
-    with FORMATS.restored():
+    with restored(FORMATS):
         register_format(NumberFormat(name="int3", grid=integers(3), bits=3, speed=2.0, label="", colour="#000000"))
         assert list(formats) == [*built_in, "own4", "int3"]
     assert list(formats) == [*built_in, "own4"]

@@ -96,7 +96,7 @@ def append_json_line(path: str | os.PathLike[str], document: Any) -> None:
         os.close(file)
 
 
-def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> Any:
+def read_json(path: str | os.PathLike[str]) -> Any:
     """Reads one JSON document.
 
     Raises:
@@ -104,9 +104,9 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> 
         ValueError: it is too large or not JSON; the message does not name the file.
     """
     with open(path, "rb") as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise ValueError(f"the file is larger than {max_bytes} bytes.")
+        data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        raise ValueError(f"the file is larger than {MAX_JSON_BYTES} bytes.")
     return parse_json(data)
 
 

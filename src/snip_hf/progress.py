@@ -15,7 +15,7 @@ _SECONDS = 3.0
 
 
 @contextmanager
-def progress(what: str, total: int, is_first: bool = True, after: float = _SECONDS) -> Iterator[Callable[[], object]]:
+def progress(what: str, total: int, is_first: bool = True) -> Iterator[Callable[[], object]]:
     """Yields a function to call after each of `total` parts of the work.
 
     There is no bar if standard error is not a terminal, or if the logger `snip_hf.progress` does not log warnings.
@@ -24,10 +24,9 @@ def progress(what: str, total: int, is_first: bool = True, after: float = _SECON
         what: description of the work.
         total: number of parts.
         is_first: whether this is the first process.
-        after: seconds before the bar appears.
     """
     is_shown = is_first and logger.isEnabledFor(logging.WARNING)
     with tqdm(
-        total=total, desc=f"snip-hf: {what}", delay=after, leave=False, disable=None if is_shown else True
+        total=total, desc=f"snip-hf: {what}", delay=_SECONDS, leave=False, disable=None if is_shown else True
     ) as bar:
         yield bar.update

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 
@@ -77,16 +76,6 @@ class Registry(Mapping[str, Entry]):
             raise ValueError(f"There is a {self.kind} named {entry.name!r} already; choose another name.")
         self._entries[entry.name] = entry
         return entry
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Undoes all registrations of the context when it ends, for tests."""
-        before = dict(self._loaded())
-        try:
-            yield
-        finally:
-            self._entries.clear()
-            self._entries.update(before)
 
     def checked(self, name: object, where: str) -> str:
         """Returns `name` if an entry has it.

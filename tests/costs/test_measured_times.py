@@ -109,6 +109,19 @@ def made_up(backend: str, device: torch.device, shape: GemmShape, format: str) -
     return launch + 1e-9 * shape.in_features * shape.out_features * (shape.tokens / 48) / (1 + (format == "fp4"))
 
 
+@pytest.fixture
+def timer(monkeypatch: pytest.MonkeyPatch) -> list[GemmShape]:
+    """Puts `made_up` in place of the real timer; returns the list of what it is asked for."""
+    asked: list[GemmShape] = []
+
+    def note(backend: str, device: torch.device, shape: GemmShape, format: str) -> float:
+        asked.append(shape)
+        return made_up(backend, device, shape, format)
+
+    monkeypatch.setattr(gemm_timing_module, "time_gemm", note)
+    return asked
+
+
 def frozen_llama() -> Any:
     model = build("llama")
     convert_model(model, fp4_config())
@@ -116,9 +129,9 @@ def frozen_llama() -> Any:
     return model
 
 
-def test_every_gemm_gets_the_time_of_its_shape_and_a_frozen_weight_s_gradient_none() -> None:
+def test_every_gemm_gets_the_time_of_its_shape_and_a_frozen_weight_s_gradient_none(timer: list[GemmShape]) -> None:
     model = frozen_llama()
-    measured = measure_cost(model, 48, "emulated", timer=made_up)
+    measured = measure_cost(model, 48, "emulated")
     assert list(measured.seconds) == list(linear_flops(model))
     for name, row in measured.seconds.items():
         layer = model.get_submodule(name)
@@ -130,26 +143,23 @@ def test_every_gemm_gets_the_time_of_its_shape_and_a_frozen_weight_s_gradient_no
     assert (measured.tokens, measured.machine) == (48, Machine.of(torch.device("cpu"), "emulated"))
 
 
-def test_a_gemm_counts_its_time_in_the_most_precise_quantized_format_of_the_run() -> None:
+def test_a_gemm_counts_its_time_in_the_most_precise_quantized_format_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def by_bits(backend: str, device: torch.device, shape: GemmShape, format: str) -> float:
         return float(FORMATS[format].bits)
 
-    measured = measure_cost(frozen_llama(), 48, "emulated", timer=by_bits, formats=("nvfp4", "mxfp8", "bf16"))
+    monkeypatch.setattr(gemm_timing_module, "time_gemm", by_bits)
+    measured = measure_cost(frozen_llama(), 48, "emulated", formats=("nvfp4", "mxfp8", "bf16"))
     assert (measured.formats, measured.reference) == (("bf16", "mxfp8", "nvfp4"), "mxfp8")
     assert measured.work["model.layers.1.mlp.up_proj"]["grad_input"] == FORMATS["mxfp8"].bits
     assert from_json(MeasuredCost, measured.to_dict()).reference == "mxfp8"
 
 
-def test_layers_of_one_shape_share_a_measurement() -> None:
-    asked: list[GemmShape] = []
-
-    def note(backend: str, device: torch.device, shape: GemmShape, format: str) -> float:
-        asked.append(shape)
-        return 1.0
-
-    measure_cost(frozen_llama(), 48, "emulated", timer=note)
+def test_layers_of_one_shape_share_a_measurement(timer: list[GemmShape]) -> None:
+    measure_cost(frozen_llama(), 48, "emulated")
     # q and o 64x64; k and v 64x32; gate and up 64x96; down 96x64.
-    assert len(asked) == len(set(asked)) * 3 == 4 * 3 * 3
+    assert len(timer) == len(set(timer)) * 3 == 4 * 3 * 3
 
 
 def hand_cost() -> tuple[dict[str, dict[str, float]], MeasuredCost]:
@@ -324,13 +334,15 @@ class Loop:
         return self
 
 
-def test_one_rank_measures_for_all_that_hold_the_same_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_measures_for_all_that_hold_the_same_layers(
+    timer: list[GemmShape], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
     own = threading.local()
 
     def note(model: nn.Module, tokens: int, backend: str, path: str | None, **options: Any) -> MeasuredCost:
         asked.append(own.ranks.rank)
-        return measure_cost(model, tokens, backend, path, timer=made_up, **options)
+        return measure_cost(model, tokens, backend, path, **options)
 
     monkeypatch.setattr(run_setup, "measure_cost", note)
     monkeypatch.setattr(Ranks, "of_all", lambda timeout: own.ranks)
@@ -344,20 +356,7 @@ def test_one_rank_measures_for_all_that_hold_the_same_layers(monkeypatch: pytest
     assert one == two == three
     model = tiny_llama(hidden=32)
     convert_model(model, fp4_config())
-    assert one.measured == measure_cost(model, 48, "emulated", timer=made_up)
-
-
-@pytest.fixture
-def timer(monkeypatch: pytest.MonkeyPatch) -> list[GemmShape]:
-    """Puts `made_up` in place of the real timer; returns the list of what it is asked for."""
-    asked: list[GemmShape] = []
-
-    def note(backend: str, device: torch.device, shape: GemmShape, format: str) -> float:
-        asked.append(shape)
-        return made_up(backend, device, shape, format)
-
-    monkeypatch.setattr(gemm_timing_module, "time_gemm", note)
-    return asked
+    assert one.measured == measure_cost(model, 48, "emulated")
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

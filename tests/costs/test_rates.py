@@ -6,6 +6,7 @@ import re
 
 import pytest
 from configs import fp4_config
+from registries import restored
 
 from snip_hf.config import RATES
 from snip_hf.costs.rates import Rates, linear_times, register_rates, speedup
@@ -47,7 +48,7 @@ def test_bf16_has_the_rate_1_everywhere_and_ideal_rates_follow_the_bits() -> Non
 
 def test_a_variant_has_the_rate_of_what_its_name_begins_with() -> None:
     shared = {"grid": E2M1, "bits": 4, "speed": 2.0, "label": "X", "colour": "#000000"}
-    with FORMATS.restored():
+    with restored(FORMATS):
         register_format(NumberFormat(name="nvfp4-of-mine", **shared))
         register_format(NumberFormat(name="nvfp4x", **shared))
         assert RATES["b200"].rate("nvfp4-of-mine") == 4
@@ -55,7 +56,7 @@ def test_a_variant_has_the_rate_of_what_its_name_begins_with() -> None:
 
 
 def test_a_table_of_one_s_own_is_a_budget_s() -> None:
-    with RATES.restored():
+    with restored(RATES):
         register_rates(Rates(name="mine", rates={"fp4": 3.0, "fp8": 1.5}, source="measured by me"))
         config = fp4_config(target_linear_speedup=2.0, rates="mine")
         assert plan_of("fp4", "fp8", rates=config.rates).linear_speedup() == pytest.approx(4 / (1 / 3 + 3 / 1.5))

@@ -40,22 +40,28 @@ class Clock:
         return MADE_UP[format] * len(self.asked)
 
 
-def test_equal_shapes_are_timed_once_in_every_format() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    times = gemm_times([*SHAPES, *SHAPES[::-1]], "emulated", CPU, timer=clock)
+    monkeypatch.setattr(timing, "time_gemm", clock)
+    return clock
+
+
+def test_equal_shapes_are_timed_once_in_every_format(clock: Clock) -> None:
+    times = gemm_times([*SHAPES, *SHAPES[::-1]], "emulated", CPU)
     assert clock.asked == [("emulated", shape, fmt) for shape in SHAPES for fmt in FORMATS]
     assert times[SHAPES[1]] == {"bf16": 4e-3 * 4, "fp8": 2e-3 * 5, "fp4": 1e-3 * 6}
     assert list(times) == SHAPES
 
 
-def test_a_file_is_completed_and_what_it_has_is_not_timed_again(tmp_path: Path) -> None:
-    path, clock = tmp_path / "new folder" / "times.json", Clock()
-    first = gemm_times(SHAPES[:2], "emulated", CPU, path, clock)
+def test_a_file_is_completed_and_what_it_has_is_not_timed_again(clock: Clock, tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "times.json"
+    first = gemm_times(SHAPES[:2], "emulated", CPU, path)
     written = path.read_bytes()
-    assert gemm_times(SHAPES[:2], "emulated", CPU, path, clock) == first
+    assert gemm_times(SHAPES[:2], "emulated", CPU, path) == first
     assert len(clock.asked) == 6
     assert path.read_bytes() == written
-    second = gemm_times(SHAPES[1:], "emulated", CPU, path, clock)
+    second = gemm_times(SHAPES[1:], "emulated", CPU, path)
     assert [shape for _, shape, _ in clock.asked[6:]] == [shape for shape in SHAPES[2:] for _ in FORMATS]
     assert second[SHAPES[1]] == first[SHAPES[1]]
     machine = Machine.of(CPU, "emulated")
@@ -118,12 +124,12 @@ def test_the_file_that_the_damaged_ones_come_from_is_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_file_is_refused_by_name_and_left_as_it_is(name: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_by_name_and_left_as_it_is(name: str, clock: Clock, tmp_path: Path) -> None:
     text, message = DAMAGED[name]
-    path, clock = tmp_path / "times.json", Clock()
+    path = tmp_path / "times.json"
     path.write_text(text)
     with pytest.raises(ValueError) as caught:
-        gemm_times(SHAPES, "emulated", CPU, path, clock)
+        gemm_times(SHAPES, "emulated", CPU, path)
     assert str(caught.value).startswith(f"{path} is not a usable file of GEMM times: {message}")
     assert str(caught.value).endswith("Remove it, or name another as timing_file; what is missing is timed anew.")
     assert path.read_text() == text

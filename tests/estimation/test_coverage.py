@@ -271,7 +271,11 @@ def test_a_bilinear_layer_counts_once_per_gradient_and_is_listed(frozen: str | N
     assert found.covered == linear * 2.0 * 64 * 6
     (left,) = found.uncovered
     assert left.share * found.flops == pytest.approx(gemms * 2.0 * 6 * 8 * 2 * 5)
-    assert (left.name, left.kind, left.reason) == ("layers.*.other", "Bilinear", "no layer kind takes a Bilinear")
+    assert (left.name, left.kind, left.reason) == (
+        "layers.*.other",
+        "Bilinear",
+        "no registered layer kind handles Bilinear",
+    )
 
 
 def test_a_bilinear_product_with_a_buffer_belongs_to_the_module_that_runs_it() -> None:
@@ -286,7 +290,7 @@ def test_a_bilinear_product_with_a_buffer_belongs_to_the_module_that_runs_it() -
     found = coverage(Model(Fixed(), lambda module, x: module(x)), {"x": torch.ones(6, 8, requires_grad=True)})
     (left,) = found.uncovered
     assert left.share * found.flops == pytest.approx(3 * 2.0 * 6 * 8 * 2 * 5)
-    assert (left.kind, left.reason) == ("Fixed", "no layer kind takes a Fixed")
+    assert (left.kind, left.reason) == ("Fixed", "no registered layer kind handles Fixed")
 
 
 def test_a_weight_without_elements_has_no_products() -> None:
@@ -485,14 +489,16 @@ def test_labels_are_not_needed_and_compiled_blocks_are_looked_into() -> None:
 
 def test_the_uncovered_rest_is_described_by_kind() -> None:
     groups = [
-        Uncovered("layers.*.experts.gate_up_proj", "MoE experts", 0.4, "no layer kind takes a MixtralExperts"),
-        Uncovered("layers.*.experts.down_proj", "MoE experts", 0.21, "no layer kind takes a MixtralExperts"),
-        Uncovered("layers.*.gate", "router", 0.01, "no layer kind takes a MixtralTopKRouter"),
+        Uncovered(
+            "layers.*.experts.gate_up_proj", "MoE experts", 0.4, "no registered layer kind handles MixtralExperts"
+        ),
+        Uncovered("layers.*.experts.down_proj", "MoE experts", 0.21, "no registered layer kind handles MixtralExperts"),
+        Uncovered("layers.*.gate", "router", 0.01, "no registered layer kind handles MixtralTopKRouter"),
     ]
     assert Coverage(100.0, 38.0, groups).describe() == (
         "38.0% of the model's matmul FLOPs (output head and attention products aside); MoE experts: 61.0%, not covered "
-        "because no layer kind takes a MixtralExperts; router: 1.0%, not covered because no layer kind takes a "
-        "MixtralTopKRouter"
+        "because no registered layer kind handles MixtralExperts; router: 1.0%, not covered because no registered "
+        "layer kind handles MixtralTopKRouter"
     )
 
 
@@ -504,7 +510,7 @@ def test_the_uncovered_rest_is_described_by_kind() -> None:
         ("skip_modules", "skip_modules names it"),
         ("outside the transformer blocks", "it is outside the transformer blocks"),
         ("not run, since another adapter is active", "it is not run, since another adapter is active"),
-        ("no layer kind takes a [Bank]", "no layer kind takes a [Bank]"),
+        ("no registered layer kind handles [Bank]", "no registered layer kind handles [Bank]"),
     ],
 )
 def test_reasons_read_after_because(reason: str, clause: str) -> None:

@@ -95,7 +95,7 @@ def test_the_section_tells_what_the_plan_covers_and_why_the_rest_is_not() -> Non
     assert (
         "| coverage | the plan decides on 40.0% of the model's matmul FLOPs (output head and attention products "
         "aside), which makes 20.0% of all of them in FP4 |\n"
-        "| not covered | MoE experts 50.0% (no layer kind takes a \\[Bank\\]); router 10.0% (router) |\n"
+        "| not covered | MoE experts 50.0% (no registered layer kind handles \\[Bank\\]); router 10.0% (router) |\n"
     ) in section(plan("fp4", "fp8"), counted_event().coverage)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from registries import restored
 from small import convert_in_formats
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -100,7 +101,7 @@ def test_rotated_products_are_those_of_rotated_and_rounded_operands(fmt: str) ->
     own = rounded(x.t().contiguous(), format.activation)
     assert (own @ own.t() - of_gemm(x, "activation", 0).t() @ of_gemm(x, "activation", 0)).abs().max() < scale * 10
     # In exact arithmetic a rotation cancels: with fine numbers only rounding errors of FP32 are left.
-    with FORMATS.restored():
+    with restored(FORMATS):
         fine = NumberFormat(
             name="fine", grid=floats(8, 10, infinities=True), bits=19, rotation=format.rotation,
             rotated=format.rotated, speed=1.0, label="", colour="#000000",

@@ -161,14 +161,13 @@ def encoding_launches() -> Iterator[Callable[[], Any]]:
         gemms: tuple[int, int] = (0, 2),
         counts: bool = True,
         is_known: bool = True,
-        tile: Any = None,
     ) -> Callable[[], Any]:
         x = torch.zeros(shape[0], shape[1] + 64 * is_part, dtype=dtype)[:, : shape[1]]
         outputs, known = empty_layouts(x, *gemms), (own.table, gemms) if is_known else None
-        return lambda: operators.launch_encode(x, state, own.record[operand], operand, counts, outputs, tile, known)
+        return lambda: operators.launch_encode(x, state, own.record[operand], operand, counts, outputs, known)
 
     def gate(
-        shape: tuple[int, int] = (128, 192), counts: bool = True, has_rows: bool | None = None, tile: Any = None
+        shape: tuple[int, int] = (128, 192), counts: bool = True, has_rows: bool | None = None
     ) -> Callable[[], Any]:
         x = torch.zeros(*shape, dtype=torch.bfloat16)
         gemms = 0 if has_rows is None or has_rows else -1, 2
@@ -177,16 +176,15 @@ def encoding_launches() -> Iterator[Callable[[], Any]]:
             for operand in (1, 1, 0)
         ]
         if has_rows is None:
-            return lambda: launch_forward(x, x, one[2], tile)
-        return lambda: launch_backward((x, x, x), one, has_rows, counts, tile)
+            return lambda: launch_forward(x, x, one[2])
+        return lambda: launch_backward((x, x, x), one, has_rows, counts)
 
     yield from (encode(), encode((128, 256)), encode((192, 192)), encode((100, 192)), encode(dtype=torch.float32))
     yield from (encode(is_part=True), encode(operand=1), encode(operand=2), encode(gemms=(0, -1)), encode(gemms=(1, 2)))
-    yield from (encode(gemms=(-1, 2)), encode(counts=False), encode(is_known=False), encode(tile=(8, 32, 4, 128)))
-    yield from (gate(), gate((128, 256)), gate((100, 192)), gate(counts=False), gate(tile=(8, 32, 4, 128)))
+    yield from (encode(gemms=(-1, 2)), encode(counts=False), encode(is_known=False))
+    yield from (gate(), gate((128, 256)), gate((100, 192)), gate(counts=False))
     for has_rows in (True, False):
         yield from (gate(has_rows=has_rows), gate((64, 192), has_rows=has_rows), gate(counts=False, has_rows=has_rows))
-        yield gate(has_rows=has_rows, tile=(8, 64, 1, None))
 
 
 def test_the_keys_of_encodes_tell_apart_all_launches_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:

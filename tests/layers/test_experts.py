@@ -14,6 +14,7 @@ import pytest
 import torch
 from configs import fp4_config
 from expert_models import CONFIGS, EXPERTS, HIDDEN, INNER, VOCABULARY, build
+from registries import restored
 from small import convert_in_formats
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -318,7 +319,7 @@ class TestBackends:
             name = "alone"
             runs_groups = False
 
-        with BACKENDS.restored():
+        with restored(BACKENDS):
             register_backend(Alone())
             model = build("mixtral")
             convert_model(model, fp4_config(backend="alone"))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from configs import fp4_config
+from registries import restored
 from small import convert_in_formats
 from torch import Tensor, nn
 
@@ -134,7 +135,7 @@ def test_a_layer_that_refuses_a_backend_runs_emulated() -> None:
     kind.layer = Refuses
     register_layer_kind(kind)
     model = block(up=nn.Linear(8, 8), small=Scale(8))
-    with BACKENDS.restored():
+    with restored(BACKENDS):
         register_backend(Alone())
         convert_in_formats(model, fp4_config(backend="alone"))
     assert [layer.snip_backend.name for layer in snip_linears(model).values()] == ["alone", "emulated"]

@@ -349,9 +349,9 @@ def test_conv1d_is_covered_and_a_subclass_of_it_is_named() -> None:
 def test_convolutions_and_patch_embeddings_are_named_wherever_they_are(inside: bool) -> None:
     model = block_of_linears(conv=nn.Conv1d(8, 8, 3)) if inside else block_of_linears()
     model["patches"] = nn.Conv2d(3, 8, 2)
-    expected = {"patches": ("Conv2d", "no layer kind takes a Conv2d", 1, 96)}
+    expected = {"patches": ("Conv2d", "no registered layer kind handles Conv2d", 1, 96)}
     if inside:
-        expected["layers.*.conv"] = "Conv1d", "no layer kind takes a Conv1d", 1, 192
+        expected["layers.*.conv"] = "Conv1d", "no registered layer kind handles Conv1d", 1, 192
     assert summary(model) == expected
 
 
@@ -364,7 +364,7 @@ def test_what_the_user_left_out_is_named_with_that_reason() -> None:
 def test_a_weight_that_the_model_itself_holds_has_its_own_name() -> None:
     model = block_of_linears()
     model.register_parameter("mixing", nn.Parameter(torch.ones(8, 8)))
-    assert summary(model) == {"mixing": ("ModuleDict", "no layer kind takes a ModuleDict", 1, 64)}
+    assert summary(model) == {"mixing": ("ModuleDict", "no registered layer kind handles ModuleDict", 1, 64)}
 
 
 def test_a_tied_weight_is_told_once_and_not_at_all_if_it_is_an_embedding_s() -> None:
@@ -373,7 +373,7 @@ def test_a_tied_weight_is_told_once_and_not_at_all_if_it_is_an_embedding_s() -> 
     block["late"].weight = block["again"].weight
     model["head"] = nn.Conv1d(8, 8, 1)
     model["head"].weight = block["embed"].weight
-    assert summary(model) == {"layers.*.again": ("Conv1d", "no layer kind takes a Conv1d", 1, 64)}
+    assert summary(model) == {"layers.*.again": ("Conv1d", "no registered layer kind handles Conv1d", 1, 64)}
 
 
 def test_a_weight_that_a_plan_decides_on_in_one_place_is_not_told_for_another() -> None:
@@ -411,7 +411,7 @@ def test_a_sharded_weight_counts_as_a_whole(two_ranks: None) -> None:
         module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
     assert model["layers"][0]["up"].weight.to_local().shape == (4, 8)
     assert swapped(model) == 128
-    assert summary(model)["layers.*.conv"] == ("Conv1d", "no layer kind takes a Conv1d", 1, 192)
+    assert summary(model)["layers.*.conv"] == ("Conv1d", "no registered layer kind handles Conv1d", 1, 192)
 
 
 def test_compiled_blocks_and_conversion_leave_the_names_alone() -> None:
@@ -433,9 +433,9 @@ def test_long_lists_and_strange_names_are_cut_and_escaped() -> None:
 def test_matrices_of_adapters_are_counted_and_not_listed() -> None:
     weight = nn.Parameter(torch.ones(4, 4))
     adapters = [WeightMatrix(weight, f"layers.*.{name}.lora_A", "Linear", "adapter", False) for name in "qkv"]
-    conv = WeightMatrix(weight, "conv", "Conv2d", "no layer kind takes a Conv2d", False)
+    conv = WeightMatrix(weight, "conv", "Conv2d", "no registered layer kind handles Conv2d", False)
     assert describe_unswapped([*adapters, conv]) == (
-        "conv (Conv2d, no layer kind takes a Conv2d), 3 matrices of adapters"
+        "conv (Conv2d, no registered layer kind handles Conv2d), 3 matrices of adapters"
     )
     assert describe_unswapped(adapters[:1]) == "1 matrix of adapters"
 
@@ -451,4 +451,4 @@ def test_a_gate_of_no_known_class_is_a_router_only_where_it_has_an_output_for_ea
     )
     found = {one.name: one.reason for one in weight_matrices(nn.ModuleDict({"layers": nn.ModuleList([block])}), None)}
     assert found["layers.*.chooses"] == "router"
-    assert found["layers.*.weighs"] == "no layer kind takes a TopKGate"
+    assert found["layers.*.weighs"] == "no registered layer kind handles TopKGate"

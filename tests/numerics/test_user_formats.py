@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from registries import restored
 
 from snip_hf import formats, quantize, register_format
 from snip_hf.numerics.formats import E2M1, FORMATS, NumberFormat, Operand, floats, integers
@@ -124,7 +125,7 @@ def test_the_named_grids_are_floats() -> None:
 
 
 def test_a_user_s_format_is_registered_once_and_rounds_as_its_data_say() -> None:
-    with FORMATS.restored():
+    with restored(FORMATS):
         register_format(a_format(grid=floats(3, 1), bits=5, scale="e5m3", tensor_scale=None))
         assert formats["mine"].code == len(formats) - 1
         x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
@@ -139,7 +140,7 @@ def test_a_user_s_format_is_registered_once_and_rounds_as_its_data_say() -> None
 
 def test_a_variant_is_one_expression() -> None:
     floor = dataclasses.replace(FORMATS["mxfp4"], name="mxfp4-floor", scale_rule="floor", gradient=Operand((1, 32)))
-    with FORMATS.restored():
+    with restored(FORMATS):
         register_format(floor)
         x = torch.full((1, 32), 7.0)
         # The specification's rule cuts 7 off at 6; ours doubles the scale.

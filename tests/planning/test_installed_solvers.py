@@ -10,6 +10,7 @@ import mip
 import pytest
 import scipy
 from configs import fp4_config
+from registries import restored
 from solver_problems import make_problem
 from tiny_runs import SCHEDULE, train
 
@@ -85,7 +86,7 @@ def test_the_solver_that_a_policy_asks_for_is_the_one_that_is_tried_out(
     failing: Callable[[dict[str, str]], list[str]],
 ) -> None:
     tried = failing({})
-    with POLICIES.restored():
+    with restored(POLICIES):
         register_policy(Policy(name="exact", cost=lambda config, table: lambda row: row.flops, solver="highs"))
         assert solver.check_solver(fp4_config(policy="exact", solver="greedy"), LOG) == "highs"
     assert solver.check_solver(fp4_config(policy="greedy", solver="cbc"), LOG) == "greedy"
@@ -133,5 +134,5 @@ def test_a_solver_that_works_is_tried_out_once_and_named_in_the_log(caplog: pyte
             solver.check_solver(fp4_config(solver=name), LOG)
     assert solver.try_out.cache_info().misses == 2
     cbc, highs = f"'cbc' (mip {mip.__version__})", f"'highs' (scipy {scipy.__version__})"
-    taken = [f"solver='auto' takes {cbc}", f"solver='cbc' takes {cbc}", f"solver='highs' takes {highs}"]
+    taken = [f"solver='auto' uses {cbc}", f"solver='cbc' uses {cbc}", f"solver='highs' uses {highs}"]
     assert notes(caplog) == [(logging.INFO, f"snip-hf: {text}") for text in taken * 2]

@@ -14,6 +14,7 @@ from configs import fp4_config
 from oracles.brute_force import best_map
 from own_loop import Loop
 from policy_settings import LISTS, TIES, assert_complete, llama_flops, plain_flops, setting_of
+from registries import restored
 from rich.console import Console
 from tiny_runs import SCHEDULE, history
 
@@ -135,7 +136,7 @@ def test_a_policy_of_ones_own_that_decides_on_backward_gemms_is_refused() -> Non
     def all_in_fp8(setting: Setting) -> dict[str, dict[str, str]]:
         return {layer: dict.fromkeys(row, "fp8") for layer, row in setting.flops.items()}
 
-    with POLICIES.restored():
+    with restored(POLICIES):
         register_policy(Policy(name="all-in-fp8", assign=all_in_fp8))
         setting = setting_of(plain_flops(1.0), policy="all-in-fp8", **FORWARD)
         message = (

@@ -20,6 +20,7 @@ from policy_settings import (
     setting_of,
     stage_shares,
 )
+from registries import restored
 
 from snip_hf.config import RATES, SnipConfig
 from snip_hf.costs.rates import Rates, register_rates
@@ -45,7 +46,7 @@ FIVE = ("fp4", "half", "fp8", "fast8", "bf16")
 @pytest.fixture(autouse=True)
 def more_formats() -> Iterator[None]:
     """Two formats more, and rates that are halves, so that sums of weights are exact."""
-    with FORMATS.restored(), RATES.restored():
+    with restored(FORMATS), restored(RATES):
         register_format(
             NumberFormat(
                 name="half",

@@ -6,6 +6,7 @@ import dataclasses
 import io
 from typing import Any
 
+from registries import restored
 from rich.console import Console
 from two_stages import FLOPS, STAGES, measured, plan
 
@@ -86,7 +87,7 @@ def test_the_legend_names_the_gemms_that_frozen_layers_have() -> None:
 
 
 def test_formats_of_the_same_bits_are_told_apart_by_letters_of_their_names() -> None:
-    with FORMATS.restored():
+    with restored(FORMATS):
         for name in ("mxint4", "fp4-rotated"):
             register_format(NumberFormat(name=name, grid=integers(7), bits=4, speed=2.0, label=name, colour="#000000"))
         assert ["0", "f4/i4/f8"] in rows(printed_plan("fp4", "int4", "fp8"))

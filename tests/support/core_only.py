@@ -68,7 +68,7 @@ def main() -> None:
         history = train(Path(folder))
         refreshes = [(line["status"], line["solver"]) for line in history if line["event"] == "refresh"]
         assert refreshes == [("applied", "highs"), ("applied", "highs")], refreshes
-        [line] = [text for text in said if "solver='auto' takes 'highs', since: " in text]
+        [line] = [text for text in said if "solver='auto' uses 'highs', because: " in text]
         assert "No module named 'mip'" in line and 'pip install "snip-hf[cbc]"' in line, line
         check_commands(Path(folder))
     print(f"Trained without extras. The log says: {line}")

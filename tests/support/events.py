@@ -32,7 +32,7 @@ def refresh_event(step: int, **changes: Any) -> Refresh:
 def counted_event(step: int = 1, **changes: Any) -> Counted:
     """A count that found 40% covered, all by one layer, "a"."""
     rest = [
-        Uncovered("layers.*.experts.down_proj", "MoE experts", 0.5, "no layer kind takes a [Bank]"),
+        Uncovered("layers.*.experts.down_proj", "MoE experts", 0.5, "no registered layer kind handles [Bank]"),
         Uncovered("layers.*.gate", "router", 0.1, "router"),
     ]
     values: dict[str, Any] = {"coverage": Coverage(200.0, 80.0, rest, {"output head": 50.0}), "tokens": None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from snip_hf.config import POLICIES
 from snip_hf.costs.rates import RATES
@@ -11,11 +12,23 @@ from snip_hf.kernels.backend import BACKENDS
 from snip_hf.layers.kinds import LAYER_KINDS
 from snip_hf.layers.linear import LINEAR_CLASSES
 from snip_hf.numerics.formats import FORMATS
+from snip_hf.registry import Registry
+
+
+@contextmanager
+def restored(registry: Registry[Any]) -> Iterator[None]:
+    """Undoes all registrations of the context when it ends."""
+    before = dict(registry)
+    try:
+        yield
+    finally:
+        registry._entries.clear()
+        registry._entries.update(before)
 
 
 @contextmanager
 def nothing_stays_registered() -> Iterator[None]:
     with ExitStack() as stack:
         for registry in (FORMATS, BACKENDS, LAYER_KINDS, LINEAR_CLASSES, POLICIES, RATES):
-            stack.enter_context(registry.restored())
+            stack.enter_context(restored(registry))
         yield

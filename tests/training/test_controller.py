@@ -19,6 +19,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ParallelismConfig
 from configs import fp4_config
 from own_loop import CONFIG, Loop
+from registries import restored
 from small import text, tiny_llama
 from tiny_runs import (
     FAST,
@@ -647,7 +648,7 @@ def test_the_backend_is_chosen_by_the_formats_of_a_plan_file(tmp_path: Path) -> 
         def runs(self, format: NumberFormat) -> bool:
             return format.name == "nvfp4"
 
-    with BACKENDS.restored():
+    with restored(BACKENDS):
         register_backend(Other())
         register_backend(Only())
         assert Loop(fp4_config()).controller.backend == "other"
@@ -669,7 +670,7 @@ def test_beside_a_plan_file_no_other_backend_than_the_one_asked_for_is_tried(tmp
         def fails(self, format: NumberFormat, device: torch.device) -> str | None:
             raise AssertionError("tried")
 
-    with BACKENDS.restored():
+    with restored(BACKENDS):
         register_backend(Other())
         assert Loop(fp4_config(fixed_plan=str(path), backend="emulated")).controller.backend == "emulated"
         with pytest.raises(AssertionError, match="tried"):
@@ -810,7 +811,7 @@ def test_after_a_solver_that_fails_auto_takes_the_next_one_for_good_and_warns_on
     assert asked == asked_for and loop.controller.plan.provenance.solver == "highs"
     assert [line["status"] for line in history(tmp_path) if line["event"] == "refresh"] == refreshes
     said = [message for message in caplog.messages if "from now on" in message]
-    assert said == [f"snip-hf: from now on solver='auto' takes 'highs', since: {reason}"]
+    assert said == [f"snip-hf: from now on solver='auto' uses 'highs', because: {reason}"]
 
 
 def test_a_resumed_run_may_have_another_solver(tmp_path: Path) -> None:

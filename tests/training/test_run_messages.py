@@ -220,7 +220,7 @@ def test_a_run_that_took_no_step_came_to_nothing(caplog: pytest.LogCaptureFixtur
     ("options", "name", "text"),
     [
         ({"policy": "uniform-fp8"}, "target", "none"),
-        ({"policy": "uniform-fp8"}, "refreshes", "none: the policy takes no probe"),
+        ({"policy": "uniform-fp8"}, "refreshes", "none: this policy does not probe"),
         ({"target_fp4_fraction": ((1, 0.9), (5, 0.5))}, "target", "at least 90.0% from step 1, 50.0% from step 5 of "),
         ({"decides": "forward", "granularity": "gemm"}, "target", "at least 75.0% of the forward GEMMs' FLOPs in FP4"),
         ({"refresh_every": None}, "refreshes", "at step 2, no more; a plan is applied 2 steps later; until then FP8"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from configs import fp4_config
+from registries import restored
 from tiny_runs import SCHEDULE, differing, model_with_dropout, train, weights
 
 from snip_hf import SnipCallback, SnipConfig, register_format
@@ -25,7 +26,7 @@ ADVICE = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run over ("own-fp4", "fp8"), with a checkpoint between a probe and its plan."""
     path: Path = tmp_path_factory.mktemp("run")
-    with FORMATS.restored():
+    with restored(FORMATS):
         register_format(replace(FORMATS["fp4"], name="own-fp4"))
         config = SnipConfig(**SCHEDULE, formats=("own-fp4", "fp8"))
         train(path, config, save_strategy="steps", save_steps=3, max_steps=5)

@@ -72,7 +72,7 @@ register_rates(
 register_rates(
     Rates(
         name="h100",
-        # What is stored as E4M3 runs at the rate of FP8 (docs/method.md). NVFP4 fits into BF16 only, and "fp4-pqt" adds
+        # Formats stored as E4M3 run at the rate of FP8 (docs/method.md). NVFP4 only fits into BF16, and "fp4-pqt" adds
         # noise to it.
         rates={"fp8": 2, "int8": 2, "fp4": 2, "mxfp4": 2, "int4": 2, "ufp4": 2, "nvfp4": 1, "fp4-pqt": 1},
         source="NVIDIA H100 and H200 SXM datasheets, dense peak: BF16 989, FP8 and INT8 1,979 TFLOP/s.",

@@ -77,8 +77,6 @@ class GemmShape:
 Seconds = dict[str, float]
 """Format -> seconds."""
 Times = dict[tuple[Machine, GemmShape], Seconds]
-Timer = Callable[[str, torch.device, GemmShape, str], float]
-"""(backend, device, shape, format) -> seconds, as `time_gemm`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +186,6 @@ def measure_cost(
     tokens: int,
     backend: str,
     path: str | os.PathLike[str] | None = None,
-    timer: Timer | None = None,
     formats: Sequence[str] = (),
     is_first: bool = True,
 ) -> MeasuredCost:
@@ -197,7 +194,7 @@ def measure_cost(
     Args:
         model: a converted model.
         tokens: of a micro-batch, all of which pass through every layer.
-        backend, path, timer, formats, is_first: as in `gemm_times`.
+        backend, path, formats, is_first: as in `gemm_times`.
 
     Raises:
         ValueError: as `gemm_times`.
@@ -209,7 +206,7 @@ def measure_cost(
         for gemm in gemms_of(layer)
     }
     device = next(iter(layers.values())).weight.device
-    times = gemm_times(shapes.values(), backend, device, path, timer, formats, is_first)
+    times = gemm_times(shapes.values(), backend, device, path, formats, is_first)
     seconds = {name: {gemm: times[shapes[name, gemm]] for gemm in gemms_of(layer)} for name, layer in layers.items()}
     return MeasuredCost(
         machine=Machine.of(device, backend), tokens=tokens, seconds=seconds, reference=reference_format(formats)
@@ -275,7 +272,6 @@ def gemm_times(
     backend: str,
     device: torch.device,
     path: str | os.PathLike[str] | None = None,
-    timer: Timer | None = None,
     formats: Sequence[str] = (),
     is_first: bool = True,
 ) -> dict[GemmShape, Seconds]:
@@ -287,21 +283,20 @@ def gemm_times(
         device: the device that they run on.
         path: a file of times; what it has for this machine is not timed again, what is new is added to it. A file that
             cannot be written costs a warning.
-        timer: times one GEMM in one format; None: `time_gemm`.
         formats: the run's formats; `timed_formats` says which are timed.
         is_first: whether this is the first process, which may show a progress bar.
 
     Raises:
         ValueError: as `read_times`.
     """
-    machine, run = Machine.of(device, backend), timer or time_gemm
+    machine = Machine.of(device, backend)
     known = {} if path is None else read_times(path)
     wanted = dict.fromkeys(shapes)
     timed = timed_formats(formats)
     missing = [(shape, fmt) for shape in wanted for fmt in timed if fmt not in known.setdefault((machine, shape), {})]
     with progress("timing of GEMMs", len(missing), is_first) as tell:
         for shape, fmt in missing:
-            known[machine, shape][fmt] = run(backend, device, shape, fmt)
+            known[machine, shape][fmt] = time_gemm(backend, device, shape, fmt)
             tell()
     if missing and path is not None:
         try:

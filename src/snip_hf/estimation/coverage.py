@@ -237,7 +237,9 @@ def count_pass(
     reasons, head, adapters = layer_reasons(model, config), head_of(model), adapter_modules(model)
     for caller, count in counter.of_modules.items():
         name, kind = plain_name(caller.name), class_name(caller.module)
-        reason = ADAPTER if id(caller.module) in adapters else reasons.get(name, f"no layer kind takes a {kind}")
+        reason = (
+            ADAPTER if id(caller.module) in adapters else reasons.get(name, f"no registered layer kind handles {kind}")
+        )
         if caller.module is head:
             counts["aside", _HEAD] += count
         elif reason is None:
@@ -507,7 +509,7 @@ def formulas() -> dict[Any, tuple[Formula, Sequence[int]]]:
     for name in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
         named[f"aten::_scaled_dot_product_{name}"] = _attention, (0, 1, 2)
     named["aten::addbmm"] = lambda args, out: 2 * out.numel() * args[1].shape[0] * args[1].shape[-1], (1, 2)
-    # Of a weight (O, I, J) and rows of I and of J.
+    # Arguments: rows of I, a weight (O, I, J), rows of J.
     named["aten::_trilinear"] = lambda args, out: 2 * out.numel() * args[0].shape[-1] * args[2].shape[-1], (0, 2, 1)
     named["higher_order::flex_attention"] = _attention, (0, 1, 2)
     packets = {name: _packet(name) for name in named}

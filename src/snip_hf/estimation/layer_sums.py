@@ -120,7 +120,7 @@ class LayerSums:
         self._tokens = _DenseRows(count, self._pieces(count))
         if sample.rows is not None:
             self._tokens = _RoutedRows(sample.rows, len(self.matrices), self._pieces(sample.rows.tokens))
-        # A part of a micro-batch, with a mean loss of its own, is to the step what one of more micro-batches is.
+        # A part with its own mean loss counts as one of several micro-batches.
         batches = micro_batches * self.batch.parts
         self.sizes = Sizes(sample.tokens / max(1, count), sample.scale, self._tokens.pieces, batches)
         # Largest magnitudes of the whole tensors that the sample is from, for scales of whole tensors.
@@ -253,7 +253,7 @@ class LayerSums:
         return terms
 
     def _terms_of_several(self) -> dict[tuple[int, str], Tensor]:
-        """Does as `_weight_terms` for several matrices, whose errors add before the square; rounds one at a time."""
+        """Returns `_weight_terms` for several matrices, whose errors add before the square; rounds one at a time."""
         shape, probes = (self.sizes.pieces, *self._shape), range(self._probes)
         met = {(probe, name): [self.x.new_zeros(shape) for _ in "fg"] for probe in probes for name in self._formats}
         self._weight_squares = {name: self.x.new_zeros(2) for name in self._formats}
@@ -375,7 +375,7 @@ class LayerSums:
         return _joined(g - exact_g, exact_g, lengths), _joined(x, x - exact_x, lengths)
 
     def _function_sums(self, push: Callable[[Tensor], Tensor], operands: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Does as `_update_sums` for a function of whole changes; holds all matrices of a few pieces at a time."""
+        """Returns `_update_sums` for a function of whole changes; holds all matrices of a few pieces at a time."""
         own: list[Tensor] = []
         totals: list[Tensor] = []
         at_once = max(1, AT_ONCE // max(1, self._shape.numel() * len(self.matrices)))

@@ -185,7 +185,7 @@ def users_of_weights(layers: Mapping[str, SnipLayer]) -> Counter[int]:
 
 def random_directions(name: str, layer: SnipLayer, draw: Draw) -> tuple[Tensor, ...]:
     """Returns `random_direction` of each matrix of a layer, (O, I)."""
-    # As matrices, since the derivatives of samples and the traces are along them.
+    # One direction per matrix, since the derivatives of samples and the traces are along matrices.
     shapes = layer.matrices(torch.empty(layer.weight.shape, device="meta"))
     like = torch.empty(1, device=layer.weight.device).expand(len(shapes), *shapes[0].shape)
     return random_direction(name, like, draw).unbind()

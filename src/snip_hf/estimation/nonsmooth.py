@@ -195,7 +195,7 @@ class _Choosing(TorchFunctionMode):
         super().__init__()
         self._choices, self._is_first = choices, is_first
         self._scores: list[Tensor] = []
-        """What the forward pass chose from, in the order of its calls."""
+        """The scores that the forward pass chose from, in the order of its calls."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

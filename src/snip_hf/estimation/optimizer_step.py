@@ -61,7 +61,7 @@ class OptimizerStep:
     micro_batches: int = 1
     """Micro-batches of the step; their errors are independent except for that of the weights."""
     others: Mapping[str, Tensor] | None = None
-    """As `ComparedParameters.others`."""
+    """See `ComparedParameters.others`."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class RelativeUpdates:
 
         Args:
             name: the layer.
-            clip_factor: what clipping multiplies a change of the loss's gradient by. Changes of the update are relative
+            clip_factor: factor by which clipping scales a change of the gradient. Changes of the update are relative
                 to it, as products with the derivative are.
         """
         if name not in self.norms:

@@ -86,7 +86,7 @@ class SnipCallback(TrainerCallback):
         self._losses: Wrapped | None = None
         self._logs = Trackers()
         self._is_restored = False
-        """Whether `restore_model` ended SNIP during the run."""
+        """True if `restore_model` ended SNIP during the run."""
         self._state: TrainerState | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -139,7 +139,7 @@ class LossSeam:
         labels = inputs.get(name)
         count = {} if self._count is None else {_COUNT: self._count}
         if count and labels is not None:
-            # As in the Trainer's evaluation: a loss that counts all processes is multiplied by their number.
+            # The Trainer's evaluation does the same: a loss that counts all processes is multiplied by their number.
             ranks = trainer.args.world_size if trainer.args.average_tokens_across_devices else 1
             count[_COUNT] = torch.tensor(labelled_tokens(inputs, name) * ranks, device=labels.device)
         elif count or _is_scaled_for_step(trainer):

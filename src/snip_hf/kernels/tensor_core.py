@@ -242,7 +242,7 @@ class TensorCoreBackend(Backend):
 
     @abstractmethod
     def quantize_weight_into(self, layer: Layer, outputs: Sequence[Tensor]) -> None:
-        """Does as `quantize_weight`, into the tensors that it returned; leaves out empty ones."""
+        """Quantizes like `quantize_weight`, but overwrites the tensors it returned; skips empty ones."""
 
     @abstractmethod
     def three_gemms(

@@ -294,7 +294,7 @@ def weight_matrices(model: nn.Module, config: SnipConfig | None) -> list[WeightM
             if is_lazy(parameter) or not parameter.is_floating_point() or own_name.endswith("bias"):
                 continue
             kind = _kind(name, module, parameter)
-            reason: str | None = f"no layer kind takes a {type(module).__name__}"
+            reason: str | None = f"no registered layer kind handles {type(module).__name__}"
             if kind == EXPERTS:
                 reason = f"{type(module).__name__} does not run through transformers' ExpertsInterface"
             if any(parameter is weight for weight in known_weights(module)):

@@ -18,13 +18,13 @@ from .layer import GRAD_OUTPUT, KEY, STATE, SnipLayer
 
 # The GEMM that a frozen weight does not have.
 GRAD_WEIGHT = "grad_weight"
-# What PEFT adds to names: its model around another one, and its layer around another one. Layers around parameters
+# PEFT's additions to names: its model around another one, and its layer around another one. Layers around parameters
 # (`target_parameters`) keep their names, which tell them apart.
 _PEFT = re.compile(
     r"^base_model\.(?:model\.(?!(?:decoder\.|language_model\.)?layers\.\d))?"
     r"|\.base_layer(?=[.:]|$)(?!(?:\.base_layer)*\.lora_[AB]\.)"
 )
-# What other wrappers, and the containers of a module's layers, add to names.
+# Additions of other wrappers, and of the containers of a module's layers.
 _WRAPPERS = re.compile(
     r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|snip_layers\.|^snip_part_\d+\."
 )

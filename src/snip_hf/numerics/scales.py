@@ -19,7 +19,7 @@ _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
 _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
-# Of E8M0, whose values are 2**-127 to 2**127.
+# The exponent bias of E8M0, whose values are 2**-127 to 2**127.
 _BIAS = 127
 # The bits of 2**-127, the only one of these that is subnormal in FP32.
 _LEAST_POWER = 1 << (_MANTISSA_BITS - 1)

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-# Of an FP32 number: the bits of the mantissa, their count, and the bits of the exponent.
+# Fields of an FP32 number: the bits of the mantissa, their count, and the bits of the exponent.
 _MANTISSA, _MANTISSA_BITS, _EXPONENT = 0x007FFFFF, 23, 0x7F800000
 # Elements averaged at a time: DDP's first bucket is the whole model, and a reduction needs some 40 bytes per element.
 _PIECE = 2**23

@@ -27,7 +27,7 @@ _TAKES_PARTS = "_hf_quantized_needs_local_tp"
 
 
 class Split(NamedTuple):
-    """How the weight of a linear is split."""
+    """The split of a linear's weight over ranks."""
 
     style: Any
     """transformers' object, which installs the forward."""
@@ -36,7 +36,7 @@ class Split(NamedTuple):
 
     @property
     def is_by_inputs(self) -> bool:
-        """Whether each rank has some of the input features, and computes a term of all output features."""
+        """True if each rank has some of the input features, and computes a term of all output features."""
         return type(self.style).__name__ == "RowwiseParallel"
 
     @property

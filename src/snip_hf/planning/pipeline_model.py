@@ -63,9 +63,9 @@ class PipelineTimes:
 
         Assumes that the linears are all that a stage does (no attention, norms, embeddings, optimizer step) and that
         sending activations and gradients takes no time. Under these it is exact for stages of one duration, in GPipe
-        as in 1F1B, and in GPipe wherever the same stage is the slowest both forward and backward; where different
-        ones are, GPipe takes longer. 1F1B with unequal stages takes less (simulated, two to six stages whose times
-        differ by up to a factor of 2: 0.8 to 1 times this): a slow stage works while others fill.
+        as in 1F1B, and in GPipe if the same stage is the slowest both forward and backward. If the slowest stage
+        differs between passes, GPipe takes longer. 1F1B with unequal stages takes less (simulated, two to six stages
+        whose times differ by up to a factor of 2: 0.8 to 1 times this): a slow stage works while others fill.
         """
         return (self.micro_batches - 1) * max(stage.time for stage in self.stages) + self.work
 

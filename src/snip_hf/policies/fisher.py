@@ -19,7 +19,7 @@ class Fisher(LayerCriterion):
         left = torch.cat([sums.rounded("x", name, 1), -sums.x], 1)
         right = torch.cat([sums.rounded("w", name, 1), sums.w], 1)
         errors = product(left, right.t())  # (n, 2 I) x (2 I, O)
-        # As for the loss divergence: G is the gradient of a mean over N tokens, whose own losses have gradients N G.
+        # G is the gradient of a mean over N tokens, whose own losses have gradients N G (see the loss divergence).
         score = sums.batch.labelled * sums.sizes.scale * errors.mul_(sums.g).square_().sum()
         return Deferred(score[None], forward_only)
 

@@ -36,13 +36,13 @@ class Policy:
     assign: Callable[[Setting], dict[str, dict[str, str]]] | None = None
     """Returns layer -> GEMM -> format without measurements; None for a policy that needs a probe."""
     aims_at_share: bool = True
-    """Whether it aims at the target; uniform policies do not."""
+    """True if it aims at the target; uniform policies do not."""
     granularities: tuple[Granularity, ...] = ("gemm", "layer")
     """Supported granularities; the first is the default of `SnipConfig.granularity`."""
     criterion: type[LayerCriterion] = LayerCriterion
     """Statistic of each layer that it needs besides the divergences."""
     weighs_updates: bool = False
-    """Whether it uses the weight divergence, which needs gradients and a supported optimizer."""
+    """True if it uses the weight divergence, which needs gradients and a supported optimizer."""
     spare: float = 0.0
     """Cost of running a whole stage in formats that count towards the target. It keeps groups without a cost from
     exceeding the target; all plans that meet the target exactly pay the same."""

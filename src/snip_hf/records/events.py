@@ -279,7 +279,7 @@ class Alarm(_FromLine):
     failures: int
     """Number of consecutive alarms, including this one."""
     left_out: bool = False
-    """Whether the optimizer step was skipped."""
+    """True if the optimizer step was skipped."""
     changes: Changes = field(default_factory=dict)
     fp4_fraction: float | None = None
     """FP4 share of the plan now in force."""

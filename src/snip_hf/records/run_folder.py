@@ -184,7 +184,7 @@ class RunFolder:
 
     @staticmethod
     def _warn(message: str, path: Path, error: Exception) -> None:
-        # As text, because a handler that keeps log records would also keep the error, its frames and their model.
+        # Log the text: a handler that keeps log records would also keep the error, its frames and their model.
         logger.warning(f"snip-hf: {message}", printable(path, _SHOWN), printable(error, _SHOWN))
 
 

@@ -37,7 +37,7 @@ class Compared:
 
     letter: str
     name: str
-    """As the user gave it."""
+    """The path or repository that the user gave."""
     plan: PrecisionPlan | None
     """The plan; the last one of a run."""
     run: Run | None

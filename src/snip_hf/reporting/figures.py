@@ -224,9 +224,9 @@ def _title(figure: Figure, title: str, run: Run | None = None) -> None:
     figure.suptitle(title + part, fontsize=11, parse_math=False)
 
 
-def shown_layers(run: Run, most: int = MOST_ROWS) -> list[str]:
+def shown_layers(run: Run) -> list[str]:
     """Returns the layer names in the order of the plan, or an evenly spaced part of very many."""
-    return thinned(list(run.plans[0][1].assignment), most)
+    return thinned(list(run.plans[0][1].assignment), MOST_ROWS)
 
 
 def divergence_panels(run: Run, layers: Sequence[str], steps: Sequence[int]) -> Panels:

@@ -21,6 +21,7 @@ from ..text import printable
 _MOST_BLOCKS, _MOST_KINDS = 200, 32
 # Maximum number of rows in a table of costs or stages.
 _MOST_ROWS = 64
+_MOST_ITEMS = 20
 # Maximum length of a name in a table, and of a sentence.
 _NAME, _SENTENCE = 60, 2000
 
@@ -199,9 +200,9 @@ def name_text(name: str) -> Text:
     return Text(printable(name, _NAME), overflow="fold")
 
 
-def listed(items: Sequence[str], most: int = 20) -> str:
-    """Joins at most `most` items with commas, and counts the rest."""
-    return ", ".join(items[:most]) + (f", and {len(items) - most:,} more" if len(items) > most else "")
+def listed(items: Sequence[str]) -> str:
+    """Joins the first items with commas, and counts the rest."""
+    return ", ".join(items[:_MOST_ITEMS]) + (f", and {len(items) - _MOST_ITEMS:,} more" if items[_MOST_ITEMS:] else "")
 
 
 def number(value: float | None, spec: str) -> str:

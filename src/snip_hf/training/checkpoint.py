@@ -254,7 +254,7 @@ def _change_target(
 def weights_fingerprint(model: nn.Module) -> str | None:
     """Returns a digest of the first row of every parameter, with its name; None if this process lacks these rows.
 
-    To be called on the first rank, which holds the first row of everything under FSDP2 on any number of ranks. Rows are
+    Call it on the first rank, which holds the first row of everything under FSDP2 on any number of ranks. Rows are
     rounded to BF16, so that weights match whether they are saved or loaded in FP32 or in BF16. Names keep PEFT's parts.
     """
     digest = hashlib.sha256()

@@ -229,10 +229,11 @@ class SnipController:
         self._layers.keep_weights(everything)
 
     def before_optimizer_step(self, step: int) -> None:
-        """To be called with the gradients of optimizer step `step` (from 1) complete and clipped; probes if due.
+        """Probes if a refresh is due. Call this once the gradients of a step are complete and clipped.
 
-        With an Accelerator, calls while it accumulates gradients are ignored, and `step` may be the number of the
-        micro-batch. Under DeepSpeed, whose step is over by then, a hook inside that step does the work instead.
+        `step` is the number of the optimizer step, from 1. With an Accelerator, calls while it accumulates gradients
+        are ignored, and `step` may be the number of the micro-batch. Under DeepSpeed, whose step is over by then, a
+        hook inside that step does the work instead.
 
         Raises:
             TypeError, ValueError: `step` is not an integer, or (without an Accelerator) not the one after `self.step`.
@@ -271,7 +272,7 @@ class SnipController:
             run.refresher.begin(step, watch)
 
     def after_step(self, step: int) -> None:
-        """To be called when optimizer step `step` (from 1) is done; applies a plan that is due.
+        """Applies a plan that is due. Call this after each optimizer step, with its number (from 1).
 
         Raises:
             TypeError, ValueError: as `before_optimizer_step`.

@@ -159,7 +159,7 @@ class CoverageCounter:
             local = count_pass(self._model, batch, self._in_force.setting.config, self._autocast)
         self._processes.everyone.agree(attempt.error)
         assert local is not None
-        # Of ranks with the same data, the first one.
+        # Only the first of the ranks with the same data counts.
         own = [local.entries(), tokens_of(batch)] if self._processes.tensor.is_first else [[], 0]
         every = self._processes.everyone.gather(own, "FLOPs")
         entries, tokens = zip(*every, strict=True)

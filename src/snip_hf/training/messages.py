@@ -111,7 +111,7 @@ def _target(config: SnipConfig) -> str:
 
 def _refreshes(config: SnipConfig, first_refresh: int) -> str:
     if not needs_probe(config):
-        return "none: the policy takes no probe"
+        return "none: this policy does not probe"
     every = "no more" if config.refresh_every is None else f"then every {config.refresh_every} steps"
     return (
         f"at step {first_refresh}, {every}; a plan is applied {config.apply_delay} steps later; until then "

@@ -155,11 +155,11 @@ class TrainingPasses:
         ]
 
     def end_step(self) -> None:
-        """To be called when the gradients of a step are complete."""
+        """Stops the capture of passes. Called when the gradients of a step are complete."""
         self.is_open = False
 
     def begin_loss(self, inputs: Mapping[str, Any], objective: Objective) -> TrainingPass | None:
-        """To be called before the loop computes a loss itself; returns the argument of `end_loss`.
+        """Offers a loss that the loop is about to compute itself; returns the argument of `end_loss`.
 
         Args:
             inputs: the inputs of the loss.
@@ -172,7 +172,7 @@ class TrainingPasses:
         return self._in_loss
 
     def end_loss(self, one: TrainingPass | None, loss: Any) -> None:
-        """To be called with the loss; None if no loss came out."""
+        """Takes the loss that the loop computed; None if it failed."""
         self._in_loss = None
         if one is not None and isinstance(loss, Tensor) and loss.requires_grad:
             loss.register_hook(partial(self._reached, one, True))
@@ -268,7 +268,7 @@ class PipelineChunks:
         self._hooks = [part.register_forward_pre_hook(before) for part in parts]
 
     def end_step(self) -> None:
-        """To be called after each optimizer step: chunks count from 0 again."""
+        """Counts chunks from 0 again. Called after each optimizer step."""
         self._chunks.clear()
 
     def close(self) -> None:

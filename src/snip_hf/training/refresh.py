@@ -170,7 +170,7 @@ class Refresher:
             self._begin(step, watch)
 
     def end_step(self, step: int) -> None:
-        """To be called after an optimizer step: applies a plan that is due, or follows a target by rule."""
+        """Applies a plan that is due, or follows a target by rule. Called after each optimizer step."""
         self.apply_due(step)
         self._in_force.follow_target(step)
 
@@ -291,7 +291,7 @@ class Refresher:
                 if not can_go_on or self._solver == FALLBACK:
                     raise
                 self._solver = FALLBACK
-                self._log.warning("snip-hf: from now on solver='auto' takes %r, since: %s", self._solver, error)
+                self._log.warning("snip-hf: from now on solver='auto' uses %r, because: %s", self._solver, error)
                 if error.reason == "timeout":  # other ranks would not wait as long again
                     raise
                 pending.process = self._solving.start(pending.problem | {"solver": self._solver})

@@ -43,7 +43,7 @@ class Schedule:
         return self._is_scheduled(step, is_planned) and not self._is_too_late(step)
 
     def note_probe(self, step: int) -> None:
-        """To be called at each refresh."""
+        """Notes the step of a refresh."""
         self.last_probe, self.postponed = step, None
 
     def postpone(self, step: int) -> None:

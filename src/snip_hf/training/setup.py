@@ -226,7 +226,7 @@ def name_of(model: nn.Module) -> str:
 def cost_of_all(
     model: nn.Module, tokens: int, backend: str, config: SnipConfig, flops: Work, processes: Processes, log: Any
 ) -> MeasuredCost:
-    """Times the GEMMs of all layers in `flops`, as `measured_cost.measure_cost` does.
+    """Times the GEMMs of all layers in `flops`, as `costs.timing.measure_cost` does.
 
     One rank measures for all that hold the same layers, since each would get other times. GEMMs that tensor parallelism
     splits are timed whole.

@@ -132,7 +132,7 @@ class SwappedLayers:
         self._keeps_weights = self._keeps_weights or (count > 1 and not has_partitions(self._model))
 
     def end_step(self) -> None:
-        """To be called after each optimizer step: quantized weights are outdated."""
+        """Discards quantized weights. Called after each optimizer step."""
         self._kernels.after_step(self._run_by_kernels)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:

@@ -95,7 +95,7 @@ class Blackwell(Backend):
     def gemm_call(
         self, gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor
     ) -> Callable[[], Tensor]:
-        """Does as `Backend.gemm_call`, with the weight quantized before: training does so once per optimizer step."""
+        """Implements `Backend.gemm_call` with the weight quantized beforehand, as training does once per step."""
         codes = state[: len(GEMMS)].cpu()
         kept = operators.keep(weight.to(x.dtype), state, codes)
         return {

@@ -95,7 +95,7 @@ class Hopper(TensorCoreBackend):
     def gemm_call(
         self, gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor
     ) -> Callable[[], Tensor]:
-        """Does as `Backend.gemm_call`, with the weight quantized before: training does so once per optimizer step."""
+        """Implements `Backend.gemm_call` with the weight quantized beforehand, as training does once per step."""
         if not format_of_code(int(state[GEMMS.index(gemm)])).is_quantized:
             return EMULATED.gemm_call(gemm, x, weight, grad_output, state)
         tokens, (out_features, in_features) = x.shape[0], weight.shape
@@ -123,4 +123,4 @@ class Hopper(TensorCoreBackend):
         )
 
 
-HOPPER = register_backend(Hopper())
+register_backend(Hopper())

@@ -134,7 +134,7 @@ def quantize_weight(
 
 
 def quantize_weight_into(weight: Tensor, state: Tensor, outputs: Sequence[Tensor]) -> None:
-    """Does as `quantize_weight`, into the tensors that it returned; leaves out empty ones."""
+    """Quantizes like `quantize_weight`, but overwrites the tensors it returned; skips empty ones."""
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     (rows, columns), padded_rows, padded_columns = weight.shape, _padded(weight.shape[0]), _padded(weight.shape[1])

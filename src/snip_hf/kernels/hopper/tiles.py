@@ -247,6 +247,6 @@ def weight_kernel(
             rounded = _round_fp4(rounded, 0.0)
         at_input = by_input.to(tl.pointer_type(tl.int8), bitcast=True)
         at_input += column.to(tl.int64)[:, None] * padded_out + row[None, :]
-        # As bytes: Triton stores a transposed FP8 tile wrongly beside a maximum that keeps NaN (triton#11111).
+        # Store bytes: Triton stores a transposed FP8 tile wrongly beside a maximum that keeps NaN (triton#11111).
         tl.store(at_input, tl.trans(rounded.to(tl.float8e4nv).to(tl.int8, bitcast=True)))
         tl.store(input_scales + column_tile * out_blocks + row_tile, scale)

@@ -98,12 +98,10 @@ def gradients_of(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor
     return (grad_fp32 * up.float() * slope).to(torch.bfloat16), (grad_fp32 * silu).to(torch.bfloat16)
 
 
-def encoded_gated(
-    gate: Tensor, up: Tensor, layer: Layer, counts: bool, by_kernel: bool | None = None
-) -> tuple[Tensor, Tensor]:
-    """Returns `encode_gated` by the kernels or by torch; None leaves the choice to the device."""
+def encoded_gated(gate: Tensor, up: Tensor, layer: Layer, counts: bool) -> tuple[Tensor, Tensor]:
+    """Returns `encode_gated` by the kernels or by torch, depending on the device."""
     one = Operand(layer, ACTIVATION, (_FORWARD, -1), counts, one_layout(gate, _FORWARD, -1))
-    if _by_kernel(gate, by_kernel):
+    if _by_kernel(gate):
         values = launch_forward(gate, up, one)
         if values is not None:
             one.encode(values, by_kernel=True)
@@ -113,21 +111,15 @@ def encoded_gated(
 
 
 def encoded_gated_gradients(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    layers: Sequence[Layer],
-    has_rows: bool,
-    counts: bool,
-    by_kernel: bool | None = None,
+    grad: Tensor, gate: Tensor, up: Tensor, layers: Sequence[Layer], has_rows: bool, counts: bool
 ) -> list[Tensor]:
-    """Returns `encode_gated_gradients` by the kernels or by torch; None leaves the choice to the device."""
+    """Returns `encode_gated_gradients` by the kernels or by torch, depending on the device."""
     gemms = _GRAD_INPUT if has_rows else -1, _GRAD_WEIGHT
     operands = [Operand(layer, GRADIENT, gemms, counts, empty_layouts(gate, *gemms)) for layer in layers[:-1]]
     # The forward pass has already recorded the activation.
     last = Operand(layers[-1], ACTIVATION, (-1, _GRAD_WEIGHT), False, one_layout(gate, -1, _GRAD_WEIGHT))
     operands.append(last)
-    if _by_kernel(gate, by_kernel):
+    if _by_kernel(gate):
         values = launch_backward((grad, gate, up), operands, has_rows, counts)
         for one, plain in zip(operands, values, strict=True):
             if plain is not None:
@@ -138,27 +130,23 @@ def encoded_gated_gradients(
     return [*operands[0].outputs, *operands[1].outputs, *last.outputs[2:]]
 
 
-def _by_kernel(x: Tensor, by_kernel: bool | None) -> bool:
-    return x.numel() > 0 and (operators.runs_kernels(x) if by_kernel is None else by_kernel)
+def _by_kernel(x: Tensor) -> bool:
+    return x.numel() > 0 and operators.runs_kernels(x)
 
 
-def launch_forward(gate: Tensor, up: Tensor, one: Operand, tile: Tile | None = None) -> Tensor | None:
+def launch_forward(gate: Tensor, up: Tensor, one: Operand) -> Tensor | None:
     """Launches `encode_gated_kernel`; returns silu(gate) * up in BF16 if that is still to be encoded, else None."""
     values = torch.empty_like(gate) if one.is_plain else None
     rows, parameters, *_ = one.outputs
     state, _, table = one.layer
     # If no values are written, any tensor fills the argument.
     tensors = gate, up, state, one.row, table, parameters, rows, gate if values is None else values
-    _launch(encode_gated_kernel, tensors, int(values is not None), gate.shape, (one.counts,), tile or TILES[0])
+    _launch(encode_gated_kernel, tensors, int(values is not None), gate.shape, (one.counts,), TILES[0])
     return values
 
 
 def launch_backward(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    operands: Sequence[Operand],
-    has_rows: bool,
-    counts: bool,
-    tile: Tile | None = None,
+    inputs: tuple[Tensor, Tensor, Tensor], operands: Sequence[Operand], has_rows: bool, counts: bool
 ) -> list[Tensor | None]:
     """Launches `encode_gated_gradients_kernel`; returns the BF16 values of operands that are still to be encoded.
 
@@ -167,7 +155,6 @@ def launch_backward(
         operands: the gradients of gate and up, and silu(gate) * up.
         has_rows: of the gradients.
         counts: True in a pass that is trained on.
-        tile: None: the fastest known.
     """
     _, gate, _ = inputs
     values = [torch.empty_like(gate) if one.is_plain else None for one in operands]
@@ -178,7 +165,7 @@ def launch_backward(
         tensors += [one.layer[0], one.row, *ordered, gate if plain is None else plain]
     tensors.append(operands[0].layer[2])
     bits = sum(1 << index for index, plain in enumerate(values) if plain is not None)
-    _launch(encode_gated_gradients_kernel, tensors, bits, gate.shape, (has_rows, counts), tile or TILES[1])
+    _launch(encode_gated_gradients_kernel, tensors, bits, gate.shape, (has_rows, counts), TILES[1])
     return values
 
 
@@ -187,7 +174,7 @@ def _launch(
 ) -> None:
     """Launches a kernel for operands (T, C). `plain` has a bit for each operand whose values it writes."""
     first, (runs, width, warps, registers) = tensors[0], tile
-    key = kernel.fn, first.get_device(), first.dtype, shape, flags, tile
+    key = kernel.fn, first.get_device(), first.dtype, shape, flags
     if relaunch(key, tensors, (plain,)):
         return
     tokens, channels = shape

@@ -121,12 +121,12 @@ def _encode(
 
 @triton.jit
 def _place(RUNS: tl.constexpr, CHANNELS: tl.constexpr):
-    """The runs and channels of a program, from the end: it was written last and may be in the cache."""
+    """Returns a program's runs and channels. Programs start at the operand's end, which may still be cached."""
     run = ((tl.num_programs(1) - 1 - tl.program_id(1)) * RUNS + tl.arange(0, RUNS)).to(tl.int64)
     return run, tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
 
 
-# As in `encode_kernel`, tokens = 1 must not be a constant.
+# tokens = 1 must not become a constant (see `encode_kernel`).
 @triton.jit(do_not_specialize=["plain", "tokens"])
 def encode_gated_kernel(
     gate,

@@ -190,7 +190,7 @@ def encode_into(
     blocks: Tensor | None = None,
     by_kernel: bool | None = None,
 ) -> None:
-    """Does as `encode_operand`, into the tensors that it returned.
+    """Encodes like `encode_operand`, but overwrites the tensors that it returned.
 
     Args:
         x, operand, gemms, counts, outputs, blocks: as there.
@@ -278,7 +278,6 @@ def launch_encode(
     operand: int,
     counts: bool,
     outputs: Sequence[Tensor],
-    tile: Tile | None = None,
     known: tuple[Tensor, tuple[int, int]] | None = None,
 ) -> None:
     """Launches `encode_kernel`, with the parameters of the layouts in `outputs`.
@@ -286,21 +285,20 @@ def launch_encode(
     Args:
         x, state, operand, counts, outputs: as in `encode_into`.
         record: of the operand.
-        tile: None: the fastest known.
         known: the table, and the row and the column GEMM: the kernel computes and writes the parameters from the
             exponent in force. None: `scales_kernel` has written them.
     """
     rows, row_parameters, columns, column_parameters = outputs
     table, gemms = known or (row_parameters, (-1, -1))
     tensors = x, state, record, table, row_parameters, column_parameters, rows, columns
-    layouts, pitch, tile = (rows.shape[0] > 0, columns.shape[0] > 0), x.stride(0), tile or TILES[operand]
+    layouts, pitch = (rows.shape[0] > 0, columns.shape[0] > 0), x.stride(0)
     shape, is_known = x.shape, known is not None
-    key = encode_kernel.fn, x.get_device(), x.dtype, shape, pitch, operand, counts, layouts, is_known, gemms, tile
+    key = encode_kernel.fn, x.get_device(), x.dtype, shape, pitch, operand, counts, layouts, is_known, gemms
     if relaunch(key, tensors):
         return
     tokens, channels = shape
     padded_tokens, padded_channels = padded(tokens), padded(channels)
-    runs, width, warps, registers = tile
+    runs, width, warps, registers = TILES[operand]
     is_ragged = padded_tokens != tokens or padded_channels != channels
     launch(
         encode_kernel,
@@ -535,7 +533,7 @@ def multiply_grouped(
 
 
 def gemm_call(gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor) -> Callable[[], Tensor]:
-    """Does as `Backend.gemm_call`, with the weight encoded before: training does so once per optimizer step."""
+    """Implements `Backend.gemm_call` with the weight encoded beforehand, as training does once per optimizer step."""
     formats = [format_of_code(code) for code in state[: len(GEMMS)].tolist()]
     if not formats[GEMMS.index(gemm)].is_quantized:
         return EMULATED.gemm_call(gemm, x, weight, grad_output, state)

@@ -282,7 +282,7 @@ def check_solver(config: SnipConfig, log: logging.Logger) -> str:
         return wanted
     first = "cbc" if wanted == "auto" else wanted
     try:
-        log.info("snip-hf: solver=%r takes %r (%s)", wanted, first, try_out(first))
+        log.info("snip-hf: solver=%r uses %r (%s)", wanted, first, try_out(first))
         return wanted
     except SolverError as error:
         if wanted != "auto" and error.reason == "missing":
@@ -291,5 +291,5 @@ def check_solver(config: SnipConfig, log: logging.Logger) -> str:
             log.warning("snip-hf: trying out the solver %r failed, and refreshes may fail so too: %s", wanted, error)
             return wanted
         level = logging.INFO if error.reason == "missing" else logging.WARNING
-        log.log(level, "snip-hf: solver='auto' takes %r, since: %s", FALLBACK, error)
+        log.log(level, "snip-hf: solver='auto' uses %r, because: %s", FALLBACK, error)
     return FALLBACK

@@ -618,7 +618,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
     }
 
 
-@pytest.mark.parametrize(("name", "advice"), config_module._REMOVED_FIELDS.items())
+@pytest.mark.parametrize(("name", "advice"), config_module.REMOVED_FIELDS.items())
 def test_a_removed_field_is_refused_with_what_to_use(name: str, advice: str) -> None:
     message = f"^{re.escape(f'The SnipConfig field {name!r} was removed: {advice}.')}$"
     with pytest.raises(TypeError, match=message):

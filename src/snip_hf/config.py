@@ -62,22 +62,22 @@ _REMOVED_PRESETS = {
 
 _OWN_WEIGHTS = "register a policy whose cost weighs the divergences differently (docs/policies.md)"
 # Removed and renamed fields -> what to use instead.
-_REMOVED_FIELDS = {
-    "expert_groups": "all experts of a projection share its formats (docs/experts.md)",
+REMOVED_FIELDS = {
+    "expert_groups": "remove it; all experts of a projection share one format (docs/experts.md)",
     "refresh_on_drift": "plans are refreshed every `refresh_every` steps; lower it to refresh more often",
     "drift_every": "plans are refreshed every `refresh_every` steps; lower it to refresh more often",
     "switching_cost": "raise refresh_every to change plans less often",
     "estimate_memory": "raise refresh_every to change plans less often, or probes to make estimates less noisy",
-    "probe_memory_mib": "a probe stays within the memory of a training step; set probe_tokens to keep less",
-    "solver_gap": "the solver stops at a relative gap of 1e-4",
-    "rank_timeout": "a process waits at most 600 seconds for the others, beyond solver_time_limit",
+    "probe_memory_mib": "lower probe_tokens to use less memory; by default a probe fits into that of a training step",
+    "solver_gap": "remove it; the solver always stops at a relative gap of 1e-4",
+    "rank_timeout": "remove it; ranks wait 600 seconds for each other, and solver_time_limit longer for a plan",
     "loss_divergence_factor": _OWN_WEIGHTS,
     "weight_divergence_factor": _OWN_WEIGHTS,
     "loss_weight": _OWN_WEIGHTS,
     "weight_weight": _OWN_WEIGHTS,
-    "guard_spike": "a spike is more than 6 standard deviations above the mean",
-    "guard_window": "spikes are compared with the last 128 healthy steps",
-    "guard_noise": "guard='raise' raises the formats of layers and adds no noise",
+    "guard_spike": "remove it; a spike always is more than 6 standard deviations above the mean",
+    "guard_window": "remove it; the guard always compares with the last 128 healthy steps",
+    "guard_noise": "remove it; guard='raise' adds no noise, it only raises the formats of layers",
     "guard_failures": "a callback can go back to a checkpoint (docs/reliability.md, Rolling back)",
     "cost": "use budget",
     "cost_file": "use timing_file",
@@ -198,7 +198,7 @@ class _NamedFields:
     def __new__(cls, *args: object, **values: object) -> Any:
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
-            if name in _REMOVED_FIELDS:
+            if name in REMOVED_FIELDS:
                 raise TypeError(_removed_text(name))
             if name not in names:
                 guess = did_you_mean(name, names)
@@ -594,7 +594,7 @@ class SnipConfig(_NamedFields):
             raise TypeError(f"SnipConfig.from_dict got a {type(values).__name__}; expected fields and their values.")
         values = values or {}
         for key in values:
-            if key in _REMOVED_FIELDS:
+            if key in REMOVED_FIELDS:
                 raise ValueError(_removed_text(key))
             if key not in _TYPES:
                 guess = did_you_mean(key, _TYPES)
@@ -606,10 +606,12 @@ class SnipConfig(_NamedFields):
         return {name: _as_lists(getattr(self, name)) for name in _TYPES}
 
 
-# `HfArgumentParser` overwrites `Field.type`, and calls annotated types with the text of arguments.
+# `HfArgumentParser` overwrites `Field.type`, and calls annotated types with the text of arguments. A field with removed
+# values is text for it, because argparse would refuse these without advice.
 _TYPES: dict[str, str] = {one.name: str(one.type) for one in dataclasses.fields(SnipConfig)}
 for _one in dataclasses.fields(SnipConfig):
-    SnipConfig.__annotations__[_one.name] = _one.metadata.get("type", _TYPES[_one.name])
+    _type = "str" if any(_one.name == name for name, _ in _REMOVED_VALUES) else _TYPES[_one.name]
+    SnipConfig.__annotations__[_one.name] = _one.metadata.get("type", _type)
 
 
 def as_names(field: str, names: object) -> tuple[str, ...]:
@@ -664,7 +666,7 @@ def mean_share(value: float | tuple[Share, ...] | None, steps: int) -> float:
 
 
 def _removed_text(name: str) -> str:
-    return f"The SnipConfig field {name!r} was removed: {_REMOVED_FIELDS[name]}."
+    return f"The SnipConfig field {name!r} was removed: {REMOVED_FIELDS[name]}."
 
 
 def _check_type(name: str, value: object, annotation: str) -> None:

@@ -69,13 +69,14 @@ def test_a_file_is_completed_and_what_it_has_is_not_timed_again(clock: Clock, tm
     assert [entry.name for entry in path.parent.iterdir()] == ["times.json"]
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("field", ["device", "torch_version", "backend", "dtype"])
 def test_times_of_another_machine_are_kept_and_not_used(field: str, tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     here = Machine.of(CPU, "emulated")
     other = Machine(**{**vars(here), field: "another"})
     write_times(path, {(other, SHAPES[0]): dict.fromkeys(FORMATS, 7.0)})
-    times = gemm_times(SHAPES[:1], "emulated", CPU, path, Clock())
+    times = gemm_times(SHAPES[:1], "emulated", CPU, path)
     assert times[SHAPES[0]]["bf16"] == MADE_UP["bf16"]
     assert {machine: seconds["bf16"] for (machine, _), seconds in read_times(path).items()} == {
         other: 7.0,
@@ -142,14 +143,15 @@ def test_another_file_of_snip_hf_and_a_folder_are_refused_and_left_as_they_are(t
     before = (tmp_path / "plan.json").read_bytes()
     for path in (tmp_path / "plan.json", tmp_path):
         with pytest.raises(ValueError, match="is not a usable file of GEMM times"):
-            gemm_times(SHAPES, "emulated", CPU, path, Clock())
+            gemm_times(SHAPES, "emulated", CPU, path)
     assert (tmp_path / "plan.json").read_bytes() == before
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_file_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("x")
     path = tmp_path / "file" / "times.json"
-    times = gemm_times(SHAPES, "emulated", CPU, path, Clock())
+    times = gemm_times(SHAPES, "emulated", CPU, path)
     assert list(times) == SHAPES
     assert f"could not write the times of GEMMs to {path}" in caplog.text
 

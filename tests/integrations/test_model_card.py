@@ -22,8 +22,8 @@ from snip_hf import SnipConfig, keep_model_card
 from snip_hf.estimation.coverage import Coverage
 from snip_hf.integrations.hub import prepare_push, tag_model
 from snip_hf.integrations.model_card import completed, model_tags, repository_name, trained_section
+from snip_hf.kernels.backend import BACKENDS
 from snip_hf.kernels.emulated import EMULATED
-from snip_hf.kernels.hopper.backend import HOPPER
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
@@ -77,7 +77,7 @@ def test_the_section_tells_policy_target_share_config_arithmetic_device_and_sour
 
 
 def test_the_section_of_a_native_run_does_not_speak_of_emulation() -> None:
-    text = trained_section(plan("fp4"), None, HOPPER.arithmetic, None)
+    text = trained_section(plan("fp4"), None, BACKENDS["hopper"].arithmetic, None)
     assert "FP8 tensor cores" in text and "emulated" not in text
 
 

@@ -28,7 +28,7 @@ from snip_hf import SnipController, SnipLinear, convert_model
 from snip_hf.kernels.backend import BACKENDS
 from snip_hf.kernels.emulated import EMULATED, STATE_SIZE
 from snip_hf.kernels.hopper import backend as hopper
-from snip_hf.kernels.hopper.backend import HOPPER, Hopper
+from snip_hf.kernels.hopper.backend import Hopper
 from snip_hf.kernels.tensor_core import TiedInput
 from snip_hf.layers.state import pack_states, set_rank, set_step, snip_linears
 from snip_hf.numerics.formats import E2M1, format_of_code
@@ -37,6 +37,7 @@ from snip_hf.numerics.rounding import Quantized
 
 T, I, O = 150, 200, 136  # tokens, in_features, out_features: ragged in every tiling  # noqa: E741
 BF16 = torch.bfloat16
+HOPPER = BACKENDS["hopper"]
 NAMES = ("bf16", "fp8", "fp4")
 COMBINATIONS = list(itertools.product(NAMES, repeat=3))
 QUANTIZED = [formats for formats in COMBINATIONS if set(formats) != {"bf16"}]

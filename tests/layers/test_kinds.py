@@ -22,7 +22,7 @@ from snip_hf.layers.state import snip_linears
 
 @pytest.fixture(autouse=True)
 def nothing_stays_registered() -> Iterator[None]:
-    with LAYER_KINDS.restored():
+    with restored(LAYER_KINDS):
         yield
 
 

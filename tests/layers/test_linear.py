@@ -18,6 +18,7 @@ from configs import fp4_config
 from models import LINEARS, batch, build
 from oracles.rounding import stream_halves
 from oracles.three_gemms import GRAD_OUTPUT, Layer
+from registries import restored
 from slow_cases import pairwise
 from small import convert_in_formats
 from torch import Tensor, nn
@@ -1103,7 +1104,7 @@ class TestCompile:
 
 @pytest.fixture(autouse=True)
 def nothing_stays_registered() -> Iterator[None]:
-    with LINEAR_CLASSES.restored():
+    with restored(LINEAR_CLASSES):
         yield
 
 

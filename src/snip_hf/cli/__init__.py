@@ -24,6 +24,12 @@ from ..text import printable
 NO_READER = 141
 TARGETS = ("megatron", "torchao", "checkpoint")
 _MAX_ERROR = 4000
+# argparse's errors about removed arguments -> what to do instead.
+_REMOVED = {
+    "invalid choice: 'completion'": "'completion' was removed; `--help` shows the options of each command",
+    "invalid choice: 'fouroversix'": "the target 'fouroversix' was removed; use --to torchao",
+    "unrecognized arguments: --nearest": "--nearest was removed; train with formats that the target supports",
+}
 _EXAMPLES = """examples:
   snip-hf report runs/mine                   show a run as tables and figures
   snip-hf report runs/a runs/b --html --csv  write a page on several runs, and the data of their figures
@@ -105,6 +111,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
+        message = next((advice for text, advice in _REMOVED.items() if text in message), message)
         end = "" if message.endswith((".", "?")) else "."
         self.exit(2, f"{self.prog}: {message}{end} See {self.prog} --help.\n")
 

@@ -54,14 +54,14 @@ MUTANTS = (
     # Divergences: sums of a layer.
     Mutant(
         "bias-from-own-terms",
-        "mean = (total - own) / (self.pieces * (self.pieces - 1))",
+        "mean = (total - by_piece) / (self.pieces * (self.pieces - 1))",
         "mean = total / self.pieces**2",
         f"{LAYER_SUMS}::test_step_and_bias_are_right_on_the_average_for_known_means_and_variances",
     ),
     Mutant(
         "noise-of-micro-batches",
-        "count * own / self.pieces / batches + count * (count - 1 / batches) * mean",
-        "count * own / self.pieces + count * (count - 1) * mean",
+        "count * by_piece / self.pieces / batches + count * (count - 1 / batches) * mean",
+        "count * by_piece / self.pieces + count * (count - 1) * mean",
         f"{LAYER_SUMS}::test_one_sample_estimates_the_average_effect_of_whole_steps_of_several_micro_batches",
     ),
     Mutant(

@@ -262,7 +262,7 @@ def test_the_step_memory_follows_from_model_and_micro_batch(
     layers = swapped(model)
     bound = step_memory(model, layers, 16384)
     assert bound / 2**30 == pytest.approx(gib, abs=0.05)
-    savings = find_savings(model, layers, list(layers), bound, PassSizes(tokens=4096, kept=1024, probes=1))
+    savings = find_savings(model, layers, list(layers), bound, PassSizes(tokens=4096, sampled=1024, probes=1))
     assert savings.recomputed == tuple(f"model.model.layers.{index}" for index in range(recomputed))
     assert len(savings.remade) == remade
     assert find_savings(model, layers, list(layers), 40 * 2**30, PassSizes(4096, 1024, 1)) == NO_SAVINGS
@@ -316,7 +316,7 @@ def test_on_cuda_passes_stay_within_their_bound() -> None:
         run_probe(model, batch, dict.fromkeys(layers, halved), ProbeSettings(1, 1024, savings=savings))
         return (torch.cuda.max_memory_allocated() - before) / 2**30
 
-    passes = PassSizes(tokens=4096, kept=1024, probes=1)
+    passes = PassSizes(tokens=4096, sampled=1024, probes=1)
     whole = taken(NO_SAVINGS)
     for gib in (7, 6, 5):
         savings = find_savings(model, layers, list(layers), gib * 2**30, passes)

@@ -794,7 +794,7 @@ def kept_by(every: tuple[int, ...], probe_tokens: int | None, step: int = 0) -> 
     """Rank -> the positions that it keeps, counted over the tokens of all ranks, one rank's after the other's."""
     found, before = [], 0
     for rank, count in enumerate(every):
-        found.append(SamplePlan(probe_tokens, 0, step, rank, every).kept(count) + before)
+        found.append(SamplePlan(probe_tokens, 0, step, rank, every).positions(count) + before)
         before += count
     return found
 
@@ -835,12 +835,12 @@ def test_every_run_of_every_rank_may_be_kept() -> None:
 
 def test_a_layer_that_a_router_gives_other_tokens_keeps_the_rank_s_share_of_them() -> None:
     plan = SamplePlan(512, 0, 0, 1, (1024, 1024))
-    assert len(plan.kept(900)) == 256
-    assert torch.equal(plan.kept(200), torch.arange(200))
-    assert len(plan._replace(tokens_by_rank=(1024,) * 8).kept(900)) == 128  # never less than one run
-    assert torch.equal(plan._replace(probe_tokens=None).kept(900), torch.arange(900))
+    assert len(plan.positions(900)) == 256
+    assert torch.equal(plan.positions(200), torch.arange(200))
+    assert len(plan._replace(tokens_by_rank=(1024,) * 8).positions(900)) == 128  # never less than one run
+    assert torch.equal(plan._replace(probe_tokens=None).positions(900), torch.arange(900))
     # The number equals that of one process with as many tokens, whatever other ranks have.
-    assert torch.equal(plan.kept(900), SamplePlan(256, 0, 0, 0, (900,)).kept(900))
+    assert torch.equal(plan.positions(900), SamplePlan(256, 0, 0, 0, (900,)).positions(900))
 
 
 # --------------------------------------------------------------------------------------------------- products on a GPU

@@ -89,7 +89,7 @@ def test_another_format_or_other_random_numbers_are_far_more_than_that_away() ->
 def test_kept_weights_are_the_same_weights(formats: tuple[str, ...]) -> None:
     x, weight, bias, grad_output = tensors((131, 181, 77))
     numbers, codes = state(*formats)
-    kept, none = operators.keep(weight, numbers, codes), torch.empty(0, dtype=torch.uint8)
+    kept, none = operators.pack_weight(weight, numbers, codes), torch.empty(0, dtype=torch.uint8)
     sizes = {"forward": (77, 181), "grad_input": (181, 77)}
     kinds = {gemm: packing.kind_of(FORMATS[name]) for gemm, name in zip(GEMMS, formats, strict=True)}
     assert kept.numel() == sum(packing.size_of(kind, *sizes[gemm]) for gemm in sizes if (kind := kinds[gemm]))
@@ -294,9 +294,9 @@ def test_weights_are_quantized_once_per_step_where_they_are_kept(monkeypatch: py
         ours.weight.add_(0.5)
     BLACKWELL.before_pass({"layer": ours}, everything=False)
     assert found.calls.count(("weight", 1)) == 3
-    kept = ours.snip_cache.kept
+    kept = ours.snip_cache.packed
     ours.set_formats(dict.fromkeys(GEMMS, "mxfp8"))
-    assert ours.snip_cache.kept.numel() == 0 < kept.numel()
+    assert ours.snip_cache.packed.numel() == 0 < kept.numel()
     BLACKWELL.release({"layer": ours})
 
 
@@ -315,7 +315,7 @@ def test_a_copy_of_a_layer_shares_nothing_with_it() -> None:
     other.set_formats(dict.fromkeys(GEMMS, "mxfp8"))
     assert ours.snip_cache.codes.tolist() == [FORMATS["nvfp4"].code] * 3
     assert other.snip_cache.codes.tolist() == [FORMATS["mxfp8"].code] * 3
-    assert other.snip_backend is BLACKWELL and other.snip_cache.kept.numel() == 0 < ours.snip_cache.kept.numel()
+    assert other.snip_backend is BLACKWELL and other.snip_cache.packed.numel() == 0 < ours.snip_cache.packed.numel()
 
 
 @pytest.mark.parametrize("gemm", GEMMS)

@@ -28,7 +28,7 @@ def by_kernel(name: str, *given: Any) -> Any:
         return of_weight(weight_errors, *given)
     if name == "error_products":
         found = errors.error_products(*given)
-        return found.error, *found.figures, found.in_channel()
+        return found.error, *found.sums, found.in_channel()
     return getattr(errors, name)(*given)
 
 

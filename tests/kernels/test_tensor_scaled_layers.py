@@ -347,13 +347,13 @@ class TestRun:
     def test_what_does_not_fit_is_counted_for_trackers_before_it_is_logged(self) -> None:
         layers = snip_linears(Run().model)
         nothing = {"saturated_share": 0.0, "small_share": 0.0, "saturated_operands": 0}
-        assert BACKENDS[NAME].figures(layers) == nothing
+        assert BACKENDS[NAME].counters(layers) == nothing
         seen = torch.tensor([100, 50, 2])
         record_of(next(iter(layers.values())))[1, [BLOCKS, SATURATED, CLIPPED]] = seen
         found = nothing | {"saturated_share": 0.5, "saturated_operands": 1}
-        assert [BACKENDS[NAME].figures(layers) for _ in range(2)] == [found, found]
+        assert [BACKENDS[NAME].counters(layers) for _ in range(2)] == [found, found]
         BACKENDS[NAME].findings(layers)
-        assert BACKENDS[NAME].figures(layers) == nothing
+        assert BACKENDS[NAME].counters(layers) == nothing
 
     def test_other_backends_save_nothing(self) -> None:
         assert "kernels" not in Run(backend="emulated").controller.state_dict()

@@ -353,7 +353,7 @@ def test_the_pass_runs_under_the_autocast_of_training(by_accelerate: bool) -> No
     check = CoverageCounter(loop.model, controller._run.in_force, processes, controller._events, log, accelerator)
     check.take(TrainingPass(ids(4), None))
     check.count_first(1, is_new=True)
-    assert check.found is not None
+    assert check.latest is not None
 
 
 def test_the_share_of_experts_that_were_not_counted_is_not_told(
@@ -392,7 +392,7 @@ def test_ranks_count_the_micro_batches_of_all_of_them() -> None:
         check = CoverageCounter(loop.model, in_force, processes, loop.controller._events, logging.getLogger(LOG))
         check.take(TrainingPass(ids(4) if ranks.rank == 0 else ids(16), None))
         check.count_first(1, is_new=True)
-        return check.found, in_force.plan
+        return check.latest, in_force.plan
 
     (first, plan), (second, other) = on_ranks(2, work)
     assert first == second and plan == other

@@ -58,7 +58,7 @@ class LayerCriterion:
 
     def rows(self, name: str) -> Deferred[Rows]:
         """Returns row -> value of the criterion for this format; None in all rows without a criterion."""
-        return Deferred(self.sums.x.new_zeros(0), lambda figures: dict.fromkeys(ROWS))
+        return Deferred(self.sums.x.new_zeros(0), lambda values: dict.fromkeys(ROWS))
 
     def weight_divergences(self, name: str, keys: tuple[int, int]) -> Deferred[dict[str, Squares]]:
         """Returns row -> squared weight divergence, as `LayerSums.weight_divergences`; by default that of the sums."""
@@ -69,12 +69,12 @@ class LayerCriterion:
         return self.sums.loss_divergence(name, form)
 
 
-def forward_only(figures: list[float]) -> Rows:
+def forward_only(values: list[float]) -> Rows:
     """Returns the rows of a criterion that sees the forward GEMM only, from one figure."""
-    return {row: figures[0] if row in ("forward", LAYER) else 0.0 for row in ROWS}
+    return {row: values[0] if row in ("forward", LAYER) else 0.0 for row in ROWS}
 
 
-def by_gemm(figures: list[float]) -> Rows:
-    """Returns the rows of a criterion that sees two operands per GEMM, from their figures."""
-    sums = {gemm: figures[2 * index] + figures[2 * index + 1] for index, gemm in enumerate(GEMMS)}
+def by_gemm(values: list[float]) -> Rows:
+    """Returns the rows of a criterion that sees two operands per GEMM, from their values."""
+    sums = {gemm: values[2 * index] + values[2 * index + 1] for index, gemm in enumerate(GEMMS)}
     return {**sums, LAYER: sum(sums.values())}

@@ -329,8 +329,8 @@ def _added(of_matrices: Sequence[Deferred[Rows]], like: Tensor) -> Deferred[Rows
     """Returns the sum of the rows of all matrices; None in all rows of none."""
     counts = [len(one.sums) for one in of_matrices]
 
-    def finish(figures: list[float]) -> Rows:
-        left = iter(figures)
+    def finish(values: list[float]) -> Rows:
+        left = iter(values)
         found = [one.finish([next(left) for _ in range(count)]) for one, count in zip(of_matrices, counts, strict=True)]
         columns = {row: [rows[row] for rows in found] for row in ROWS}
         return {row: sum(map(float, own)) if own and None not in own else None for row, own in columns.items()}  # type: ignore[arg-type]
@@ -364,22 +364,22 @@ def _rows(
     return rows
 
 
-def _agreed_loss(own: float | None, attempt: Attempt, labelled: Sequence[int], processes: Processes) -> float:
+def _agreed_loss(own_loss: float | None, attempt: Attempt, labelled: Sequence[int], processes: Processes) -> float:
     """Returns the mean loss over the tokens of all ranks.
 
     Args:
-        own: loss of this rank's batch, NaN on a pipeline's ranks that do not know it; None after a failure.
+        own_loss: loss of this rank's batch, NaN on a pipeline's ranks that do not know it; None after a failure.
         attempt: holds this rank's error.
         labelled: rank -> number of tokens that the loss is a mean over.
     """
     with attempt:
-        if own is not None and not math.isfinite(own) and processes.run is None:
-            raise ValueError(f"The loss of the probed micro-batch is {own}; expected a finite number.")
+        if own_loss is not None and not math.isfinite(own_loss) and processes.run is None:
+            raise ValueError(f"The loss of the probed micro-batch is {own_loss}; expected a finite number.")
     processes.everyone.agree(attempt.error)
-    known = [loss for loss in processes.pipeline.gather(own) if loss is not None and math.isfinite(loss)]
+    known = [loss for loss in processes.pipeline.gather(own_loss) if loss is not None and math.isfinite(loss)]
     means = processes.data.gather(known[0] if known else None)
     if any(mean is None for mean in means):
-        raise ValueError(f"The loss of the probed micro-batch is {own} on all stages; expected a finite number.")
+        raise ValueError(f"The loss of the probed micro-batch is {own_loss} on all stages; expected a finite number.")
     return math.fsum(mean * count for mean, count in zip(means, labelled, strict=True)) / sum(labelled)
 
 

@@ -61,27 +61,27 @@ class Sizes(NamedTuple):
     micro_batches: float
     """Batches of that size in the optimizer step."""
 
-    def of_pieces(self, own: float, total: float) -> Squares:
+    def of_pieces(self, by_piece: float, total: float) -> Squares:
         """Returns the squares over all tokens of all micro-batches from sums over the pieces c_r of the sample.
 
         Args:
-            own: sum over the R pieces of |c_r|^2.
+            by_piece: sum over the R pieces of |c_r|^2.
             total: |sum of c_r|^2. Its cross terms are R (R - 1) times the square of the mean piece.
         """
-        mean = (total - own) / (self.pieces * (self.pieces - 1)) if self.pieces > 1 else 0.0
+        mean = (total - by_piece) / (self.pieces * (self.pieces - 1)) if self.pieces > 1 else 0.0
         count = self.pieces * self.scale
         # Over k micro-batches there are k * count pieces, each of 1 / k the weight.
         batches = self.micro_batches
-        step = count * own / self.pieces / batches + count * (count - 1 / batches) * mean
+        step = count * by_piece / self.pieces / batches + count * (count - 1 / batches) * mean
         return Squares(step, count**2 * mean)
 
     def of_tokens(
         self,
         elements: float,
         by_token: float,
-        own: float,
+        by_piece: float,
         total: float,
-        own_across: float = 0.0,
+        by_piece_across: float = 0.0,
         total_across: float = 0.0,
     ) -> Squares:
         """Returns the squares of errors of operands that are rounded to nearest.
@@ -91,12 +91,12 @@ class Sizes(NamedTuple):
         Args:
             elements: sum of their squares.
             by_token: sum over tokens of the squared sum over channels.
-            own: sum over channels and pieces of the squared sum over the piece's tokens.
+            by_piece: sum over channels and pieces of the squared sum over the piece's tokens.
             total: sum over channels of the squared sum over tokens.
-            own_across: sum over pairs of tokens of the same piece across channels (`common_errors`).
+            by_piece_across: sum over pairs of tokens of the same piece across channels (`common_errors`).
             total_across: the same sum over all pairs of tokens.
         """
-        by_channel = self.of_pieces(own + own_across, total + total_across)
+        by_channel = self.of_pieces(by_piece + by_piece_across, total + total_across)
         # Elements are in both sums, and count once.
         return Squares(by_channel.step + self.scale / self.micro_batches * (by_token - elements), by_channel.bias)
 

@@ -298,7 +298,7 @@ class LayerSums:
         for gdot_w, xdot_w, met in zip(self._gdot_w, self._xdot_w, self._gdot_w_prepared, strict=True):
             of_x = self._error_products("x", name, None, gdot_w)
             of_g = self._error_products("g", name, keys[0] if is_random else None, xdot_w, is_random)
-            figures += of_x.figures + of_g.figures
+            figures += of_x.sums + of_g.sums
             across.append(met.across_channels(self._across_pieces(of_x.error), of_x.in_channel()))
         on_weight = [self._on_weight[probe, name].flatten() for probe in range(self._probes)]
         on_tokens = [norms(figures).square_()] if figures else []
@@ -331,7 +331,7 @@ class LayerSums:
         exact, rounded, pieces = getattr(self, operand), self.rounded(operand, name, 1, key), self.sizes.pieces
         if self._sample.rows is None and has_error_products(exact, pieces):
             found = error_products(exact, rounded, factors, pieces)
-            return found._replace(figures=found.figures[:1]) if is_random else found
+            return found._replace(sums=found.sums[:1]) if is_random else found
         error = rounded - exact
         products = factors * error
         if is_random:

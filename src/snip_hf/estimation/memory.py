@@ -57,7 +57,7 @@ class PassSizes(NamedTuple):
     """The sizes of a probe's passes."""
 
     tokens: int
-    kept: int
+    sampled: int
     """Sampled tokens per layer."""
     probes: int
     """Number of random directions; 0: a single pass."""
@@ -111,7 +111,7 @@ def find_savings(
     features = [sum(_features(layers[name]) for name in names) for names in members.values()]
     activations = [_IN_A_PASS * sizes.tokens * one for one in features]
     inputs = [_FP32 * sizes.tokens * layers[names[0]].in_features for names in members.values()]
-    samples = _FP32 * sizes.kept * sum(features)
+    samples = _FP32 * sizes.sampled * sum(features)
     # Samples of the passes before: of this direction's first side, of the directions before, and of noise.
     sides = sizes.probes + (sizes.probes > 1) + sizes.noisy
     moved = sum(_elements(layer.weight, sizes.ranks) for layer in layers.values()) * bool(sizes.probes)

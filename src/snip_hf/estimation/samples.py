@@ -98,11 +98,11 @@ class LayerSample:
         return self.tokens / max(1, self.x.shape[0])
 
 
-def read(figures: Sequence[Tensor]) -> list[float]:
+def read(scalars: Sequence[Tensor]) -> list[float]:
     """Reads tensors of one element as numbers; waits for the device once."""
-    if not figures:
+    if not scalars:
         return []
-    together: list[float] = torch.stack([figure.to(figures[0].device) for figure in figures]).tolist()
+    together: list[float] = torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist()
     return together
 
 
@@ -184,7 +184,7 @@ class SamplePlan(NamedTuple):
     whole_amax: bool = False
     """True to measure the largest magnitudes of all tokens."""
 
-    def kept(self, tokens: int) -> Tensor:
+    def positions(self, tokens: int) -> Tensor:
         """Returns the positions that this rank keeps of a layer's tokens.
 
         If every rank has whole runs of 128 tokens, the ranks together keep the tokens that one process would keep of
@@ -246,7 +246,7 @@ class Recorder:
     def _kept_of(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         at = tokens, device
         if at not in self._kept:
-            kept = self._plan.kept(tokens)
+            kept = self._plan.positions(tokens)
             is_kept = torch.zeros(tokens, dtype=torch.bool)
             is_kept[kept] = True
             self._kept[at] = on_device(kept, device), on_device(is_kept, device)

@@ -222,10 +222,10 @@ def _format_shares(plan: PrecisionPlan) -> str:
     return ", ".join(f"{FORMATS[name].label} {totals[name] / whole:.1%}" for name in order) + " of the linear FLOPs"
 
 
-def _coverage_rows(plan: PrecisionPlan, found: Coverage) -> dict[str, str]:
-    rest = [f"{as_text(kind)} {share:.1%} ({as_text(reason)})" for (kind, reason), share in found.by_kind().items()]
+def _coverage_rows(plan: PrecisionPlan, coverage: Coverage) -> dict[str, str]:
+    rest = [f"{as_text(kind)} {share:.1%} ({as_text(reason)})" for (kind, reason), share in coverage.by_kind().items()]
     return {
-        "coverage": f"the plan decides on {found.share:.1%} of the model's matmul FLOPs (output head and attention "
-        f"products aside), which makes {found.share * plan.fp4_fraction:.1%} of all of them in FP4",
+        "coverage": f"the plan decides on {coverage.share:.1%} of the model's matmul FLOPs (output head and attention "
+        f"products aside), which makes {coverage.share * plan.fp4_fraction:.1%} of all of them in FP4",
         **({"not covered": "; ".join(rest[:_MOST_KINDS])} if rest else {}),
     }

@@ -187,7 +187,7 @@ class Backend(ABC):
             ValueError: an entry is invalid; the message names the layer.
         """
 
-    def figures(self, layers: Mapping[str, Layer]) -> Mapping[str, float]:
+    def counters(self, layers: Mapping[str, Layer]) -> Mapping[str, float]:
         """Returns name -> number for the history and trackers, over the passes since the last call of `findings`; {} if
         nothing is counted.
 

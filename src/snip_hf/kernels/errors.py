@@ -27,7 +27,7 @@ class ErrorProducts(NamedTuple):
 
     error: Tensor
     """(n, C), FP32, or BF16 if from `error_products`."""
-    figures: list[Tensor]
+    sums: list[Tensor]
     """Numbers that `Sizes.of_tokens` squares: all products, or numbers with their norm; sums over channels, (n,); over
     the tokens of a piece, (R, C); over all tokens, (C,)."""
 
@@ -35,7 +35,7 @@ class ErrorProducts(NamedTuple):
         """Returns the squares of the last figure minus those of all products, (), if the kernel computed them."""
         if self.error.dtype != torch.bfloat16:
             return None
-        return self.figures[-1].square().sum() - self.figures[0].square().sum()
+        return self.sums[-1].square().sum() - self.sums[0].square().sum()
 
 
 class WeightErrors(NamedTuple):
@@ -47,25 +47,25 @@ class WeightErrors(NamedTuple):
     """The first error in BF16, (O, I), if `has_kernels`; else None."""
 
 
-def weight_errors(weight: Tensor, rounded: Sequence[Tensor], found: Tensor) -> WeightErrors:
+def weight_errors(weight: Tensor, rounded: Sequence[Tensor], out: Tensor) -> WeightErrors:
     """Writes the squared error of a weight that is rounded once, or both squares and the product of two errors.
 
     Args:
         weight: (O, I), FP32.
         rounded: one or two of its kind.
-        found: (1, O, I) or (3, O, I), contiguous; is written.
+        out: (1, O, I) or (3, O, I), contiguous; is written.
     """
     size, count = weight.numel(), len(rounded)
     if size == 0 or not has_kernels(weight.device):
-        for error, one in zip(found, rounded, strict=False):
+        for error, one in zip(out, rounded, strict=False):
             torch.sub(one, weight, out=error)
         if count > 1:
-            torch.mul(found[0], found[1], out=found[2])
-        return WeightErrors(torch.stack([error.square_().sum() for error in found[:count]]), None)
+            torch.mul(out[0], out[1], out=out[2])
+        return WeightErrors(torch.stack([error.square_().sum() for error in out[:count]]), None)
     narrow = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
     programs = triton.cdiv(size, _BLOCK)
     sums = weight.new_empty(programs, count)
-    tensors = (weight.contiguous(), rounded[0].contiguous(), rounded[-1].contiguous(), found, narrow, sums)
+    tensors = (weight.contiguous(), rounded[0].contiguous(), rounded[-1].contiguous(), out, narrow, sums)
     launch(_weight_errors_kernel, (programs,), tensors, (size,), (count > 1, _BLOCK), enable_fp_fusion=False)
     return WeightErrors(sums.sum(0), narrow)
 

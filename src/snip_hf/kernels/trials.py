@@ -127,11 +127,11 @@ def _difference(
     return None
 
 
-def differing(found: Mapping[str, Sequence[Tensor]], expected: Mapping[str, Sequence[Tensor]]) -> list[str]:
+def differing(actual: Mapping[str, Sequence[Tensor]], expected: Mapping[str, Sequence[Tensor]]) -> list[str]:
     """Returns the operands whose tensors differ from the expected ones."""
     return [
         operand
-        for operand, tensors in found.items()
+        for operand, tensors in actual.items()
         if not all(torch.equal(a.float(), b.float()) for a, b in zip(tensors, expected[operand], strict=True))
     ]
 

@@ -237,24 +237,24 @@ def responses(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, 
     return _with_steps(found)
 
 
-def _with_steps(found: dict[str, Response]) -> dict[str, Response]:
+def _with_steps(responses: dict[str, Response]) -> dict[str, Response]:
     """Returns responses with their step numbers on the host; fused optimizers hold them on the device.
 
     They are read once for all responses: each rule that reads its own would wait for the device.
     """
     held = {
         name: step
-        for name, response in found.items()
+        for name, response in responses.items()
         if isinstance(response, AnalyticResponse) and type(step := response.at.state.get("step")) is Tensor
     }
     if not held:
-        return found
+        return responses
     device = next(iter(held.values())).device
     steps = torch.stack([step.reshape(()).to(device, torch.float64) for step in held.values()]).tolist()
     for name, step in zip(held, steps, strict=True):
-        at = found[name].at
-        found[name] = replace(found[name], at=replace(at, state={**at.state, "step": step}))
-    return found
+        at = responses[name].at
+        responses[name] = replace(responses[name], at=replace(at, state={**at.state, "step": step}))
+    return responses
 
 
 def trained_by(optimizer: Any) -> Callable[[Tensor], bool]:

@@ -14,7 +14,7 @@ from ..numerics.formats import UNQUANTIZED
 from .registry import Policy, register_policy
 from .setting import Setting
 
-Kept = Callable[[int], tuple[int, int]]
+HighBlocks = Callable[[int], tuple[int, int]]
 """Number of blocks -> (first blocks, last blocks) that stay in BF16."""
 
 # Alternative that errors suggest.
@@ -31,12 +31,12 @@ def _refuse_without_bf16(config: SnipConfig) -> None:
         )
 
 
-def published(name: str, kept: Kept) -> Policy:
+def published(name: str, high_blocks: HighBlocks) -> Policy:
     """Returns the policy that leaves the first and last blocks of the whole model in BF16."""
 
     def assign(setting: Setting) -> dict[str, dict[str, str]]:
         blocks = list(dict.fromkeys(block_of(layer) for layer in setting.flops))
-        first, last = kept(len(blocks))
+        first, last = high_blocks(len(blocks))
         if first + last >= len(blocks):
             raise DoesNotFit(
                 f"policy={name!r} keeps the first {first} and the last {last} blocks in BF16, which are all of the "

@@ -135,9 +135,9 @@ def squared_responses(sample: LayerSample, relative: float) -> Tensor:
     return torch.stack(found).view(-1, len(PLACES)).mean(0)
 
 
-def _rows_of(figures: list[float]) -> dict[str, Squares]:
+def _rows_of(values: list[float]) -> dict[str, Squares]:
     """Returns row -> squared weight divergence, from squared norms, errors and responses of the update."""
-    x, ex, w, ew, g, eg, on_input, on_gradient = figures
+    x, ex, w, ew, g, eg, on_input, on_gradient = values
     errors = {"x": _ratio(ex, x), "w": _ratio(ew, w), "g": _ratio(eg, g)}
     forward = on_input * (errors["x"] + errors["w"])
     backward = on_gradient * (errors["g"] + errors["w"])

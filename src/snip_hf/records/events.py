@@ -119,7 +119,7 @@ class RefreshBegun(_FromLine):
     seconds: Numbers = field(default_factory=dict)
     """"probe", "solver" and "waited"."""
     kernels: Numbers = field(default_factory=dict)
-    """Numbers of the backend on the first rank since the last refresh (`Backend.figures`)."""
+    """Numbers of the backend on the first rank since the last refresh (`Backend.counters`)."""
 
     def to_record(self) -> dict[str, Any]:
         """Returns JSON data without empty entries."""

@@ -33,9 +33,10 @@ def attained_text(plan: PrecisionPlan) -> str:
     return f"{plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}"
 
 
-def coverage_text(found: Coverage, plan: PrecisionPlan) -> str:
+def coverage_text(coverage: Coverage, plan: PrecisionPlan) -> str:
     """Describes the plan's coverage of the model, and the FP4 share of the whole model."""
-    return f"The plan decides on {found.describe()}. FP4 share of all of them: {found.share * plan.fp4_fraction:.4f}."
+    share = coverage.share * plan.fp4_fraction
+    return f"The plan decides on {coverage.describe()}. FP4 share of all of them: {share:.4f}."
 
 
 def target_text(config: Mapping[str, Any]) -> str:

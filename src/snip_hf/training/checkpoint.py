@@ -197,7 +197,7 @@ def state_of(run: RunParts, schedule: Schedule, step: int) -> dict[str, Any]:
         kernels=run.layers.state_dict(),
         postponed=schedule.postponed,
         is_counted=not run.coverage.is_due,
-        coverage=run.coverage.found,
+        coverage=run.coverage.latest,
         ties=names_of(run.in_force.setting.config),
         guard=None if run.guard is None else run.guard.health,
     ).to_dict()

@@ -108,13 +108,13 @@ def check_plans(plan: PrecisionPlan, everyone: Ranks) -> None:
     _check_equal(formats, everyone, "another plan", "Expected one plan on all ranks: let all of them read one file.")
 
 
-def _check_equal(found: Mapping[str, Any], ranks: Ranks, what: str, expected: str) -> None:
+def _check_equal(values: Mapping[str, Any], ranks: Ranks, what: str, expected: str) -> None:
     """Raises ValueError, on all ranks, if the JSON data of one rank is not that of the first one. Collective."""
-    digests = ranks.gather(hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest())
+    digests = ranks.gather(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest())
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is None:
         return
-    data = ranks.gather(dict(found))
+    data = ranks.gather(dict(values))
     first, theirs = data[0], data[other]
     name = next(name for name in {**first, **theirs} if first.get(name) != theirs.get(name))
     raise ValueError(

@@ -134,7 +134,7 @@ class SnipController:
     @property
     def coverage(self) -> Coverage | None:
         """The FLOPs that plans decide on, from the last counted micro-batch; None: unknown."""
-        return self._run.coverage.found
+        return self._run.coverage.latest
 
     def start(self) -> None:
         """Begins a new record: the plan and the first line of the history. `capture` calls it if nobody did."""

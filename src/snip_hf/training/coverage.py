@@ -62,7 +62,7 @@ class CoverageCounter:
         log: logging.Logger,
         accelerator: Any = None,
     ) -> None:
-        self.found: Coverage | None = None
+        self.latest: Coverage | None = None
         """The last coverage; None: none yet, or counting failed."""
         self.is_due = True
         """True until the first micro-batch was counted."""
@@ -81,9 +81,9 @@ class CoverageCounter:
         if self.is_due:
             self._first = first
 
-    def restore(self, found: Coverage | None) -> None:
+    def restore(self, coverage: Coverage | None) -> None:
         """Continues from a checkpoint of a run that has counted."""
-        self.found, self.is_due, self._first = found, False, None
+        self.latest, self.is_due, self._first = coverage, False, None
 
     def count_first(self, step: int, is_new: bool) -> None:
         """Counts the first micro-batch of a run, once.
@@ -103,7 +103,7 @@ class CoverageCounter:
 
     def count_again(self, step: int, watch: StepWatch | None) -> None:
         """Counts the micro-batch of a refresh, if layers see different numbers of tokens."""
-        if self.found is None or self._in_force.setting.tokens is None or step == self._last_step:
+        if self.latest is None or self._in_force.setting.tokens is None or step == self._last_step:
             return
         try:
             inputs = None if watch is None else _Inputs(watch.batch.kwargs, watch.batch.objective)
@@ -169,10 +169,10 @@ class CoverageCounter:
         return counts, None if None in tokens else sum(tokens)
 
     def _use(self, step: int, counts: PassCounts, tokens: Tokens | None, is_new: bool) -> None:
-        before, found = self.found, counts.coverage
+        before, found = self.latest, counts.coverage
         old_tokens = self._in_force.setting.tokens
         changes = self._in_force.count_by(tokens, decides=is_new and not needs_probe(self._in_force.setting.config))
-        self.found = found
+        self.latest = found
         if before is not None and before == found and old_tokens == self._in_force.setting.tokens:
             return
         self._events.add(
@@ -188,13 +188,13 @@ class CoverageCounter:
         if before is None:
             self._warn_if_little(found)
 
-    def _warn_if_little(self, found: Coverage) -> None:
-        if found.share < LITTLE:
+    def _warn_if_little(self, coverage: Coverage) -> None:
+        if coverage.share < LITTLE:
             self._log.warning(
                 "snip-hf: the plan decides on less than %.0f%% of the model's matmul FLOPs. FP4 shares are of that part"
                 " only; the rest stays in high precision: %s.",
                 100 * LITTLE,
-                found.describe(),
+                coverage.describe(),
             )
 
 

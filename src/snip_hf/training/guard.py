@@ -80,15 +80,15 @@ class Health:
     alarmed: int | None = None
     """Step of the last alarm; None if it is long ago."""
 
-    def look(self, step: int, figures: Mapping[str, float | None], patience: int) -> Finding | None:
+    def look(self, step: int, values: Mapping[str, float | None], patience: int) -> Finding | None:
         """Judges a step, and remembers its values if they are healthy.
 
         Args:
             step: from 1.
-            figures: name -> value; None: unknown.
+            values: name -> value; None: unknown.
             patience: `SnipConfig.guard_patience`.
         """
-        known = {name: value for name, value in figures.items() if value is not None}
+        known = {name: value for name, value in values.items() if value is not None}
         for name, value in known.items():
             if not math.isfinite(value):
                 return Finding(name, value, None)

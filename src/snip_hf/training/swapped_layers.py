@@ -146,7 +146,7 @@ class SwappedLayers:
 
     def log_findings(self) -> None:
         """Logs the findings of the kernels since the last call, and keeps their counters."""
-        self.counters = dict(self._kernels.figures(self._run_by_kernels))
+        self.counters = dict(self._kernels.counters(self._run_by_kernels))
         found = self._kernels.findings(self._run_by_kernels)
         if found is not None:
             warns, text = found

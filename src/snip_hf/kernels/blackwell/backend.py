@@ -28,14 +28,14 @@ class Cache:
     """Type of the device that the backend was chosen for; on another one the layer runs emulated."""
     codes: Tensor
     """Codes of the three GEMMs' formats, on the CPU. Written in place, so that graphs read the new ones."""
-    kept: Tensor
+    packed: Tensor
     """The weight as last quantized by `before_pass`; empty: every pass quantizes it."""
     weight_version: int = -1
     """torch's count of the weight's changes at that time."""
 
     def forget(self) -> None:
         """Drops the quantized weight."""
-        self.kept, self.weight_version = self.kept.new_empty(0), -1
+        self.packed, self.weight_version = self.packed.new_empty(0), -1
 
 
 def _forward(
@@ -72,7 +72,9 @@ class Blackwell(Backend):
     arithmetic = "FP8 and FP4 tensor cores, by torch's scaled_mm"
 
     def lacks(self, device: torch.device) -> str | None:
-        return missing_for_kernels(device, "10.x or 12.x (Blackwell)", lambda found: found[0] in (10, 12), (12, 8))
+        return missing_for_kernels(
+            device, "10.x or 12.x (Blackwell)", lambda capability: capability[0] in (10, 12), (12, 8)
+        )
 
     def runs(self, format: NumberFormat) -> bool:
         return kind_of(format) is not None
@@ -88,7 +90,7 @@ class Blackwell(Backend):
         # that is trained on.
         is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
         is_kept = is_kept and layer.training and torch.is_grad_enabled()
-        kept = cache.kept if is_kept else cache.kept.new_empty(0)
+        kept = cache.packed if is_kept else cache.packed.new_empty(0)
         y: Tensor = block_scaled_linear(x, layer.matrix, bias, None, layer.snip_state, cache.codes, kept)
         return y
 
@@ -97,7 +99,7 @@ class Blackwell(Backend):
     ) -> Callable[[], Tensor]:
         """Implements `Backend.gemm_call` with the weight quantized beforehand, as training does once per step."""
         codes = state[: len(GEMMS)].cpu()
-        kept = operators.keep(weight.to(x.dtype), state, codes)
+        kept = operators.pack_weight(weight.to(x.dtype), state, codes)
         return {
             "forward": lambda: operators.forward_gemm(x, weight, None, kept, state, codes),
             "grad_input": lambda: operators.grad_input_gemm(grad_output, weight, kept, state, codes),
@@ -112,7 +114,7 @@ class Blackwell(Backend):
 
     def cache_of_copy(self, layer: Layer) -> Cache:
         cache: Cache = layer.snip_cache
-        return Cache(cache.device, cache.codes.clone(), cache.kept.new_empty(0))
+        return Cache(cache.device, cache.codes.clone(), cache.packed.new_empty(0))
 
     def note_formats(self, layer: Layer, formats: Sequence[NumberFormat]) -> None:
         cache: Cache = layer.snip_cache
@@ -136,13 +138,13 @@ class Blackwell(Backend):
             if not is_taken or weight.device.type != cache.device:
                 cache.forget()
             elif everything or cache.weight_version != weight._version:
-                kept = operators.keep(layer.matrix.detach().to(torch.bfloat16), layer.snip_state, cache.codes)
-                if kept.shape == cache.kept.shape:
-                    cache.kept.copy_(kept)  # compiled graphs and saved tensors refer to this memory
+                kept = operators.pack_weight(layer.matrix.detach().to(torch.bfloat16), layer.snip_state, cache.codes)
+                if kept.shape == cache.packed.shape:
+                    cache.packed.copy_(kept)  # compiled graphs and saved tensors refer to this memory
                 else:
                     # Its size depends on the formats, which must not recompile the layer.
                     torch._dynamo.maybe_mark_dynamic(kept, 0)
-                    cache.kept = kept
+                    cache.packed = kept
                 cache.weight_version = weight._version
 
     def release(self, layers: Mapping[str, Layer]) -> None:

@@ -7,8 +7,8 @@ to leave them out, and refuse a capture. Inductor of torch 2.13 could not compil
 scales are not swizzled.
 
 Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I), grad_output (T, O). `state` is the layer's,
-with the key of random numbers; `codes` (3) are the codes of the formats of its GEMMs; `kept` are the bytes of `keep`,
-or none. On a CPU the product multiplies the dequantized operands in FP32.
+with the key of random numbers; `codes` (3) are the codes of the formats of its GEMMs; `packed` is the result of
+`pack_weight`, or empty. On a CPU the product multiplies the dequantized operands in FP32.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .quantization import quantize
 _library = torch.library.Library("snip_hf", "FRAGMENT")
 # Through `Library` and not `custom_op`, which costs 35 microseconds more per call on the host.
 _SCHEMAS = (
-    "scaled_forward_gemm(Tensor x, Tensor weight, Tensor? bias, Tensor kept, Tensor state, Tensor codes) -> Tensor",
-    "scaled_grad_input_gemm(Tensor grad_output, Tensor weight, Tensor kept, Tensor state, Tensor codes) -> Tensor",
+    "scaled_forward_gemm(Tensor x, Tensor weight, Tensor? bias, Tensor packed, Tensor state, Tensor codes) -> Tensor",
+    "scaled_grad_input_gemm(Tensor grad_output, Tensor weight, Tensor packed, Tensor state, Tensor codes) -> Tensor",
     "scaled_grad_weight_gemm(Tensor grad_output, Tensor x, Tensor state, Tensor codes) -> Tensor",
 )
 for _schema in _SCHEMAS:
@@ -34,7 +34,7 @@ for _schema in _SCHEMAS:
 
 
 @torch.library.impl(_library, "scaled_forward_gemm", "CompositeExplicitAutograd")
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, state: Tensor, codes: Tensor) -> Tensor:
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor, state: Tensor, codes: Tensor) -> Tensor:
     """Returns x @ weight^T + bias, (..., O), in x's dtype; the bias is added to FP32 sums if there are any."""
     format = _format_of(codes, "forward", x)
     if not format.is_quantized:
@@ -42,7 +42,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, state
     else:
         # (T, I) x (I, O): contracts I
         rows = x.reshape(-1, x.shape[-1])
-        by_output = _kept_weights(kept, weight, codes)[0] or _quantized(weight.to(x.dtype), format, "weight", 1, state)
+        by_output = _unpacked(packed, weight, codes)[0] or _quantized(weight.to(x.dtype), format, "weight", 1, state)
         left = _quantized(rows, format, "activation", 1, state)
         y = _product(rows, left, by_output, weight.shape[0], x.dtype if bias is None else torch.float32)
         if bias is not None:
@@ -52,14 +52,14 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, state
 
 
 @torch.library.impl(_library, "scaled_grad_input_gemm", "CompositeExplicitAutograd")
-def _grad_input(grad_output: Tensor, weight: Tensor, kept: Tensor, state: Tensor, codes: Tensor) -> Tensor:
+def _grad_input(grad_output: Tensor, weight: Tensor, packed: Tensor, state: Tensor, codes: Tensor) -> Tensor:
     """Returns grad_output @ weight, (T, I), in grad_output's dtype."""
     format = _format_of(codes, "grad_input", grad_output)
     if not format.is_quantized:
         return grad_output.mm(weight.to(grad_output.dtype))
     # (T, O) x (O, I): contracts O
     dtype = grad_output.dtype
-    by_input = _kept_weights(kept, weight, codes)[1] or _quantized(weight.to(dtype), format, "weight", 0, state)
+    by_input = _unpacked(packed, weight, codes)[1] or _quantized(weight.to(dtype), format, "weight", 0, state)
     left = _quantized(grad_output, format, "gradient", 1, state)
     return _product(grad_output, left, by_input, weight.shape[1], dtype)
 
@@ -77,12 +77,12 @@ def _grad_weight(grad_output: Tensor, x: Tensor, state: Tensor, codes: Tensor) -
 
 
 @torch.library.register_fake("snip_hf::scaled_forward_gemm", lib=_library)
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, state: Tensor, codes: Tensor) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor, state: Tensor, codes: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 @torch.library.register_fake("snip_hf::scaled_grad_input_gemm", lib=_library)
-def _(grad_output: Tensor, weight: Tensor, kept: Tensor, state: Tensor, codes: Tensor) -> Tensor:
+def _(grad_output: Tensor, weight: Tensor, packed: Tensor, state: Tensor, codes: Tensor) -> Tensor:
     return grad_output.new_empty(grad_output.shape[0], weight.shape[1])
 
 
@@ -96,7 +96,7 @@ grad_input_gemm = torch.ops.snip_hf.scaled_grad_input_gemm
 grad_weight_gemm = torch.ops.snip_hf.scaled_grad_weight_gemm
 
 
-def keep(weight: Tensor, state: Tensor, codes: Tensor) -> Tensor:
+def pack_weight(weight: Tensor, state: Tensor, codes: Tensor) -> Tensor:
     """Returns the bytes of a weight in the compute dtype, for the forward and then for the grad_input GEMM.
 
     A GEMM in BF16 has none.
@@ -108,18 +108,18 @@ def keep(weight: Tensor, state: Tensor, codes: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _kept_weights(kept: Tensor, weight: Tensor, codes: Tensor) -> list[Packed | None]:
-    """Returns the weight from `keep`, for the forward and the grad_input GEMM; None for one that is not kept."""
+def _unpacked(packed: Tensor, weight: Tensor, codes: Tensor) -> list[Packed | None]:
+    """Returns the weight from `pack_weight`, for the forward and the grad_input GEMM; None for one that is missing."""
     found: list[Packed | None] = []
     first, (out_features, in_features) = 0, weight.shape
     sizes = ((out_features, in_features), (in_features, out_features))
     for (rows, contracted), code in zip(sizes, codes.tolist(), strict=False):
         kind = kind_of(format_of_code(code))
-        if kind is None or kept.numel() == 0:
+        if kind is None or packed.numel() == 0:
             found.append(None)
             continue
         size = size_of(kind, rows, contracted)
-        found.append(within(kept[first : first + size], kind, rows, contracted))
+        found.append(within(packed[first : first + size], kind, rows, contracted))
         first += size
     return found
 

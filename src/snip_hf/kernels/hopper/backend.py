@@ -64,7 +64,7 @@ class Hopper(TensorCoreBackend):
     measured_speeds = {2048: 1.17, 4096: 1.32}  # noqa: RUF012
 
     def lacks(self, device: torch.device) -> str | None:
-        return missing_for_kernels(device, "9.0 (H100, H200)", lambda found: found == (9, 0), (12, 9))
+        return missing_for_kernels(device, "9.0 (H100, H200)", lambda version: version == (9, 0), (12, 9))
 
     def runs(self, format: NumberFormat) -> bool:
         tiles = format.activation == Operand(ROW_TILE) and format.weight == Operand(SQUARE_TILE)

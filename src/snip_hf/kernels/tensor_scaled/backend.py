@@ -48,7 +48,7 @@ class TensorScaled(TensorCoreBackend):
     measured_speeds = {2048: 1.30, 4096: 1.48}  # noqa: RUF012
 
     def lacks(self, device: torch.device) -> str | None:
-        return missing_for_kernels(device, "8.9 or later (Ada, Hopper, Blackwell)", lambda found: found >= (8, 9))
+        return missing_for_kernels(device, "8.9 or later (Ada, Hopper, Blackwell)", lambda version: version >= (8, 9))
 
     def runs(self, format: NumberFormat) -> bool:
         return encoding_of(format) is not None or has_one_scale(format)
@@ -162,7 +162,7 @@ class TensorScaled(TensorCoreBackend):
     def load_state_dict(self, layers: Mapping[str, Layer], state: Mapping[str, Any]) -> None:
         exponents.load(_of_all(layers), state)
 
-    def figures(self, layers: Mapping[str, Layer]) -> dict[str, float]:
+    def counters(self, layers: Mapping[str, Layer]) -> dict[str, float]:
         found = exponents.losses(_of_all(layers), resets=False)
         return {
             "saturated_share": max((one.saturated for one in found), default=0.0),

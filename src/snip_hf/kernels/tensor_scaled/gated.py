@@ -257,7 +257,7 @@ class GatedOptions(NamedTuple):
     """True if the backward pass computes the gradient of x."""
     inputs: int
     """1: x is quantized once for gate and up; 2: once for each."""
-    kept: tuple[int, ...]
+    weight_layouts: tuple[int, ...]
     """Number of given layout tensors of each weight: four or none."""
 
 
@@ -293,7 +293,7 @@ class GatedGemms(torch.autograd.Function):
         weights, tokens = (gate_weight, up_weight, down_weight), x.numel() // x.shape[-1]
         of_gate, of_up = quantized[:4], quantized[4 * options.inputs - 4 : 4 * options.inputs]
         layers = [(state, record, table) for state, record in zip(states, records, strict=True)]
-        kept = _split(quantized[4 * options.inputs :], options.kept)
+        kept = _split(quantized[4 * options.inputs :], options.weight_layouts)
         needs_x, counts = options.has_grad_input, options.counts
         gate, gate_kept = forward_product(of_gate[:2], weights[0], layers[0], kept[0], needs_x, counts, x.dtype, tokens)
         up, up_kept = forward_product(of_up[:2], weights[1], layers[1], kept[1], needs_x, counts, x.dtype, tokens)
@@ -305,7 +305,7 @@ class GatedGemms(torch.autograd.Function):
         columns = of_gate[2:] if options.inputs == 1 else (*of_gate[2:], *of_up[2:])
         layouts = [*gate_kept, *up_kept, *down_kept]
         ctx.save_for_backward(gate, up, table, *weights, *states, *records, *columns, *layouts)
-        ctx.inputs, ctx.kept = options.inputs, (len(gate_kept), len(up_kept), len(down_kept))
+        ctx.inputs, ctx.weight_layouts = options.inputs, (len(gate_kept), len(up_kept), len(down_kept))
         ctx.counts, ctx.x_shape = counts, x.shape
         result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], down_weight.shape[0]])
         return result
@@ -316,7 +316,8 @@ class GatedGemms(torch.autograd.Function):
             raise refusal()
         gate, up, table, *rest = ctx.saved_tensors
         weights, states, records = rest[:LAYERS], rest[LAYERS : 2 * LAYERS], rest[2 * LAYERS : 3 * LAYERS]
-        columns, kept = rest[3 * LAYERS :][: 2 * ctx.inputs], _split(rest[3 * LAYERS + 2 * ctx.inputs :], ctx.kept)
+        columns, rest = rest[3 * LAYERS :][: 2 * ctx.inputs], rest[3 * LAYERS + 2 * ctx.inputs :]
+        kept = _split(rest, ctx.weight_layouts)
         layers = [(state, record, table) for state, record in zip(states, records, strict=True)]
         counts, needs_x, tokens = ctx.counts, ctx.needs_input_grad[0], gate.shape[0]
         g = grad_output.reshape(tokens, weights[2].shape[0])

@@ -314,7 +314,7 @@ class Stage3Optimizer(ZeroOptimizer):
         return index
 
     def responses(self, weights: Mapping[str, Tensor]) -> Mapping[str, Response]:
-        """As in the base class, but each access makes the response anew: offloaded states come from the CPU."""
+        """Overrides the base class: each access makes the response anew, because offloaded states come from the CPU."""
         return _Responses(self, {name: weight for name, weight in weights.items() if self.holds(weight)})
 
 

@@ -172,7 +172,7 @@ class TrainingPasses:
         return self._in_loss
 
     def end_loss(self, one: TrainingPass | None, loss: Any) -> None:
-        """Takes the loss that the loop computed; None if it failed."""
+        """Receives the loss that the loop computed; None if it failed."""
         self._in_loss = None
         if one is not None and isinstance(loss, Tensor) and loss.requires_grad:
             loss.register_hook(partial(self._reached, one, True))

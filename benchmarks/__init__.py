@@ -1,1 +1,1 @@
-"""Measurements of the project itself. Each file at the top is a command; `shared` is what several of them share."""
+"""Measurements of the project itself. Each file at the top is a command; `shared` has their common code."""

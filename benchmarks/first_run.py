@@ -110,7 +110,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def missing_of(device: torch.device) -> str | None:
-    """Returns what a device lacks; None if it lacks nothing, as a CPU."""
+    """Returns the missing requirement of a device; None if there is none, as on a CPU."""
     return None if device.type == "cpu" else BLACKWELL.lacks(device)
 
 

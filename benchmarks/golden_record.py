@@ -1,4 +1,4 @@
-"""Records what a fixed set of small trainings does, to the bit, and compares two such records by value.
+"""Records the numbers of a fixed set of small trainings, to the bit, and compares two such records by value.
 
     python benchmarks/golden_record.py record before.json.gz      # on one commit
     python benchmarks/golden_record.py record after.json.gz       # on another one, on the same machine

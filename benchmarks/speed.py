@@ -273,7 +273,7 @@ def snip_config(recipe: str, schedule: Schedule, options: argparse.Namespace) ->
 
 
 def training_arguments(folder: str, options: argparse.Namespace) -> TrainingArguments:
-    """Returns what a user would give; everything else is the Trainer's default."""
+    """Returns the arguments that a user would give; all others are the Trainer's defaults."""
     on_gpu = options.device.type == "cuda"
     return TrainingArguments(
         folder,

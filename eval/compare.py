@@ -440,7 +440,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def append(path: Path, line: Line) -> None:
-    """Appends a line, after cutting off what a killed process left unfinished."""
+    """Appends a line, after cutting off an unfinished line of a killed process."""
     with FileLock(f"{path}.lock"), path.open("a+b") as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)

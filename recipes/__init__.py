@@ -1,1 +1,1 @@
-"""Complete runs. Each file here is a command; `parts` is what they share."""
+"""Complete runs. Each file here is a command; `parts` has their common code."""

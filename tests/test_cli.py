@@ -1,4 +1,4 @@
-"""Does the command line say what is so, exit with the right code, and never show a traceback?"""
+"""The command line prints true statements, exits with the right code, and never shows a traceback."""
 
 from __future__ import annotations
 

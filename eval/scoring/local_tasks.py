@@ -44,7 +44,7 @@ class LocalFiles:
     read: Callable[[Path], Iterator[Row]]
     """Yields the rows of one file in the stock dataset's columns."""
     version_suffix: str = ""
-    """Appended to the task version where the documents are not word for word those of the stock dataset."""
+    """Appended to the task version if the documents are not word for word those of the stock dataset."""
 
 
 def _jsonl(path: Path) -> Iterator[Row]:

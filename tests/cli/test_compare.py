@@ -1,4 +1,4 @@
-"""Does a comparison say what differs between runs and plans, and by how much?"""
+"""A comparison shows the differences between runs and plans, and their size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the doctor find what works and what does not, and does it end without a traceback?"""
+"""The doctor finds working and failing parts, and ends without a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does `snip-hf report` write what was asked for, where it says, for one run and for several?"""
+"""`snip-hf report` writes the requested files to the named places, for one run and for several."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """One block; `run` says what it computes."""
+    """One block that computes `run`."""
 
     def __init__(self, other: nn.Module, run: Any) -> None:
         super().__init__()

@@ -169,7 +169,7 @@ def squares_written_out(
 
 
 def assert_squares(found: Squares, expected: Sums) -> None:
-    """To what FP32 leaves of a difference of large sums: up to 1.2e-5 of them, by the order in which a BLAS adds."""
+    """Allows for FP32 differences of large sums: up to 1.2e-5 of them, depending on the BLAS's order of addition."""
     step, bias, size = expected
     assert found.step == pytest.approx(step, rel=1e-5, abs=5e-5 * size)
     assert found.bias == pytest.approx(bias, rel=1e-5, abs=5e-5 * size)
@@ -275,7 +275,7 @@ def test_they_are_for_a_layer_of_several_tiles_too(shape: tuple[int, int]) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", ["fp8", "fp4"])
 def test_on_a_gpu_they_are_those_of_its_kernels(fmt: str) -> None:
-    """To what split products leave."""
+    """The tolerances are those of split products."""
     sample, weight = a_sample(1203, 2406, 2, 260, 130), a_weight(130, 260)
     factors = torch.rand(130, 260, generator=torch.Generator().manual_seed(4))
     expected = squares_written_out(sample, weight, factors.mul, fmt, 2)

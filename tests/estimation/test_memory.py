@@ -1,4 +1,4 @@
-"""Does a probe hold what is said of it, does it stay within a bound, and do savings change no bit?"""
+"""A probe holds the predicted memory, stays within a bound, and gives the same bits with savings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a file for another library say, to that library's own parser, what the plan says?"""
+"""Another library's own parser reads the plan's formats from the exported file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does transformers load a quantized checkpoint back, with the weights that the plan says, and run it on a CPU?"""
+"""transformers loads a quantized checkpoint, with the weights quantized by the plan, and runs it on a CPU."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def as_before() -> Iterator[None]:
 
 
 def standard_error(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """That of a process which has not set up logging; inside a test, where pytest has set it up."""
+    """Replaces stderr and removes pytest's handlers, as in a process that has not set up logging."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)

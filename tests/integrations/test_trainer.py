@@ -1,4 +1,4 @@
-"""Does SNIP do under a real Trainer what it promises, when it promises it, and refuse what cannot work?"""
+"""SNIP under a real Trainer refreshes on schedule, keeps its promises, and refuses settings that cannot work."""
 
 from __future__ import annotations
 
@@ -431,7 +431,7 @@ def refused(
 
 
 def test_batches_without_labels_are_refused_at_the_first_batch(tmp_path: Path) -> None:
-    """By the Trainer, if it has no loss of its own for them."""
+    """The Trainer refuses them if it has no loss of its own for them."""
     unlabelled = [{"input_ids": row["input_ids"]} for row in data()]
     assert refused(tmp_path, trainer={"train_dataset": unlabelled}) == (
         "The model did not return a loss from the inputs, only the following keys: logits. For reference, the inputs "

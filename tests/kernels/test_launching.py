@@ -191,7 +191,7 @@ def test_the_keys_of_encodes_tell_apart_all_launches_that_differ(monkeypatch: py
     compiled: list[Any] = []
 
     class Compiling(Kernel):
-        """Notes what it is asked to compile, and what is launched then."""
+        """Records the requested compilations and launches."""
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             def run(*arguments: Any, **options: Any) -> Launches:

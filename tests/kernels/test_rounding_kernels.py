@@ -168,7 +168,7 @@ def test_it_runs_where_the_tensor_is() -> None:
 
 
 def of_torch(name: str, *arguments: Any) -> Tensor:
-    """Without kernels; what is given stays as it is."""
+    """Runs torch's operations without kernels, on copies of the arguments."""
     return getattr(HOMES[name][0], name)(*(argument.clone() for argument in arguments))
 
 

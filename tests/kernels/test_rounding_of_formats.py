@@ -56,7 +56,7 @@ def enormous(contracts: int, large: bool = False) -> Tensor:
 
 
 def check(run: Run, x: Tensor, format: NumberFormat, operand: str, contracts: int, *more: Any) -> None:
-    """By the reference where a format's operand is not the kernel's, which a test of the choice checks."""
+    """Compares the kernel with the reference, except for operands that the kernel does not support."""
     if rounding.takes(format, operand) and format.operand(operand).quantized:
         expected = round_operand(x, format, operand, contracts, *more)
         assert_same_bits(run("fake_quantize", x, format, operand, contracts, *more), expected)

@@ -72,8 +72,8 @@ def quantized(x: Tensor, fmt: str, rule: str | None = None) -> Quantized:
 @pytest.mark.parametrize("rule", MODES)
 @pytest.mark.parametrize("fmt", MX)
 def test_mx_formats_match_torchao_on_every_bfloat16_value(fmt: str, rule: str, sample: str) -> None:
-    """But for blocks with the smallest scale, 2^-127: there torchao divides by 2^-126 (or by 1) and multiplies by
-    2^-127. The specification has one scale for both, and so have we (the test after this)."""
+    """Excludes blocks with the smallest scale, 2^-127: there torchao divides by 2^-126 (or by 1) and multiplies by
+    2^-127. The specification uses one scale for both, and so do we (the test after this)."""
     x = samples(32)[sample]
     found = MXTensor.to_mx(x, MX[fmt], 32, MODES[rule])
     codes = found.scale.view(torch.uint8).view(x.shape[0], -1)
@@ -142,7 +142,7 @@ def nvfp4_blocks(x: Tensor, block: tuple[int, int] = (1, 16), up: bool = False) 
 
 @pytest.mark.parametrize("sample", ["ordered", "shuffled", "normal"])
 def test_nvfp4_matches_torchao_on_every_bfloat16_value(sample: str) -> None:
-    """But for blocks whose scale is below 2^-6: torchao raises it, the published recipe takes E4M3's subnormals."""
+    """Excludes blocks whose scale is below 2^-6: torchao raises it, the published recipe uses E4M3's subnormals."""
     x = samples(16)[sample]
     for part in x.split(255) if sample == "ordered" else [x]:  # tensors of many magnitudes, 16 binades each
         part = part[(part != 0).any(1)]

@@ -1,4 +1,4 @@
-"""Does `ZeroOptimizer` see what one process with all the data sees? Two processes under DeepSpeed, and a stand-in."""
+"""`ZeroOptimizer` sees the same as one process with all the data: two processes under DeepSpeed, and a stand-in."""
 
 from __future__ import annotations
 

@@ -793,7 +793,7 @@ class OtherMuon(optim.Muon):
 
 
 class InHalfPrecision(optim.Optimizer):
-    """Does nothing to what is not FP32, as a compiled kernel might."""
+    """Ignores parameters that are not FP32, as a compiled kernel might."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})

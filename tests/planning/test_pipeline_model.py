@@ -17,7 +17,7 @@ def pipeline(times: Sequence[float], micro_batches: int) -> PipelineTimes:
 
 
 def simulated(times: Sequence[float], micro_batches: int, schedule: str) -> float:
-    """When the last of a step's passes ends, if forward is a third of each stage's time and nothing else takes any."""
+    """Returns the end of a step's last pass, if forward is a third of each stage's time and all else is free."""
     last, count = len(times) - 1, micro_batches
     orders = []
     for stage in range(last + 1):

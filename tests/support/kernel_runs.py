@@ -142,7 +142,7 @@ def on_cuda(name: str, *arguments: Any) -> Tensor:
 
 
 def moved(x: Tensor) -> Tensor:
-    """On a GPU, with the same strides: `cuda()` makes dense what it copies."""
+    """Copies a tensor to the GPU with the same strides; `cuda()` would make it dense."""
     whole = x if x._base is None else x._base
     return whole.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
 

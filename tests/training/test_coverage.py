@@ -411,7 +411,7 @@ def test_where_no_pass_can_be_run_apart_nothing_is_counted(
         return [message for message in caplog.messages if "coverage is not known" in message]
 
     class FullyShardedDataParallel(nn.Module):
-        """By its name alone."""
+        """Stands for FSDP 1, which is recognized by its name."""
 
     message = "snip-hf: the FLOPs of a micro-batch are not counted %s, so coverage is not known."
     sharded, spread, parallel = seeded(SparseLM), seeded(SparseLM), seeded(SparseLM)

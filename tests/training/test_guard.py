@@ -240,7 +240,7 @@ def test_the_norm_is_that_before_clipping_and_without_a_loss_scale(tmp_path: Pat
 
 
 class Norms(Provoked):
-    """Notes what clipping finds."""
+    """Records the norms that clipping finds."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args, max_norm=1e-3)

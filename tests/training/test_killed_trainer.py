@@ -111,7 +111,7 @@ def test_a_run_that_was_killed_in_a_refresh_goes_on_to_the_bit(
 
 @pytest.mark.parametrize("how", ["is killed", "is killed before its solver has begun", "leaves by os._exit"])
 def test_the_solvers_process_ends_with_the_one_that_waits_for_it(how: str, tmp_path: Path) -> None:
-    """Without torch, so that the time it takes is the time to notice."""
+    """Runs without torch, so that only the time to notice is measured."""
     stub = tmp_path / "hanging.py"
     late = "import time; time.sleep(1)\n" if "before" in how else ""
     stub.write_text(late + HANGING.format(folder=str(Path(ilp.__file__).parent)))

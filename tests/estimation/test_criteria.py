@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from configs import fp4_config
-from rounded import fake_quantize
+from rounded import COLUMN_TILE, fake_quantize
 from scipy.stats import entropy
 from slow_cases import slow_but
 from small import adamw_after, text, tiny_llama, tiny_lm, tokens
@@ -32,7 +32,7 @@ from snip_hf.estimation.table import LAYER, ROWS, DivergenceTable
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import FORMATS
-from snip_hf.numerics.gemms import COLUMN_TILE, ROW_TILE, SQUARE_TILE
+from snip_hf.numerics.gemms import ROW_TILE, SQUARE_TILE
 from snip_hf.policies.hessian_trace import hessian_trace
 from snip_hf.policies.kl import BINS, KL, histogram, inner_edges, kl_divergence
 

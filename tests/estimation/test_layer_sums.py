@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rounded import fake_quantize
+from rounded import COLUMN_TILE, fake_quantize
 from sums_of_layer import DEFAULT, LayerSums, across_channels
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from snip_hf.estimation.optimizer_step import UpdateChange
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.estimation.table import LAYER, ROWS
 from snip_hf.numerics.formats import FORMATS
-from snip_hf.numerics.gemms import COLUMN_TILE, CONTRACTIONS, GEMMS, ROW_TILE, SQUARE_TILE
+from snip_hf.numerics.gemms import CONTRACTIONS, GEMMS, ROW_TILE, SQUARE_TILE
 from snip_hf.numerics.rounding import round_operand
 
 KEYS = (0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)

@@ -13,14 +13,14 @@ import pytest
 import torch
 from backends import select_backend
 from configs import fp4_config
-from rounded import quantize
+from rounded import COLUMN_TILE, quantize
 from small import convert_in_formats
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from snip_hf import SnipCallback, estimate_divergence, measure_divergence
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import E2M1, E4M3
-from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE
+from snip_hf.numerics.gemms import GEMMS, ROW_TILE, SQUARE_TILE
 from snip_hf.numerics.random_streams import stream_key
 
 pytestmark = [

@@ -19,12 +19,12 @@ pytest.importorskip("triton")
 from backends import gemm_call, hopper_lacks, select_backend
 from kernel_runs import dump, hasten_the_interpreter, interpreting, load, triton_ir
 from oracles.three_gemms import product
-from rounded import quantize
+from rounded import COLUMN_TILE, quantize
 
 from snip_hf.kernels.emulated import grad_input_gemm, grad_weight_gemm
 from snip_hf.kernels.hopper import operators
 from snip_hf.numerics.formats import E2M1, FORMATS, format_of_code
-from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE, TILE
+from snip_hf.numerics.gemms import GEMMS, ROW_TILE, SQUARE_TILE, TILE
 from snip_hf.numerics.random_streams import stream_key
 from snip_hf.numerics.rounding import Quantized
 

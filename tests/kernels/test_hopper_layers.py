@@ -17,7 +17,7 @@ import torch._inductor.config
 from backends import hopper_lacks
 from configs import fp4_config
 from models import batch, build
-from rounded import quantize
+from rounded import COLUMN_TILE, quantize
 from slow_cases import pairwise
 from small import checkpoint_activations, tiny_llama
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from snip_hf.kernels.hopper.backend import Hopper
 from snip_hf.kernels.tensor_core import TiedInput
 from snip_hf.layers.state import pack_states, set_rank, set_step, snip_linears
 from snip_hf.numerics.formats import E2M1, format_of_code
-from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE, TILE
+from snip_hf.numerics.gemms import GEMMS, ROW_TILE, SQUARE_TILE, TILE
 from snip_hf.numerics.rounding import Quantized
 
 T, I, O = 150, 200, 136  # tokens, in_features, out_features: ragged in every tiling  # noqa: E741

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_runs import HOMES, Run, assert_same_bits, on_cuda
-from rounded import fake_quantize_tiles, of_tiles
+from rounded import COLUMN_TILE, fake_quantize_tiles, of_tiles
 from torch import Tensor
 
 from snip_hf.estimation.layer_sums import LayerSums
@@ -20,7 +20,7 @@ from snip_hf.kernels import emulated, rounding, sums
 from snip_hf.numerics import rounding as reference
 from snip_hf.numerics.formats import E2M1, E4M3, E5M2, FORMATS, UNQUANTIZED, ElementGrid, Operand, floats
 from snip_hf.numerics.formats import REFERENCE as FP8
-from snip_hf.numerics.gemms import COLUMN_TILE, ROW_TILE, SQUARE_TILE, TILE
+from snip_hf.numerics.gemms import ROW_TILE, SQUARE_TILE, TILE
 from snip_hf.numerics.random_streams import stream_key
 
 GRIDS = [E2M1, E4M3, E5M2]

@@ -14,13 +14,13 @@ import torch
 from gfloat import RoundMode, round_ndarray
 from gfloat import formats as gfloat_formats
 from oracles import rounding
-from rounded import fake_quantize_tiles, quantize_tiles
+from rounded import COLUMN_TILE, fake_quantize_tiles, quantize_tiles
 from torch import Tensor
 from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, f32_to_f4_unpacked
 
 from snip_hf.numerics.formats import E2M1, E4M3, E5M2, ElementGrid
 from snip_hf.numerics.formats import FORMATS as ALL_FORMATS
-from snip_hf.numerics.gemms import COLUMN_TILE, OPERANDS, ROW_TILE, SQUARE_TILE
+from snip_hf.numerics.gemms import OPERANDS, ROW_TILE, SQUARE_TILE
 from snip_hf.numerics.random_streams import stream_key, uniform
 from snip_hf.numerics.rounding import quantize, round_to_grid, tile_scales
 

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from snip_hf.numerics.formats import FORMATS, ElementGrid, NumberFormat, Operand
-from snip_hf.numerics.gemms import COLUMN_TILE
+from snip_hf.numerics.gemms import TILE
 from snip_hf.numerics.random_streams import uniform
 from snip_hf.numerics.rounding import Quantized, quantize_operand, round_operand
+
+COLUMN_TILE = (TILE, 1)
 
 Format = NumberFormat | ElementGrid | str | None
 

@@ -19,7 +19,6 @@ CONTRACTIONS = {
 # Elements along each side of the largest block: 1x128 for activations and gradients, 128x128 for weights.
 TILE = 128
 ROW_TILE = (1, TILE)
-COLUMN_TILE = (TILE, 1)
 SQUARE_TILE = (TILE, TILE)
 
 

@@ -118,7 +118,7 @@ def test_alarms_are_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[
     provoked(tmp_path, config(policy="uniform-fp4"), {3: float("nan")}, max_steps=4)
     run_report(tmp_path, tmp_path / "figures")
     text = " ".join(capsys.readouterr().out.split())
-    assert "Step 3: guard. The loss is nan; raised the formats of 42 GEMMs, and left the step out." in text
+    assert "Step 3: guard. The loss is nan; raised the formats of 42 GEMMs, and skipped the step." in text
 
 
 def test_a_trainer_that_cannot_be_found_is_told(caplog: pytest.LogCaptureFixture) -> None:

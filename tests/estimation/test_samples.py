@@ -73,7 +73,7 @@ SLICES = [slice(0, 2), slice(2, 3), slice(3, 3), slice(3, 5)]
 
 
 def test_a_sampled_token_is_kept_with_all_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SamplePlan, "kept", lambda self, tokens: torch.tensor([2, 3]))
+    monkeypatch.setattr(SamplePlan, "positions", lambda self, tokens: torch.tensor([2, 3]))
     x, grad_output = drawn(7, 6, seed=1), drawn(7, 5, seed=2)
     recorder, _, _ = recorded(SamplePlan(None, 0, 0, 0, (4,)), x, grad_output)
     record = recorder.records["up"]

@@ -367,7 +367,7 @@ def test_a_function_gets_the_numbers_of_each_event_at_its_step() -> None:
 
 
 def test_what_the_backend_counts_is_logged_with_each_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Emulated, "figures", lambda self, layers: {"saturated_share": len(layers) / 100})
+    monkeypatch.setattr(Emulated, "counters", lambda self, layers: {"saturated_share": len(layers) / 100})
     lines: list[dict[str, Any]] = []
     loop = Loop()
     assert loop.controller is not None

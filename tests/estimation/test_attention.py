@@ -160,6 +160,15 @@ def test_estimates_equal_those_of_a_model_with_plain_attention(family: str, plai
     assert tables[0].rows == tables[1].rows
 
 
+def test_flex_attention_is_switched_too() -> None:
+    batch, config = padded(), fp4_config(probe_tokens=None)
+    model = model_of("mistral, windows of 5", "sdpa")
+    plain = estimate_divergence(model, batch, None, config)
+    model.config._attn_implementation = "flex_attention"  # which fails outside compiled graphs on CPUs
+    assert estimate_divergence(model, batch, None, config).rows == plain.rows
+    assert model.config._attn_implementation == "flex_attention"
+
+
 def test_the_attention_of_every_part_is_restored_after_a_failure(half: str) -> None:
     config = LlavaConfig(text_config=LlamaConfig(**_SIZES), vision_config={"model_type": "clip_vision_model"})
     config.vision_config = type(config.vision_config)(hidden_size=24, intermediate_size=32, num_hidden_layers=1)

@@ -52,15 +52,16 @@ def test_a_model_is_examined_from_its_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("hidden", "speed"),
     [
-        (512, "not measured for a hidden size of 512; kernel launches may cost more time than FP8 saves"),
-        (2560, "nearest measured model (hidden size 2048, yours 2560), on one H200: TinyLlama-1.1B: 1.303 times"),
-        (8192, "nearest measured model (hidden size 4096, yours 8192), on one H200: 8 layers of an 8B shape: 1.475 "),
+        (512, "not measured below a hidden size of 2048 (yours: 512); BF16 is likely to be faster"),
+        (2560, "1.30 times compiled BF16, as measured on one H200 at hidden size 2048 (yours: 2560)."),
+        (8192, "1.48 times compiled BF16, as measured on one H200 at hidden size 4096 (yours: 8192)."),
     ],
 )
 def test_the_speed_is_that_of_the_nearest_model_that_was_measured(hidden: int, speed: str) -> None:
     model = SimpleNamespace(config=LlamaConfig(hidden_size=hidden))
-    assert doctor._speed(model, is_emulated=False).startswith(speed)
-    assert doctor._speed(model, is_emulated=True).startswith("slower than BF16, because the formats are emulated here")
+    assert doctor._speed(model, BACKENDS["tensor-scaled"]).startswith(speed)
+    assert doctor._speed(model, BACKENDS["blackwell"]) == "not measured"
+    assert doctor._speed(model, BACKENDS["emulated"]).startswith("slower than BF16, because the formats are emulated")
 
 
 def test_a_model_that_cannot_be_built_is_a_problem(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     from packaging.specifiers import SpecifierSet
 
+    from ..kernels.backend import Backend
+
 # Required packages -> the module to import.
 _CORE = {
     "torch": "torch",
@@ -42,11 +44,6 @@ _SUPPORTED = {
     "bitsandbytes": "8-bit optimizers",
 }
 _SOLVERS = ("cbc", "highs")
-# Hidden size of a measured model -> its speed with the default plan, through the Trainer, in times of compiled BF16
-# (README.md, one H200).
-_MEASURED = {2048: "TinyLlama-1.1B: 1.303", 4096: "8 layers of an 8B shape: 1.475"}
-# Models of less than half the smallest measured hidden size spend their time on launches.
-_SMALLEST = min(_MEASURED) // 2
 _PARALLELISM = {
     "works": "one process, DDP, FSDP2, transformers' fsdp_size, dp_replicate_size and tp_size, ZeRO, pipelines",
     "refused with a probe": "FSDP 1: use FSDP2; context, expert parallelism; or use a policy without a probe",
@@ -202,7 +199,7 @@ def _model(name: str, problems: list[str]) -> Iterator[str]:
     backend = select_backend("auto", device, config.formats)
     why = why_emulated(device, config.formats) if backend.is_emulation else None
     yield f"formats: {', '.join(config.formats)} by {backend.name}{f': {why}' if why else ''}"
-    yield f"speed: {_speed(model, backend.is_emulation)}"
+    yield f"speed: {_speed(model, backend)}"
     check_attention(model)
     switched = [f"{own}, in probes {plain}" for _, own, plain in switched_attention(model)]
     yield f"attention: {switched[0] if switched else getattr(model.config, '_attn_implementation', 'its own')}"
@@ -210,17 +207,19 @@ def _model(name: str, problems: list[str]) -> Iterator[str]:
         yield f"parallelism, {verdict}: {kinds}"
 
 
-def _speed(model: Any, is_emulated: bool) -> str:
-    """Returns the measured speed of the model nearest in size."""
-    hidden = getattr(model.config.get_text_config(), "hidden_size", None)
-    if is_emulated:
+def _speed(model: Any, backend: Backend) -> str:
+    """Returns the speed that the backend had for the nearest hidden size that was measured."""
+    hidden, measured = getattr(model.config.get_text_config(), "hidden_size", None), backend.measured_speeds
+    if backend.is_emulation:
         return "slower than BF16, because the formats are emulated here; the fast kernels need an H100 or H200"
-    if hidden is None or hidden < _SMALLEST:
-        return f"not measured for a hidden size of {hidden}; kernel launches may cost more time than FP8 saves"
-    nearest = min(_MEASURED, key=lambda size: abs(size - hidden))
+    if not measured or hidden is None:
+        return "not measured"
+    if hidden < min(measured):
+        return f"not measured below a hidden size of {min(measured)} (yours: {hidden}); BF16 is likely to be faster"
+    nearest = min(measured, key=lambda size: abs(size - hidden))
     return (
-        f"nearest measured model (hidden size {nearest}, yours {hidden}), on one H200: {_MEASURED[nearest]} times "
-        "compiled BF16. Set bf16=True and torch_compile=True"
+        f"{measured[nearest]:.2f} times compiled BF16, as measured on one H200 at hidden size {nearest} (yours: "
+        f"{hidden}). Set bf16=True and torch_compile=True"
     )
 
 

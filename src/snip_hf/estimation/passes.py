@@ -80,8 +80,7 @@ def traceless(model: nn.Module, has_been_through_hooks: bool = True) -> Iterator
         has_been_through_hooks: whether the inputs are those that SNIP's hook captured, which the hooks before it have
             already changed.
     """
-    unsharded = without_sharding_hooks(model), without_tensor_parallelism(model)
-    with _for_all_threads(), _everything_kept(model), unsharded[0], unsharded[1]:
+    with _for_all_threads(), _everything_kept(model), without_sharding_hooks(model), without_tensor_parallelism(model):
         _remove_own_hooks(model, has_been_through_hooks)
         with plain_attention(model):
             yield

@@ -17,10 +17,10 @@ from torch._dynamo import eval_frame
 from transformers import LlamaForCausalLM
 
 from snip_hf import is_probing
-from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.batch import Batch, Objective
 from snip_hf.estimation.divergence import estimate_divergence
 from snip_hf.estimation.ground_truth import measure_assignment
-from snip_hf.estimation.passes import run_pass
+from snip_hf.estimation.passes import run_forward, run_pass
 from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.convert import convert_model
@@ -154,6 +154,22 @@ def test_a_pass_that_writes_to_a_parameter_itself_is_reported() -> None:
     model.layers[1].norm = Clamped(12)
     with pytest.raises(RuntimeError, match=r"wrote to the parameter 'layers\.1\.norm\.weight' in place; expected"):
         estimate_divergence(model, batch)
+
+
+def test_a_loss_that_runs_the_model_under_autocast_is_computed_in_fp32() -> None:
+    model = tiny_llama()
+    dtypes = []
+
+    def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(**inputs)
+        dtypes.append(outputs.logits.dtype)
+        return outputs.loss
+
+    batch = text(2, 32)
+    assert run_forward(model, Batch.of(batch, Objective(loss))) == run_forward(model, Batch.of(batch))
+    loss(model, batch)
+    assert dtypes == [torch.float32, torch.bfloat16]
 
 
 def test_an_embedding_that_bounds_its_norm_does_so_on_a_copy() -> None:

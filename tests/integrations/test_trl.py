@@ -156,10 +156,12 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO of adapters": ("GRPO", {"beta": 0.1}),
     "Reward": ("Reward", {}),
     "GRPO dapo": ("GRPO", {}),
+    "GRPO in BF16": ("GRPO", {"bf16": True}),
     "GRPO twice": ("GRPO", {"num_iterations": 2}),
     "GRPO by sequences": ("GRPO", {"importance_sampling_level": "sequence", "loss_type": "grpo"}),
     "GRPO with a reference": ("GRPO", {"beta": 0.1}),
     "RLOO": ("RLOO", {}),
+    "RLOO in BF16": ("RLOO", {"bf16": True}),
 }
 
 

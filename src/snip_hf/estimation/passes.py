@@ -214,7 +214,29 @@ def _patched_torch() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _autocast_disabled() -> Iterator[None]:
+    """Makes every new `torch.autocast` disable autocast: some losses run the model in one of their own (TRL's GRPO)."""
+    init = torch.autocast.__init__
+
+    def disabled(
+        context: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        init(context, device_type, dtype, False, cache_enabled)
+
+    torch.autocast.__init__ = disabled  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = init  # type: ignore[method-assign]
+
+
 _for_all_threads = Shared(_patched_torch)
+_in_fp32 = Shared(_autocast_disabled)
 
 
 def _run(
@@ -228,7 +250,8 @@ def _run(
         found = run(dict(batch.kwargs))
         return torch.tensor(math.nan if found is None else float(found))
     # The caller's autocast may be on.
-    with torch.set_grad_enabled(backward), torch.autocast(next(model.parameters()).device.type, enabled=False):
+    device = next(model.parameters()).device.type
+    with _in_fp32(), torch.set_grad_enabled(backward), torch.autocast(device, enabled=False):
         loss = _loss(model, batch)
         if backward:
             loss.backward()

@@ -121,8 +121,10 @@ def test_the_estimate_is_close_to_the_measured_truth_on_cuda() -> None:
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    estimate = estimate_divergence(model, batch, optimizer)
-    truth = measure_divergence(model, batch, optimizer, gemms=("layer",))
+    config = fp4_config(probe_tokens=None, probe_batch_tokens=None)
+    estimate = estimate_divergence(model, batch, optimizer, config)
+    truth = measure_divergence(model, batch, optimizer, config, gemms=("layer",))
+    assert {row.format for row in truth.rows} == {"fp4", "fp8"}
     guesses = {(row.layer, row.format): row.weight_divergence for row in estimate.rows if row.gemm == "layer"}
     for fmt in ("fp8", "fp4"):
         errors = [abs(guesses[r.layer, fmt] / r.weight_divergence - 1) for r in truth.rows if r.format == fmt]

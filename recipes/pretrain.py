@@ -16,6 +16,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+# Before transformers, because it hides the warnings of torchao's import.
+import snip_hf  # noqa: F401
+
+# isort: split
 import torch
 from accelerate import PartialState
 from huggingface_hub import HfApi

@@ -471,7 +471,7 @@ print(sorted(name for name in sys.modules if name.partition(".")[0] in heavy))
 def test_help_and_wrong_usage_load_no_library() -> None:
     done = subprocess.run([sys.executable, "-c", QUICK], capture_output=True, text=True, timeout=120, check=True)
     loaded = ast.literal_eval(done.stdout.splitlines()[-1])
-    assert loaded == ["snip_hf", "snip_hf.cli", "snip_hf.extras", "snip_hf.text"]
+    assert loaded == ["snip_hf", "snip_hf.cli", "snip_hf.extras", "snip_hf.import_warnings", "snip_hf.text"]
 
 
 def test_the_package_runs_as_a_process_of_its_own(tmp_path: Path) -> None:

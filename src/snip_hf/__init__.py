@@ -49,6 +49,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .extras import needed_by
+from .import_warnings import hide_import_warnings
 
 if TYPE_CHECKING:
     from .config import SnipConfig as SnipConfig
@@ -75,6 +76,8 @@ if TYPE_CHECKING:
     from .planning.plan import PrecisionPlan as PrecisionPlan
     from .reporting.run_report import run_report as run_report
     from .training.controller import SnipController as SnipController
+
+hide_import_warnings()  # before torchao is imported
 
 __version__ = "0.2.0"
 

@@ -12,6 +12,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ import yaml
 from hub_server import TOKEN, USER, Hub, Repository
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
+from transformers import LlamaConfig
 from written_runs import random_assignments, write_divergence, write_losses, write_run
 
 from snip_hf import PrecisionPlan, load_plan, push_plan
+from snip_hf.cli.plans import empty_model
 from snip_hf.integrations import hub as hub_module
 from snip_hf.integrations.hub import run_folder
 from snip_hf.integrations.model_card import trained_section
@@ -315,6 +318,7 @@ def test_the_hub_s_revision_is_asked_for(hub: Hub) -> None:
 
 REPORT = """
 import sys
+import time
 from snip_hf.cli import main
 
 sys.exit(main(sys.argv[1:]))
@@ -403,3 +407,40 @@ def test_a_pushed_run_is_reported_from_a_server(tmp_path: Path) -> None:
         "snip-hf: There is no folder someone/other here, and no run can be read from a Hub repository of this name: "
         "it has no snip/history.jsonl; expected a model that was pushed with SnipCallback."
     )
+
+
+# --- models given to the command line
+
+
+def endpoint_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sends the client to a server, and fails if it waits to try again."""
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError("retried")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+
+
+def test_a_misspelt_model_is_refused_at_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint_at(hub.url, monkeypatch)
+    with pytest.raises(ValueError, match=r"^There is no folder 'org/misspelt' here, and no such model on the Hub: "):
+        empty_model("org/misspelt")
+
+
+def test_a_model_is_built_from_its_config_on_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint_at(hub.url, monkeypatch)
+    config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, vocab_size=32)
+    hub.repositories[BASE] = Repository({"config.json": config.to_json_string().encode()}, [("first", {})])
+    assert empty_model(BASE).config.hidden_size == 64
+
+
+def test_without_a_connection_only_the_cache_is_searched(
+    apart_from_the_machine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as silent:  # bound, but not listening
+        silent.bind(("127.0.0.1", 0))
+        endpoint_at(f"http://127.0.0.1:{silent.getsockname()[1]}", monkeypatch)
+        with pytest.raises(ValueError, match=r"^There is no folder 'gpt3' here, and the Hub cannot be reached\.$"):
+            empty_model("gpt3")

@@ -92,6 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(
             {
+                r"/api/agent-harnesses": lambda body: ({},),
                 r"/api/whoami-v2": self._whoami,
                 r"/api/models": self._models,
                 r"/api/models/([^/]+/[^/]+)(?:/revision/[^/]+)?": self._model_info,

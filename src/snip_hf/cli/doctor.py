@@ -77,7 +77,7 @@ def _lines(section: Section, problems: list[str]) -> Iterator[str]:
     try:
         yield from section(problems)
     except Exception as error:  # Later sections may still run.
-        problems.append(f"{type(error).__name__}: {error}")
+        problems.append(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
         yield f"does not work: {problems[-1]}"
 
 

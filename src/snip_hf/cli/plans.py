@@ -27,6 +27,8 @@ from . import fail
 _MAX_LISTED = 20
 _MAX_PATH = 4096
 _MAX_VALUE = 4000
+# Seconds to wait for the Hub.
+_HUB_TIMEOUT = 5
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -130,15 +132,34 @@ def compare_with_model(plan: PrecisionPlan, name: str) -> int:
 
 def empty_model(name: str) -> nn.Module:
     """Builds a causal LM from its config on the meta device, where weights take no memory."""
+    from huggingface_hub.errors import HFValidationError
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    is_folder = Path(name).is_dir()
+    is_reached = not is_folder and _is_reached(name)
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        # Without a connection, transformers would retry for half a minute.
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=not is_reached)
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # transformers raises many types
-        what = f"Cannot build the model {name!r} from its config"
-        if not Path(name).is_dir():
-            what = f"There is no folder {name!r} here, and no such model could be built from the Hub"
-        raise ValueError(f"{what}: {error}") from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        if is_folder or not isinstance(error, OSError | HFValidationError):
+            raise ValueError(f"Cannot build the model {name!r} from its config: {reason}") from error
+        hub = f"no such model on the Hub: {reason}" if is_reached else "the Hub cannot be reached."
+        raise ValueError(f"There is no folder {name!r} here, and {hub}") from error
     return model
+
+
+def _is_reached(repository: str) -> bool:
+    """Asks the Hub once for a repository; returns True if it answers."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        HfApi().model_info(repository, timeout=_HUB_TIMEOUT)
+    except (HfHubHTTPError, HFValidationError):  # such as "not found", which the next request repeats
+        return True
+    except Exception:  # the client may raise anything
+        return False
+    return True

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torchao.core.config import AOBaseConfig
+from torchao.quantization import quantize_
+from torchao.quantization.transform_module import register_quantize_module_handler
 
 from ..config import SnipConfig
 from ..kernels.backend import BACKENDS, Backend, select_backend
@@ -34,16 +37,6 @@ from .state import set_step, snip_linears
 
 logger = logging.getLogger(__name__)
 
-
-# On import torchao warns about CUDA extensions that do not load and about registered enums; nothing here uses either.
-_disabled = logging.root.manager.disable
-logging.disable(logging.WARNING)
-try:
-    from torchao.core.config import AOBaseConfig
-    from torchao.quantization import quantize_
-    from torchao.quantization.transform_module import register_quantize_module_handler
-finally:
-    logging.disable(_disabled)
 # The attribute of a model with the names of parameters and buffers that DDP ignores.
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 

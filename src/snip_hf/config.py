@@ -128,6 +128,7 @@ _ADVICE = {
     "skip_modules": " For example skip_modules=('*.q_proj',), with the comma, or ['*.q_proj'].",
     "include_modules": " For example include_modules=('model.vision_tower.*',), with the comma, or a list.",
 }
+_EXAMPLE = "target_fp4_fraction=0.75"
 _SHARES_EXAMPLE = "e.g. 0.75, or ((1, 0.9), (800, 0.5)): 0.9 from step 1 on, 0.5 from step 800 on"
 
 
@@ -191,11 +192,13 @@ def _field(default: Any, help: str, reader: _ArgumentReader | None = None) -> An
 
 
 class _NamedFields:
-    """Refuses removed and unknown keywords. In a base class, so that the signature of `SnipConfig` lists the fields."""
+    """Refuses removed and unknown fields. In a base class, so that the signature of `SnipConfig` lists the fields."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def __new__(cls, *args: object, **values: object) -> Any:
+        if args:
+            raise TypeError(f"Got {args[0]!r} without the name of its field; write e.g. SnipConfig({_EXAMPLE}).")
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name in REMOVED_FIELDS:
@@ -612,6 +615,15 @@ _TYPES: dict[str, str] = {one.name: str(one.type) for one in dataclasses.fields(
 for _one in dataclasses.fields(SnipConfig):
     _type = "str" if any(_one.name == name for name, _ in _REMOVED_VALUES) else _TYPES[_one.name]
     SnipConfig.__annotations__[_one.name] = _one.metadata.get("type", _type)
+
+
+def check_config(config: object) -> None:
+    """Raises TypeError for anything but a `SnipConfig`."""
+    if not isinstance(config, SnipConfig):
+        raise TypeError(
+            f"Got a {type(config).__name__} for config; expected a SnipConfig, e.g. SnipConfig({_EXAMPLE}), or "
+            "SnipConfig.from_dict(...) for a dict."
+        )
 
 
 def as_names(field: str, names: object) -> tuple[str, ...]:

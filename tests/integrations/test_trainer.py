@@ -791,10 +791,20 @@ def test_a_run_that_ends_before_its_first_plan_says_so(tmp_path: Path, caplog: p
     ) in caplog.messages
 
 
-def test_a_config_that_is_none_is_refused_by_its_type() -> None:
-    with pytest.raises(TypeError) as caught:
-        SnipCallback({"target_fp4_fraction": 0.5})  # type: ignore[arg-type]
-    assert str(caught.value) == "Got a dict for config; expected a SnipConfig, e.g. SnipConfig.from_dict(...)."
+def test_fields_outside_a_config_are_refused_with_what_to_write() -> None:
+    for refused, expected in {
+        lambda: SnipCallback({"seed": 1}): (  # type: ignore[arg-type]
+            "Got a dict for config; expected a SnipConfig, e.g. SnipConfig(target_fp4_fraction=0.75), or "
+            "SnipConfig.from_dict(...) for a dict."
+        ),
+        lambda: SnipCallback(target_fp4_fraction=0.5): (
+            "SnipCallback has no argument 'target_fp4_fraction'; fields of the config go into SnipConfig, e.g. "
+            "SnipCallback(SnipConfig(target_fp4_fraction=0.75))."
+        ),
+    }.items():
+        with pytest.raises(TypeError) as caught:
+            refused()
+        assert str(caught.value) == expected
 
 
 def test_the_report_says_why_with_the_prices_of_the_program_that_was_solved(tmp_path: Path) -> None:

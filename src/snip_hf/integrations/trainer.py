@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..config import SnipConfig
+from ..config import SnipConfig, check_config
 from ..layers.convert import keep_states_apart, restore_model
 from ..layers.run_hooks import RunMark, marks_on
 from ..layers.state import snip_linears
@@ -59,17 +59,20 @@ class SnipCallback(TrainerCallback):
         trackers: Iterable[Tracker] = (),
         reference: str = AS_POLICY,
         keep_formats: bool = False,
+        **unknown: Any,
     ) -> None:
-        if not isinstance(config, SnipConfig | None):
+        for name in unknown:
             raise TypeError(
-                f"Got a {type(config).__name__} for config; expected a SnipConfig, e.g. SnipConfig.from_dict(...)."
+                f"SnipCallback has no argument {name!r}; fields of the config go into SnipConfig, e.g. "
+                "SnipCallback(SnipConfig(target_fp4_fraction=0.75))."
             )
+        self.config = SnipConfig() if config is None else config
+        check_config(self.config)
         if not isinstance(resume, bool):
             raise TypeError(
                 f"resume={str(resume)!r} is not supported; give the checkpoint's folder to "
                 "trainer.train(resume_from_checkpoint=...). resume=False starts a new plan."
             )
-        self.config = config or SnipConfig()
         self.controller: SnipController | None = None
         check_reference(reference)
         self._reference_option = reference

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import SnipConfig
+from ..config import SnipConfig, check_config
 from ..estimation.batch import Compute, Objective, objective_of
 from ..estimation.coverage import Coverage
 from ..numerics.random_state import RandomState
@@ -74,6 +74,7 @@ class SnipController:
         max_steps: int | None = None,
         solving: Solving | None = None,
     ) -> None:
+        check_config(config)
         self.config = config
         self.needs_probe = needs_probe(config)
         self.step = 0

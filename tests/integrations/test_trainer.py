@@ -807,6 +807,23 @@ def test_fields_outside_a_config_are_refused_with_what_to_write() -> None:
         assert str(caught.value) == expected
 
 
+def test_the_report_has_one_row_for_tied_gemms(tmp_path: Path) -> None:
+    train(tmp_path, fp4_config(ties="auto", **SCHEDULE), max_steps=4)
+    run = load_run(tmp_path)
+    table = reason_table(run)
+    assert table is not None
+    layers, loss, weight, _, formats = ([str(cell) for cell in column.cells] for column in list(table.columns)[1:])
+    assert "0 q_proj:forward x 3" in layers and "1 gate_proj:grad_weight x 2" in layers
+    assert not any("k_proj" in layer or "up_proj" in layer for layer in layers)
+    (divergences,) = run.divergences.values()
+    rows = {(row.layer, row.gemm): row for row in divergences.rows if row.format == "fp4"}
+    tied = [rows[f"model.layers.0.self_attn.{name}_proj", "forward"] for name in "qkv"]
+    place = layers.index("0 q_proj:forward x 3")
+    assert loss[place] == f"{sum(row.loss_divergence for row in tied):.1e}"
+    assert weight[place] == f"{sum(row.weight_divergence for row in tied):.1e}"
+    assert formats[place] == run.plans[-1][1].assignment["model.layers.0.self_attn.k_proj"]["forward"]
+
+
 def test_the_report_says_why_with_the_prices_of_the_program_that_was_solved(tmp_path: Path) -> None:
     train(tmp_path, fp4_config(stages=2, granularity="layer", **SCHEDULE), max_steps=4)
     table = reason_table(load_run(tmp_path))

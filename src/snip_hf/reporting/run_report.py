@@ -180,6 +180,13 @@ def _fixed(value: float | None, digits: int = 4) -> str:
     return number(value, f".{digits}f" if value is None or abs(value) < 1e9 else ".4g")
 
 
+def _price(tie: list[list[dict[str, Any]]]) -> float:
+    """Returns the price of tied groups, given the options of each, the most precise first."""
+    gain = sum(options[-1]["weight"] - options[0]["weight"] for options in tie)
+    cost = sum(options[-1]["cost"] - options[0]["cost"] for options in tie)
+    return float(cost / gain) if gain > 0 else 0.0
+
+
 def reason_table(run: Run) -> Table | None:
     """Returns a table with the price of the least precise format for each group, per share of FLOPs or time.
 
@@ -196,19 +203,20 @@ def reason_table(run: Run) -> Table | None:
     step, plan = decided, plan_in_force(run)
     if plan.measured is None and run.config.get("budget") == "measured":
         return None
-    config = SnipConfig.from_dict(run.config)
+    # The probe may have found other ties than those of the start.
+    ties_in_force = {"ties": (plan.provenance.config or run.config).get("ties")}
+    config = SnipConfig.from_dict({**run.config, **ties_in_force})
     setting = Setting(config, plan.flops, plan.stages, plan.measured, plan.tokens)
     table_of_step = run.divergences[step]
     divergences = {(row.layer, row.gemm): row for row in table_of_step.rows if row.format == run.formats[0]}
     program = problem(setting.at_step(step), table_of_step)
     stage_of = {group: row["name"] for row in program["constraints"] for group in row["groups"]}
-    prices, work = {}, setting.executed
-    for group in program["groups"]:
-        if not any(work[layer][gemm] > 0 for layer, gemm in setting.members(group["name"])):
-            continue  # a GEMM that does not run has no price
-        high, *_, low = group["options"]  # the most precise first
-        gain = low["weight"] - high["weight"]
-        prices[group["name"]] = (low["cost"] - high["cost"]) / gain if gain > 0 else 0.0
+    options, work = {group["name"]: group["options"] for group in program["groups"]}, setting.executed
+    running = [group for group in options if any(work[layer][gemm] > 0 for layer, gemm in setting.members(group))]
+    tie_of = {group: tie for tie in program["ties"] for group in tie}
+    first_of = {group: next(one for one in tie_of.get(group, [group]) if one in running) for group in running}
+    ties = {first: [group for group in running if first_of[group] == first] for first in first_of.values()}
+    prices = {first: _price([options[group] for group in tie]) for first, tie in ties.items()}
     weight = "FLOPs" if plan.measured is None else "measured time"
     if config.target_linear_speedup is not None:
         weight = "time in BF16 that it saves"
@@ -226,19 +234,24 @@ def reason_table(run: Run) -> Table | None:
     shown = [group for group in order if not half <= place[group] < stages[stage_of[group]] - half]
     for group in shown:
         layer, gemm = setting.members(group)[0]
-        # None for a layer without tokens in the probe, such as an idle expert.
-        row = divergences.get((layer, gemm if setting.config.granularity == "gemm" else LAYER))
-        damages = (None, None) if row is None else (row.loss_divergence, row.weight_divergence)
-        numbers = (*(number(damage, ".1e") for damage in damages), _fixed(None if row is None else prices[group], 3))
+        tied = [setting.members(member)[0] for member in ties[group]]
+        keys = [(name, kind if setting.config.granularity == "gemm" else LAYER) for name, kind in tied]
+        # None for layers without tokens in the probe, such as an idle expert.
+        rows = [divergences[key] for key in keys if key in divergences]
+        damages = (sum(row.loss_divergence for row in rows), sum(row.weight_divergence for row in rows))
+        numbers = (number(value if rows else None, ".1e") for value in damages)
         formats = Text(plan.assignment[layer][gemm], style=FORMATS[plan.assignment[layer][gemm]].style)
         name = labels.layer(layer) + group.removeprefix(layer)  # includes the GEMM at granularity "gemm"
-        table.add_row(stage_of[group].removeprefix("stage "), name_text(name), *numbers, formats)
+        if len(tied) > 1:
+            name = f"{name} x {len(tied)}"
+        stage, price = stage_of[group].removeprefix("stage "), _fixed(prices[group] if rows else None, 3)
+        table.add_row(stage, name_text(name), *numbers, price, formats)
     captions = []
     if len(shown) < len(order):
         captions.append(f"{len(shown):,} of {len(order):,} rows: the cheapest and the most expensive of each stage.")
-    if program["ties"]:
-        captions.append("Tied rows get one format, by their joint price.")
-    if idle := len(program["groups"]) - len(prices):
+    if any(len(tie) > 1 for tie in ties.values()):
+        captions.append("x N: N tied rows, named after the first, that share a format; divergences are their sums.")
+    if idle := len(options) - len(running):
         captions.append(f"{idle:,} rows are left out: layers that saw no token, and GEMMs that do not run.")
     table.caption = " ".join(captions) or None
     return table

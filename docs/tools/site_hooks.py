@@ -96,7 +96,7 @@ def site_link(link: str, here: str, page: str, repository: str) -> str:
             target = f"docs/{name}"
     if (ROOT / target).is_dir() and (ROOT / target / "README.md").is_file():
         target += "/README.md"
-    if not target.startswith("docs/"):
+    if not target.startswith("docs/") or f"{target}/".startswith("docs/log/"):
         if not (ROOT / target).exists():
             logger.warning("'%s' has a link '%s' that leads to no file of the repository.", here, link)
         kind = "tree" if (ROOT / target).is_dir() else "blob"

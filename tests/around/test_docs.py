@@ -27,7 +27,7 @@ PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in OTHER
 GENERATED = ROOT / "docs" / "bakeoff"
 WRITTEN = [page for page in PAGES if GENERATED not in page.parents]
 # The log names files as they were at the time of an entry.
-CURRENT = [page for page in PAGES if page.name != "log.md"]
+CURRENT = [page for page in PAGES if page.parent.name != "log"]
 LONGEST_LINE = 120
 # A file, as code names it: from the repository's root, or from the package's folder.
 FILE = re.compile(r"(?<![\w./-])((?:[\w.-]+/)+[\w.{},-]+\.(?:py|yaml|jsonl\.gz|jsonl))(?![\w/])")

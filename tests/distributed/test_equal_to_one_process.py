@@ -22,8 +22,8 @@ PLANNED = [name for name in SHARED if not name.startswith("fp4")]
 # Ranks -> of loss divergences, weight divergences and gradients. Thirds are no powers of two: sums and FP8 scales
 # differ in their last bits, so that elements flip and directions differ. Which ones depends on the processor: with
 # AVX-512 two loss divergences of 0.12% and 1e-8 of the table's largest change by 1.0e-4 and 1.3e-4 of themselves, and
-# all others by at most 4e-5 (docs/log.md, 2026-11-26). With steps of the probe that no weight takes too far, weight
-# divergences of one layer change by 1.2% in one of three tables (docs/log.md, 2026-11-28).
+# all others by at most 4e-5 (docs/log, 2026-11-26). With steps of the probe that no weight takes too far, weight
+# divergences of one layer change by 1.2% in one of three tables (docs/log, 2026-11-28).
 _BOUNDS_OF_FOLLOWING = {2: (1e-5, 1e-3, 1e-5), 3: (1e-3, 2e-2, 1e-2)}
 ADAMW = [name for name in PLANNED if not name.startswith("sgd")]
 # Until the plan of the second probe is applied. From there on weights of free runs under AdamW have drifted apart;
@@ -116,7 +116,7 @@ def test_ranks_that_begin_every_step_where_one_process_does_find_its_tables(
     """Under AdamW free runs drift apart, because it makes whole steps of what flips change in small gradients: weights
     differ by up to 4e-5 of their norm after eight steps. Then a weight next to a rounding threshold is rounded to the
     other side. A loss divergence is a sum of squares over tokens of which one may hold 99%, so one such flip changed it
-    by 0.7 of itself. One process differs as much from itself once its first weights are changed by 1e-7 (docs/log.md,
+    by 0.7 of itself. One process differs as much from itself once its first weights are changed by 1e-7 (docs/log,
     2026-11-23). From equal weights and moments, what is left is made by the ranks.
     """
     ours, theirs = following.runs[name], one[name]

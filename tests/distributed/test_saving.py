@@ -50,7 +50,7 @@ def one(folder: Path) -> dict[str, Any]:
 def two(folder: Path, one: dict[str, Any]) -> list[Found]:
     """Returns rank -> name -> what became of the runs of two ranks.
 
-    Once malloc ended a rank while gloo gathered an FSDP2 checkpoint (docs/log.md, 2026-11-22). A run that ends so is
+    Once malloc ended a rank while gloo gathered an FSDP2 checkpoint (docs/log, 2026-11-22). A run that ends so is
     started once more; any other failure is one.
     """
     ended = start_ranks("run_saving.py", folder, folder=folder, timeout=250)

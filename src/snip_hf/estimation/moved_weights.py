@@ -18,7 +18,7 @@ from ..parallel.ranks import Processes
 from ..parallel.sharding import pending_squares, sharded_as, whole
 
 # Least step, relative to the one that suits the median weight. Otherwise a weight that is almost 0 would make all
-# others move by less than FP32 resolves (docs/log.md has the errors).
+# others move by less than FP32 resolves (docs/log/2026-11.md has the errors).
 _LEAST_STEP = 0.1
 
 Draw = tuple[int, int, int]

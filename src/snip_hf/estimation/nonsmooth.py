@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 # Width over which a slope changes, in standard deviations of a token's features. An error e of the input flips the
 # slope with the mean square p(0) E|e|, p the density there; a slope that changes as a normal distribution of this width
 # responds with e^2 p(0) / (2 sqrt(pi) width). They agree at 0.35 of e's root mean square. Measured best: 0.007 for
-# FP8's errors, 0.025 for FP4's (docs/log.md, 2026-11-22); this is between them.
+# FP8's errors, 0.025 for FP4's (docs/log, 2026-11-22); this is between them.
 RELATIVE_WIDTH = 0.0125
 # Scores have a row per token, or per token of each sequence. Maxima of more dimensions are those of attention.
 _MOST_DIMENSIONS = 3

@@ -74,7 +74,7 @@ def quantize_tokens(
     if x.stride(1) != 1:
         x = x.contiguous()
     padded_tokens, padded_channels = _padded(tokens), _padded(channels)
-    # The fastest sizes of those tried on an H200 (docs/log.md).
+    # The fastest sizes of those tried on an H200 (docs/log/2026-11.md).
     row_runs, width = 8 * (row_gemm >= 0), (16 if is_gradient else 32) * (column_gemm >= 0)
     parts = (TILE // 4 // row_runs if row_runs else 0) + (TILE // width if width else 0)
     with torch.cuda.device_of(x):  # Triton launches on the current device

@@ -36,7 +36,7 @@ UNSET = 1000
 LIMIT = 60
 # Binades above the largest magnitude seen, by which the next step's may grow without saturating: of activations and
 # weights, and of gradients. Gradients grew by more than 2 binades in 1 to 2% of the steps of a small model, by 6 at
-# most, and the two more binades that this takes at the lower end hold next to no energy (docs/log.md).
+# most, and the two more binades that this takes at the lower end hold next to no energy (docs/log/2026-11.md).
 HEADROOM, GRADIENT_HEADROOM = 2, 4
 # Most binades by which s falls in a step. Not more than the headroom: after one step of unusually small numbers,
 # numbers of the usual size still fit.

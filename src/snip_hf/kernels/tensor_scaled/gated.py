@@ -43,8 +43,8 @@ if TYPE_CHECKING or find_spec("triton") is not None:
     from .gated_tiles import encode_gated_gradients_kernel, encode_gated_kernel
 
 _FORWARD, _GRAD_INPUT, _GRAD_WEIGHT = range(3)  # in `gemms.GEMMS`
-# For forward and backward: the fastest of those tried on an H200 (docs/log.md). No thread spills registers on compute
-# capability 9.0.
+# For forward and backward: the fastest of those tried on an H200 (docs/log/2026-11.md). No thread spills
+# registers on compute capability 9.0.
 TILES: tuple[Tile, Tile] = ((8, 64, 2, None), (8, 32, 1, 168))
 LAYERS = 3
 """Gate, up and down."""

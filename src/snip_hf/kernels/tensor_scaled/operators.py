@@ -36,7 +36,7 @@ MULTIPLE = 64
 
 Tile = tuple[int, int, int, int | None]
 """(runs of 4 tokens, channels, num_warps, maxnreg) of a program of `encode_kernel`."""
-# For activations, gradients and weights. The first two are the fastest of those tried on an H200 (docs/log.md).
+# For activations, gradients and weights. The first two are the fastest of those tried on an H200 (docs/log/2026-11.md).
 TILES: tuple[Tile, Tile, Tile] = ((8, 64, 1, None), (8, 32, 1, None), (8, 64, 1, None))
 # Rows, columns and warps of a program of `scales_kernel`; most programs; most programs that count blocks.
 _PART = (8, 512, 4, 1056, 64)
@@ -359,7 +359,7 @@ def _launch_matrices(
 
 def sums_fast(record: Tensor | None, gemm: int) -> bool:
     """Returns True if partial sums of a layer's GEMM stay in the tensor cores' 14 bits over the whole contraction,
-    instead of 128 elements of it: if its format is known to be a block format (docs/log.md has the errors).
+    instead of 128 elements of it: if its format is known to be a block format (docs/log/2026-11.md has the errors).
 
     False while a graph is captured, which is replayed under other plans too.
     """

@@ -334,7 +334,7 @@ def encode_tile(
             tl.atomic_max(record + _LARGEST, largest)
 
 
-# With tokens = 1 as a constant, the columns of that single token were wrong on an H200 (docs/log.md).
+# With tokens = 1 as a constant, the columns of that single token were wrong on an H200 (docs/log/2026-11.md).
 @triton.jit(do_not_specialize=["tokens"])
 def encode_kernel(
     x,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import json
 import re
@@ -173,6 +174,19 @@ def test_the_blocks_of_a_page_run_one_after_the_other(
         for number, (line, code) in enumerate(SHOWN[page], start=1):
             if number not in NOT_RUN.get(page, {}):
                 exec(compile("\n" * (line - 1) + code, page, "exec"), names)
+
+
+@pytest.mark.slow
+def test_the_diff_of_the_readme_leads_to_a_script_that_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = functools.partial(TrainingArguments, use_cpu=True, max_steps=2, report_to="none", save_strategy="no")
+    monkeypatch.setattr("transformers.TrainingArguments", given)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    [diff] = re.findall(r"^```diff\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    after = "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] != "-")
+    names = script(tmp_path)
+    exec(compile(after, "README.md", "exec"), names)
+    assert names["args"].bf16 and names["args"].torch_compile and names["trainer"].state.global_step == 2
 
 
 def test_the_blocks_that_do_not_run_are_there() -> None:

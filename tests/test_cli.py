@@ -260,6 +260,7 @@ def write_run(plan_path: Path) -> Path:
     document = PrecisionPlan.load(plan_path).to_dict()
     start = {
         "event": "start",
+        "schema_version": 1,
         "step": 0,
         "config": {**document["provenance"]["config"], "policy": "layer-position"},
         "plan": document["assignment"],

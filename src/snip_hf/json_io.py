@@ -20,6 +20,8 @@ from .text import printable
 
 T = TypeVar("T")
 
+SCHEMA_VERSION = 1
+"""Version of the layout of all files. Raise it with a change that other versions cannot read."""
 # The largest files of a run are tables of divergences: 68 MB by GEMM for the 45,032 linears of DeepSeek-V3.
 MAX_JSON_BYTES = 128 * 2**20
 # Indentation would double the size of larger documents.
@@ -145,6 +147,12 @@ def from_json(kind: Any, value: Any, where: str = "") -> Any:
         if _fits(option, value):
             return _converted(option, value, where)
     raise ValueError(f"{where or 'the document'} is {short(value)}, expected {' or '.join(map(_name, options))}.")
+
+
+def check_schema(version: object) -> None:
+    """Raises ValueError for the `schema_version` of another layout."""
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"schema_version is {short(version)}, expected {SCHEMA_VERSION}.")
 
 
 def short(value: object) -> str:

@@ -277,14 +277,14 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda data: b"", "it is not valid JSON, perhaps truncated (line 1: Expecting value)."),
     "truncated": (lambda data: data[: len(data) // 2], "it is not valid JSON, perhaps truncated"),
     "not text": (lambda data: b"\x80\x04" + data, "it is not UTF-8 text (byte 0)."),
-    "a list": (lambda data: b"[]", "The SNIP state has no schema_version 2; it is not a state of this version."),
-    "of the past": (
-        lambda data: data.replace(b'"schema_version": 2', b'"schema_version": 1', 1),
-        "The SNIP state has no schema_version 2; it is not a state of this version.",
+    "a list": (lambda data: b"[]", "The SNIP state has no schema_version 1; it is not a state of this version."),
+    "of another version": (
+        lambda data: data.replace(b'"schema_version": 1', b'"schema_version": 2', 1),
+        "The SNIP state has no schema_version 1; it is not a state of this version.",
     ),
     "a plan instead": (
         lambda data: json.dumps(json.loads(data)["plan"]).encode(),
-        "The SNIP state has no schema_version 2; it is not a state of this version.",
+        "The SNIP state has no schema_version 1; it is not a state of this version.",
     ),
     "without its configuration": (
         lambda data: data.replace(b'"config"', b'"other"', 1),

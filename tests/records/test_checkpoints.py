@@ -80,8 +80,9 @@ def test_a_checkpoint_of_another_run_than_its_history_says_so(data: Path, tmp_pa
     ("content", "wrong"),
     [
         ("[]", "the state is a list of 0, expected an object."),
-        ('{"plan": {}}', "it has no entry 'step'."),
-        ('{"step": 1, "plan": 7}', "it has no entry 'config'."),
+        ('{"schema_version": 2, "plan": {}}', "schema_version is 2, expected 1."),
+        ('{"schema_version": 1, "plan": {}}', "it has no entry 'step'."),
+        ('{"schema_version": 1, "step": 1, "plan": 7}', "it has no entry 'config'."),
         ('{"step"', "is not a usable state of a checkpoint: "),
     ],
 )

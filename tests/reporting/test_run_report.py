@@ -197,9 +197,15 @@ def test_a_history_in_an_unknown_format_is_refused_with_advice_also_in_its_last_
 @pytest.mark.parametrize(
     ("line", "old", "new", "message"),
     [
-        (1, '"flops"', '"flop"', "it has an unknown entry 'flop'; expected step, config, plan, flops, "),
+        (
+            1,
+            '"flops"',
+            '"flop"',
+            "it has an unknown entry 'flop'; expected schema_version, step, config, plan, flops, ",
+        ),
         (2, '"event": "refresh"', '"event": "party"', "event is 'party', expected one of start, refresh, "),
-        (1, '"event": "start"', '"event": "refresh"', "it has an unknown entry 'config'; expected step, "),
+        (1, '"schema_version": 1', '"schema_version": 2', "schema_version is 2, expected 1."),
+        (1, '"event": "start"', '"event": "refresh"', "it has an unknown entry 'schema_version'; expected step, "),
         (2, '"changes"', '"change"', "it has an unknown entry 'change'; expected step, "),
         (2, "{", "", "it is not valid JSON, perhaps truncated (line 1: Extra data)."),
     ],

@@ -32,7 +32,7 @@ def write_run(folder: Path, assignments: list[Assignment], kept: tuple[int, ...]
     flops = {layer: dict.fromkeys(GEMMS, 1.0 + row % 2) for row, layer in enumerate(layers)}
     config = {"policy": "snip", "formats": ["fp4", "fp8"], "ties": [], "granularity": "gemm"}
     config |= {"target_fp4_fraction": 0.5, "first_refresh": every}
-    start = {"event": "start", "step": 0, "config": config, "plan": assignments[0], "flops": flops}
+    start = {"event": "start", "schema_version": 1, "step": 0, "config": config, "plan": assignments[0], "flops": flops}
     lines: list[dict[str, Any]] = [{**start, "stages": [layers], "model_name": "tiny"}]
     now = assignments[0]
     for index, new in list(enumerate(assignments))[1:]:
@@ -74,7 +74,7 @@ def write_divergence(folder: Path, step: int, values: dict[tuple[str, str], tupl
         for (layer, gemm), (loss, weight) in values.items()
         for name, loss, weight in (("fp4", loss, weight), ("fp8", loss / 100, weight / 10))
     ]
-    document = {"schema_version": 2, "step": step, "loss": 4.0, "columns": columns, "rows": rows}
+    document = {"schema_version": 1, "step": step, "loss": 4.0, "columns": columns, "rows": rows}
     (folder / "snip" / f"divergence-{step}.json").write_text(json.dumps(document))
 
 

@@ -275,22 +275,6 @@ def test_a_resumed_run_does_not_count_again_and_decides_the_same() -> None:
     assert second.controller.coverage == whole.controller.coverage
 
 
-def test_a_run_from_the_state_of_an_earlier_version_counts_at_its_next_step() -> None:
-    config = fp4_config(policy="layer-type", target_fp4_fraction=0.6)
-    first = Loop(seeded(SparseLM), config)
-    plan = first.controller.plan
-    state = json.loads(json.dumps(first.run(ids(4)).controller.state_dict()))
-    del state["coverage"]
-    state["plan"] = plan.to_dict()
-    first.controller.close()
-    second = Loop(first.model, config)
-    second.controller.load_state_dict(state)
-    second.step = 1
-    second.run(ids(4))
-    assert second.controller.coverage is not None and second.controller.plan.tokens is not None
-    assert second.controller.plan.assignment == plan.assignment, "a run under way keeps its plan"
-
-
 def test_a_loop_that_captures_nothing_counts_nothing() -> None:
     loop = Loop(seeded(SparseLM), fp4_config(policy="layer-type")).run(ids(4), captures=False)
     assert loop.controller.coverage is None and loop.controller.plan.tokens is None

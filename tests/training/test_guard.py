@@ -254,7 +254,7 @@ def test_a_guard_may_be_switched_on_at_a_resume(tmp_path: Path, caplog: pytest.L
     first = Provoked(config(guard="off"), tmp_path).run(3)
     assert first.controller is not None
     state = first.controller.state_dict()
-    assert "guard" not in state
+    assert state["guard"] is None
     first.controller.close()
     with caplog.at_level(logging.WARNING, "snip_hf"):
         second = go_on(state, config(), first, tmp_path, factors={4: float("nan")}).run(5)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..json_io import from_json, read_json, short, write_json_atomic
+from ..json_io import SCHEMA_VERSION, from_json, read_json, short, write_json_atomic
 from ..kernels.backend import BACKENDS
 from ..layers.labels import endings, split_layer, without_numbers
 from ..layers.state import gemms_of, snip_linears
@@ -31,7 +31,6 @@ from .flops import Tokens, Work, tokens_of_gemm
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
 KIND = "snip-hf GEMM times"
 
 _WARM_UP, _REPEATS = 3, 15

@@ -19,14 +19,13 @@ from ..config import FORWARD
 from ..costs.flops import Tokens, Work, as_json, executed, is_routed, linear_flops
 from ..costs.rates import GemmTimes, linear_times, speedup
 from ..costs.timing import MeasuredCost
-from ..json_io import from_json, read_json, short, write_json_atomic
+from ..json_io import SCHEMA_VERSION, from_json, read_json, short, write_json_atomic
 from ..layers.state import GRAD_WEIGHT, snip_linears
 from ..numerics.formats import FORMATS, UNQUANTIZED, check_format
 from ..numerics.gemms import GEMMS
 from ..registry import UnknownName
 from ..text import printable
 
-SCHEMA_VERSION = 1
 KIND = "snip-hf precision plan"
 # Characters of a path that an error shows.
 _MAX_PATH = 4096

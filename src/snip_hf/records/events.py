@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from ..costs.flops import Tokens, as_json
 from ..estimation.coverage import Coverage
-from ..json_io import MAX_JSON_BYTES, from_json, parse_json, short
+from ..json_io import MAX_JSON_BYTES, SCHEMA_VERSION, check_schema, from_json, parse_json, short
 from ..numerics.formats import check_format
 from ..planning.plan import PlanProvenance, PrecisionPlan, forward_shares
 from ..planning.solver.process import SolverResult
@@ -64,6 +64,7 @@ class Start:
         plan = self.plan.to_dict()
         return {
             "event": self.event,
+            "schema_version": SCHEMA_VERSION,
             "step": self.step,
             "config": dict(self.config),
             "plan": plan["assignment"],
@@ -78,6 +79,7 @@ class Start:
     def from_record(cls, record: Mapping[str, Any]) -> Start:
         """Parses a line; raises ValueError, naming the field, if it is not a start."""
         line = from_json(_StartLine, _entries(record, cls.event))
+        check_schema(line.schema_version)
         policy = line.config.get("policy")
         if not isinstance(policy, str):
             raise ValueError(f"config.policy is {short(policy)}, expected text.")
@@ -90,6 +92,7 @@ class Start:
 class _StartLine:
     """The layout of the line of a `Start`."""
 
+    schema_version: int
     step: int
     config: Mapping[str, Any]
     plan: Mapping[str, Mapping[str, str]]

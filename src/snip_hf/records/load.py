@@ -22,12 +22,12 @@ from ..costs.flops import Tokens
 from ..costs.timing import MeasuredCost
 from ..estimation.coverage import Coverage
 from ..estimation.table import Divergence, DivergenceTable
-from ..json_io import MAX_JSON_BYTES, from_json, read_as, read_json, short
+from ..json_io import MAX_JSON_BYTES, check_schema, from_json, read_as, read_json, short
 from ..numerics.formats import check_format
 from ..planning.plan import PrecisionPlan, forward_shares
 from ..registry import UnknownName
 from .events import Alarm, Counted, Event, Refresh, Retarget, Start, read_history
-from .run_folder import DIVERGENCE_VERSION, FOLDER, tables
+from .run_folder import FOLDER, tables
 
 T = TypeVar("T")
 
@@ -342,13 +342,14 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     path = folder / STATE_NAME
     try:
         state: Mapping[str, Any] = from_json(Mapping[str, Any], read_json(path), "the state")
-        for name in ("step", "plan", "config"):
+        check_schema(state.get("schema_version"))
+        for name in ("step", "plan", "config", "coverage"):
             if name not in state:
                 raise ValueError(f"it has no entry {name!r}.")
         step: int = from_json(int, state["step"], "step")
         plan = PrecisionPlan.from_dict(state["plan"])
         config: Mapping[str, Any] = from_json(Mapping[str, Any], state["config"], "config")
-        coverage: Coverage | None = from_json(Coverage | None, state.get("coverage"), "coverage")
+        coverage: Coverage | None = from_json(Coverage | None, state["coverage"], "coverage")
     except UnknownName as error:
         raise UnknownName(f"{path} cannot be read: {error}") from error
     except ValueError as error:
@@ -377,8 +378,7 @@ def read_divergence(path: str | os.PathLike[str]) -> tuple[int, DivergenceTable]
         ValueError: it is not a table; `UnknownName` if a format is not registered.
     """
     found = read_as(_DivergenceFile, path)
-    if found.schema_version != DIVERGENCE_VERSION:
-        raise ValueError(f"schema_version is {found.schema_version}, expected {DIVERGENCE_VERSION}.")
+    check_schema(found.schema_version)
     rows = []
     for index, values in enumerate(found.rows):
         if not isinstance(values, list) or len(values) != len(found.columns):

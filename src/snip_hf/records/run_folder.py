@@ -20,7 +20,14 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..estimation.table import DivergenceTable
-from ..json_io import append_json_line, parse_json, remove_temporaries, write_atomic, write_json_atomic
+from ..json_io import (
+    SCHEMA_VERSION,
+    append_json_line,
+    parse_json,
+    remove_temporaries,
+    write_atomic,
+    write_json_atomic,
+)
 from ..planning.plan import PrecisionPlan
 from ..text import printable
 from .events import Event, Refresh, Start
@@ -29,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 # In the folder of the run (the Trainer's output_dir).
 FOLDER = "snip"
-DIVERGENCE_VERSION = 2
 # Maximum length of a path or an error in the log.
 _SHOWN = 1000
 
@@ -105,7 +111,7 @@ class RunFolder:
         # Naming each column once halves the size.
         columns = list(records[0]) if records else []
         rows = [list(record.values()) for record in records]
-        origin = {"schema_version": DIVERGENCE_VERSION, "step": step, "loss": table.loss}
+        origin = {"schema_version": SCHEMA_VERSION, "step": step, "loss": table.loss}
         document = {**origin, "columns": columns, "rows": rows}
         self._write(lambda folder: write_json_atomic(folder / f"divergence-{step}.json", document))
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..config import SnipConfig, as_names
 from ..costs.flops import Work
 from ..estimation.coverage import Coverage
 from ..estimation.ties import Ties
-from ..json_io import from_json
+from ..json_io import SCHEMA_VERSION, from_json
 from ..layers.state import unwrapped_name
 from ..parallel.ranks import Attempt, Ranks
 from ..parallel.zero3 import first_row
@@ -32,7 +32,6 @@ from .refresh import PendingRefresh
 from .schedule import Schedule
 from .setup import RunParts
 
-SCHEMA_VERSION = 2
 # Fields that decide nothing but which layers are swapped.
 _CHOICE = {"skip_modules", "include_modules"}
 # Fields of the guard, which may change in mid-run.
@@ -48,19 +47,19 @@ class SavedState:
     plan: PrecisionPlan
     pending: PendingRefresh | None
     last_probe: int | None
+    postponed: int | None
+    """The step to which a refresh was put off."""
+    kernels: dict[str, dict[str, Any]]
+    """Name of a backend -> its state (`Backend.state_dict`)."""
+    is_counted: bool
+    """True if the run has counted its first micro-batch, or tried to."""
+    coverage: Coverage | None
+    ties: Ties
+    """Those in force."""
+    guard: Health | None
+    """None without a guard."""
     weights: str | None = None
     """Fingerprint of the weights that it was saved with; None: unknown."""
-    kernels: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name of a backend -> its state (`Backend.state_dict`)."""
-    postponed: int | None = None
-    """The step to which a refresh was put off."""
-    is_counted: bool = False
-    """True if the run has counted its first micro-batch, or tried to."""
-    coverage: Coverage | None = None
-    ties: Ties | None = None
-    """Those in force; None: unknown."""
-    guard: Health | None = None
-    """None without a guard."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedState:
@@ -70,21 +69,20 @@ class SavedState:
                 f"The SNIP state has no schema_version {SCHEMA_VERSION}; it is not a state of this version."
             )
         try:
-            pending, last_probe, postponed = state["pending"], state["last_probe"], state.get("postponed")
+            pending = state["pending"]
             return cls(
-                # Fields that a later version added have their defaults.
-                config=SnipConfig().to_dict() | dict(state["config"]),
+                config=dict(state["config"]),
                 step=int(state["step"]),
                 plan=PrecisionPlan.from_dict(state["plan"]),
                 pending=None if pending is None else PendingRefresh.of(pending),
-                last_probe=None if last_probe is None else int(last_probe),
-                weights=None if state.get("weights") is None else str(state["weights"]),
-                is_counted="coverage" in state,
-                coverage=from_json(Coverage | None, state.get("coverage"), "coverage"),
-                kernels={str(name): dict(entry) for name, entry in dict(state.get("kernels", {})).items()},
-                postponed=None if postponed is None else int(postponed),
-                ties=tuple(as_names("ties", tie) for tie in state["ties"]) if "ties" in state else None,
-                guard=from_json(Health | None, state.get("guard"), "guard"),
+                last_probe=from_json(int | None, state["last_probe"], "last_probe"),
+                postponed=from_json(int | None, state["postponed"], "postponed"),
+                kernels={name: dict(entry) for name, entry in dict(state["kernels"]).items()},
+                is_counted=from_json(bool, state["is_counted"], "is_counted"),
+                coverage=from_json(Coverage | None, state["coverage"], "coverage"),
+                ties=tuple(as_names("ties", tie) for tie in state["ties"]),
+                guard=from_json(Health | None, state["guard"], "guard"),
+                weights=from_json(str | None, state.get("weights"), "weights"),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
@@ -93,15 +91,6 @@ class SavedState:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON data, without the fingerprint, which the writer of the file adds."""
-        optional: dict[str, Any] = {}
-        if self.kernels:
-            optional["kernels"] = self.kernels
-        if self.postponed is not None:
-            optional["postponed"] = self.postponed
-        if self.is_counted:
-            optional["coverage"] = None if self.coverage is None else self.coverage.to_dict()
-        if self.guard is not None:
-            optional["guard"] = asdict(self.guard)
         return {
             "schema_version": SCHEMA_VERSION,
             "step": self.step,
@@ -109,8 +98,12 @@ class SavedState:
             "plan": self.plan.to_dict(),
             "pending": None if self.pending is None else self.pending.to_dict(),
             "last_probe": self.last_probe,
-            "ties": [list(tie) for tie in self.ties or ()],
-            **optional,
+            "postponed": self.postponed,
+            "kernels": self.kernels,
+            "is_counted": self.is_counted,
+            "coverage": None if self.coverage is None else self.coverage.to_dict(),
+            "ties": [list(tie) for tie in self.ties],
+            "guard": None if self.guard is None else asdict(self.guard),
         }
 
     def other_targets(self, config: SnipConfig) -> dict[str, tuple[Any, Any]]:
@@ -210,8 +203,7 @@ def restore(run: RunParts, schedule: Schedule, events: EventWriter, saved: Saved
     if saved.is_counted:
         run.coverage.restore(saved.coverage)
     run.refresher.stop()
-    if saved.ties is not None:
-        run.refresher.tie(saved.ties)
+    run.refresher.tie(saved.ties)
     schedule.last_probe, schedule.postponed = saved.last_probe, saved.postponed
     run.layers.set_step(saved.step + 1, 0)
     targets = saved.other_targets(run.config)

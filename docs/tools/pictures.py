@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/snip.md: `python docs/tools/pictures.py` writes docs/pictures/*.svg."""
+"""Draws the pictures of docs/how-it-works.md: `python docs/tools/pictures.py` writes docs/pictures/*.svg."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ _REMOVED_PRESETS = {
 _OWN_WEIGHTS = "register a policy whose cost weighs the divergences differently (docs/policies.md)"
 # Removed and renamed fields -> what to use instead.
 REMOVED_FIELDS = {
-    "expert_groups": "remove it; all experts of a projection share one format (docs/experts.md)",
+    "expert_groups": "remove it; all experts of a projection share one format (docs/models.md)",
     "refresh_on_drift": "plans are refreshed every `refresh_every` steps; lower it to refresh more often",
     "drift_every": "plans are refreshed every `refresh_every` steps; lower it to refresh more often",
     "switching_cost": "raise refresh_every to change plans less often",

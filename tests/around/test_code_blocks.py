@@ -28,26 +28,24 @@ PAGES = [
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # Page -> number of a block on it, from 1 -> why it does not run here.
 NOT_RUN = {
-    "docs/blackwell.md": {1: "needs a Blackwell GPU"},
-    "docs/compression.md": {1: "needs processes under DDP", 2: "needs processes under DDP"},
     "docs/distributed.md": {
         1: "needs four processes",
         2: "needs DDP",
         3: "needs FSDP2",
         4: "needs the processes of a pipeline",
+        6: "needs processes under DDP",
+        7: "needs processes under DDP",
     },
-    "docs/experts.md": {2: "loads a checkpoint of the reader's run"},
-    "docs/export.md": {
-        1: "loads what `snip-hf export` wrote; tests/integrations/test_export.py does",
-        2: "loads what `snip-hf export` wrote; tests/integrations/test_export.py does",
-    },
-    "docs/fp16.md": {1: "needs a GPU", 2: "needs a GPU"},
-    "docs/hub.md": dict.fromkeys(range(1, 5), "needs the Hub; tests/integrations/test_hub.py has one"),
     "docs/hopper.md": {1: "needs a Hopper GPU"},
+    "docs/kernels.md": {2: "needs a Blackwell GPU"},
+    "docs/models.md": {3: "loads a checkpoint of the reader's run"},
+    "docs/optimizers.md": {1: "needs a GPU", 2: "needs a GPU"},
+    "docs/sharing.md": dict.fromkeys(range(1, 5), "needs the Hub; tests/integrations/test_hub.py has one")
+    | dict.fromkeys((5, 6), "loads what `snip-hf export` wrote; tests/integrations/test_export.py does"),
     "docs/trl.md": {1: "needs TRL, and a model from the Hub; tests/integrations/test_trl.py has such runs"},
 }
 # Their blocks take longest.
-TRAINING = ("docs/accelerate.md", "docs/pipeline.md", "docs/reliability.md", "docs/report.md", "docs/resume.md")
+TRAINING = ("docs/accelerate.md", "docs/distributed.md", "docs/reliability.md", "docs/reports.md", "docs/trainer.md")
 
 
 def name_of(page: Path) -> str:
@@ -124,7 +122,8 @@ def for_the_best_model(names: dict[str, Any]) -> None:
     names["trainer"] = run(names, "run", names["model"])
 
 
-def for_two_runs(names: dict[str, Any]) -> None:
+def for_reports(names: dict[str, Any]) -> None:
+    pytest.importorskip("tensorboard", reason="the example logs to TensorBoard")
     for granularity in ("layer", "gemm"):
         run(names, f"runs/{granularity}", tiny_llama(hidden=32), granularity=granularity)
 
@@ -135,23 +134,12 @@ def for_own_loss(names: dict[str, Any]) -> None:
     names["controller"] = snip_hf.SnipController(names["model"], names["optimizer"], names["config"])
 
 
-def for_resuming(names: dict[str, Any]) -> None:
-    run(names, names["args"].output_dir, names["model"])
-    names["model"] = tiny_llama(hidden=32)
-
-
-def for_trackers(names: dict[str, Any]) -> None:
-    pytest.importorskip("tensorboard", reason="the example logs to TensorBoard")
-
-
 # Page -> what its blocks take from the reader's script beside the names that all of them have.
 BEFORE = {
     "docs/adapters.md": for_adapters,
-    "docs/pipeline.md": for_pipeline,
+    "docs/distributed.md": for_pipeline,
     "docs/reliability.md": for_the_best_model,
-    "docs/report.md": for_two_runs,
-    "docs/resume.md": for_resuming,
-    "docs/trackers.md": for_trackers,
+    "docs/reports.md": for_reports,
     "docs/trl.md": for_own_loss,
 }
 

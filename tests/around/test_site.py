@@ -56,7 +56,7 @@ def test_the_home_page_names_every_page_beside_it() -> None:
 
 
 def test_the_reference_shows_every_public_name() -> None:
-    shown = re.findall(r"^::: snip_hf\.(\S+)$", (DOCS / "reference.md").read_text(encoding="utf-8"), re.MULTILINE)
+    shown = re.findall(r"^::: snip_hf\.(\S+)$", (DOCS / "python.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(shown) == sorted(snip_hf.__all__)
 
 
@@ -69,7 +69,7 @@ def test_the_reference_shows_every_public_name() -> None:
         ("../../recipes/README.md", "docs/bakeoff/tables.md", "bakeoff/tables.md", "../recipes.md"),
         ("docs/config.md", "README.md", "overview.md", "config.md"),
         ("../src/snip_hf/config.py", "docs/config.md", "config.md", "REPOSITORY/blob/main/src/snip_hf/config.py"),
-        ("log/2026-11.md", "docs/faq.md", "faq.md", "REPOSITORY/blob/main/docs/log/2026-11.md"),
+        ("log/2026-11.md", "docs/troubleshooting.md", "troubleshooting.md", "REPOSITORY/blob/main/docs/log/2026-11.md"),
         ("../eval/results/", "docs/results.md", "results.md", "REPOSITORY/tree/main/eval/results"),
         ("parts/recipe.py", "recipes/README.md", "recipes.md", "REPOSITORY/blob/main/recipes/parts/recipe.py"),
         ("#fields", "docs/config.md", "config.md", "#fields"),

@@ -128,7 +128,7 @@ def test_two_gpus_lose_as_one_in_the_formats_of_fp8_tensor_cores(one: Runs, two:
 @pytest.mark.parametrize("name", SAVED)
 def test_two_gpus_go_on_from_the_middle_of_a_refresh(resumed: list[Runs], name: str) -> None:
     """Equal to the bit, but for exponents of FP8 tensor cores: the second rank goes on with those of the first one, and
-    blocks outside their range are rounded otherwise (docs/tensor_scaled.md)."""
+    blocks outside their range are rounded otherwise (docs/kernels.md)."""
     step = SAVES[0]
     for found in resumed:
         whole, again = found[name], found[f"{name}-from-{step}"]

@@ -1,4 +1,4 @@
-"""The table of docs/families.md: what of each family a plan covers. Run as a program, it writes the table anew.
+"""The table of docs/models.md: what of each family a plan covers. Run as a program, it writes the table anew.
 
 PYTHONPATH=src:tests/support python tests/support/families_table.py
 """
@@ -13,7 +13,7 @@ from causal_families import DENSE, EXPERTS, FAMILIES, HYBRID, batch, build, clas
 
 from snip_hf import coverage
 
-PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- /families -->"
 OTHERS_BEGIN, OTHERS_END = "<!-- others -->\n", "<!-- /others -->"
 GROUPS = {

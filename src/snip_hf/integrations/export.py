@@ -1,7 +1,7 @@
 """Exports a plan to another training library: a YAML file for Megatron-LM, or a script for torchao.
 
 Each target has one table from formats to its own settings. A plan that a target cannot express is refused, with a
-reason for each layer. docs/export.md lists the tables with their sources.
+reason for each layer. docs/sharing.md lists the tables with their sources.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NotExpressible(ValueError):
         """Layer, or module of the target -> reason."""
         super().__init__(
             f"The target {target!r} cannot express the plan: it does not support {len(reasons)} modules. Train with "
-            "formats that it supports (docs/export.md), or name these layers in skip_modules."
+            "formats that it supports (docs/sharing.md), or name these layers in skip_modules."
         )
 
 

@@ -1,7 +1,7 @@
 """Logs SNIP's quantities to the reports of a Trainer, the trackers of an Accelerator, or a function.
 
 FP4 shares, whose names begin with `fp4_`, are logged with each loss. Each event, such as a refresh, gets its own entry
-at its optimizer step. docs/trackers.md lists the names.
+at its optimizer step. docs/reports.md lists the names.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Log(Protocol):
 
 
 def log_to(controller: SnipController, target: Accelerator | Log) -> None:
-    """Logs the events of a run: shares, divergences, changes of the plan, times (docs/trackers.md).
+    """Logs the events of a run: shares, divergences, changes of the plan, times (docs/reports.md).
 
     Call it once, after `accelerator.init_trackers` and before the first step. Steps are the arguments of `after_step`.
     W&B drops values logged at an earlier step than the last one, so log your own values at the same steps. With an

@@ -54,7 +54,7 @@ def compress_gradients(
         error_feedback: add rounding errors to the next step's gradient. Takes 4 bytes of memory per trainable
             parameter on every rank.
         stochastic: round stochastically. With error feedback rounding to nearest kept the loss better, since its errors
-            are smaller (docs/compression.md); without it only stochastic rounding has no bias.
+            are smaller (docs/distributed.md); without it only stochastic rounding has no bias.
 
     Returns: the hook's state, which counts bytes and can be saved. In a group of one process nothing is registered.
 

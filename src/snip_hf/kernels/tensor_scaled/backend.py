@@ -179,7 +179,7 @@ class TensorScaled(TensorCoreBackend):
         worst = saturated or sorted(small, key=lambda one: -one.small)
         more = f", and {len(worst) - _MOST_NAMED} more" if len(worst) > _MOST_NAMED else ""
         return bool(saturated), (
-            f"{len(worst)} operands have blocks outside the binades that E4M3 holds (docs/tensor_scaled.md): "
+            f"{len(worst)} operands have blocks outside the binades that E4M3 holds (docs/kernels.md): "
             f"{'; '.join(map(str, worst[:_MOST_NAMED]))}{more}."
         )
 

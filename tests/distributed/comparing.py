@@ -34,6 +34,17 @@ def distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     )
 
 
+def equal_share(plans: list[Any], others: list[Any]) -> float:
+    """Returns the share of a run's choices, of all steps, that another run has made alike."""
+    pairs = [
+        (formats[gemm], other[name][gemm])
+        for plan, other in zip(plans, others, strict=True)
+        for name, formats in plan.items()
+        for gemm in formats
+    ]
+    return sum(ours == theirs for ours, theirs in pairs) / len(pairs)
+
+
 def read_run(folder: Path) -> tuple[list[dict[str, Any]], dict[int, float], dict[int, Table]]:
     """Returns the lines of the history, step -> loss of the probe, and step -> "layer gemm format" -> loss and weight
     divergence and criterion.

@@ -6,9 +6,12 @@ A rank computes on a GPU of its own if its process group is NCCL's. A process wi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,8 @@ from transformers import trainer
 
 NCCL = "nccl"
 """The word among a script's arguments that puts its ranks on GPUs."""
+FAILURES = "failures"
+"""The entry of `Survivors` with the tracebacks, by the name of the run."""
 _NCCL_SECONDS = 60.0  # after which a collective that nobody answers ends the rank
 
 
@@ -33,10 +38,27 @@ def join(words: list[str], timeout: float | None = None) -> None:
     if NCCL not in words:
         dist.init_process_group("gloo", timeout=None if timeout is None else timedelta(seconds=timeout))
         return
+    waiting = timedelta(seconds=_NCCL_SECONDS if timeout is None else timeout)
+    dist.init_process_group("nccl", timeout=waiting, device_id=_own_gpu())
+
+
+@contextmanager
+def without_others(words: list[str]) -> Iterator[None]:
+    """Makes this rank the only process of a run, on the device of `join`, before that."""
+    backend = NCCL if NCCL in words else "gloo"
+    if backend == NCCL:
+        _own_gpu()
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _own_gpu() -> torch.device:
     own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(own)
-    waiting = timedelta(seconds=_NCCL_SECONDS if timeout is None else timeout)
-    dist.init_process_group("nccl", timeout=waiting, device_id=own)
+    return own
 
 
 def on_gpu() -> bool:
@@ -110,6 +132,34 @@ def trainers_that_split() -> Iterator[None]:
     finally:
         ParallelismConfig._validate_accelerator = original
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class Survivors(dict[str, Any]):
+    """Name -> what became of a run. Each is written to a file at once.
+
+    Args:
+        folder: gets rank<N>.pt.
+        survives: whether the traceback of a run that fails is written, too, and others follow. On GPUs, whose time is
+            short, a failure then costs the other runs nothing unless the ranks wait for each other.
+    """
+
+    def __init__(self, folder: Path, survives: bool) -> None:
+        super().__init__()
+        self._path = folder / f"rank{os.environ['RANK']}.pt"
+        self._survives = survives
+        self._began = time.monotonic()
+
+    def add(self, name: str, train: Callable[[], Any]) -> None:
+        """Adds what `train` returns."""
+        try:
+            self[name] = train()
+        except Exception:
+            if not self._survives:
+                raise
+            self.setdefault(FAILURES, {})[name] = traceback.format_exc()
+            print(traceback.format_exc(), flush=True)
+        print(f"{name}: ended after {time.monotonic() - self._began:.1f} s", flush=True)
+        torch.save(dict(self), self._path)
 
 
 def _shard(made: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:

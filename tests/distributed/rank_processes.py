@@ -16,7 +16,7 @@ import psutil
 
 TESTS = Path(__file__).parents[1]
 RECIPES = TESTS.parent / "recipes"
-_TAIL = 3000  # characters of each log that a failure shows
+TAIL = 3000  # characters of each log that a failure shows
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def start_ranks(script: str, *words: object, folder: Path, ranks: int = 2, timeo
 
 def assert_succeeded(ended: Ended) -> None:
     for rank, (code, log) in enumerate(zip(ended.codes, ended.logs, strict=True)):
-        assert code == 0, f"rank {rank}, exit status {code}:\n{log[-_TAIL:]}"
+        assert code == 0, f"rank {rank}, exit status {code}:\n{log[-TAIL:]}"
 
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:

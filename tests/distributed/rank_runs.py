@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from devices import FAILURES, NCCL
 from rank_cases import CASES, SHARDED, SHARED
-from rank_processes import assert_succeeded, start_ranks
+from rank_processes import TAIL, Ended, assert_succeeded, start_ranks
 from slow_cases import slow_but
 from trainings import train
 
@@ -47,6 +50,47 @@ class OneOfTwo(dict[str, dict[str, Any]]):
             assert_succeeded(start_ranks("run_trainings.py", folder, group, folder=folder))
         self.update(found_by(self._rank, folder))
         return self[name]
+
+
+class OnTwoGpus:
+    """Runs of one script on two GPUs, which go on while others are started, or tests look at others.
+
+    Args:
+        folder: gets rank<N>.pt and the logs.
+        script: uses `devices.Survivors`.
+        words: its further arguments.
+    """
+
+    _SECONDS = 170.0
+
+    def __init__(self, folder: Path, script: str, *words: str) -> None:
+        self.folder = folder
+        self._ended: Future[Ended] = Future()
+        Thread(target=self._run, args=(script, *words), daemon=True).start()
+
+    def _run(self, script: str, *words: str) -> None:
+        try:
+            folder = self.folder
+            self._ended.set_result(start_ranks(script, folder, *words, NCCL, folder=folder, timeout=self._SECONDS))
+        except BaseException as error:
+            self._ended.set_exception(error)
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """Returns rank -> what became of a run. Waits for the script.
+
+        Raises:
+            AssertionError: a rank did not finish the run; with its traceback, or else with the ends of all logs.
+        """
+        ended = self._ended.result()
+        found = []
+        for rank in range(len(ended.logs)):
+            runs = found_by(rank, self.folder) if (self.folder / f"rank{rank}.pt").exists() else {}
+            failure = runs.get(FAILURES, {}).get(name)
+            assert failure is None, f"{name!r} failed on rank {rank}:\n{failure[-TAIL:]}"
+            found.append(runs)
+        logs = "\n".join(f"rank {rank}:\n{log[-TAIL:]}" for rank, log in enumerate(ended.logs))
+        assert all(name in runs for runs in found), f"{name!r} was not finished, exit statuses {ended.codes}.\n{logs}"
+        return [runs[name] for runs in found]
 
 
 class Following(NamedTuple):

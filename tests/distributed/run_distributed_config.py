@@ -1,12 +1,17 @@
 """Trains models that transformers shards itself. Started by the tests in several processes, or called in one.
 
 Arguments: a folder with the model in `model/`, which gets rank<N>.pt with {name: what became of the run}; names of
-`SIZES` for loops, or with "trainer-" for runs of the Trainer and of DDP.
+`SIZES` for loops, or with "trainer-" for runs of the Trainer, or with "compiled-" for loops with the default formats in
+BF16, compiled and not; "ddp" for the Trainer's DDP; "nccl" for GPUs, on which each rank first trains in one process.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +20,15 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from comparing import read_run
 from configs import fp4_config
-from devices import join, trainers_that_split
+from devices import NCCL, Survivors, device, join, on_gpu, trainers_that_shard, trainers_that_split, without_others
 from loops import plan_of
-from small import text
+from small import text, tiny_llama
 from tiny_runs import SCHEDULE
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
-from snip_hf import SnipCallback, SnipController
+from snip_hf import SnipCallback, SnipConfig, SnipController
 from snip_hf.json_io import read_json, write_json_atomic
 from snip_hf.parallel.sharding import own_part, whole
 
@@ -37,29 +42,60 @@ SIZES = {
 PROBED = {"first_refresh": 1, "start_format": "bf16"}
 """Before the probe nothing is rounded, so that its table can be compared closely."""
 UNIFORM = ("fp4", "fp8", "mxfp4")
+COMPILED = {"formats": ("mxfp4", "fp8-tensor"), "backend": "auto"}
+"""The default formats, on the kernels of the device."""
+BY_TRAINER = fp4_config(**{**SCHEDULE, **PROBED}, target_fp4_fraction=0.5, backend="emulated")
+TRAINS_SHARDED = hasattr(Trainer, "_defer_fsdp_gradient_reduction")
+"""False for transformers before 5.24, whose Trainer puts models with an `fsdp_size` into DDP, which refuses them."""
 ROWS, LENGTH = 4, 128  # of all ranks together; one tile, so that whole tiles are of one rank
 
 
-def load(folder: Path, sizes: dict[str, int]) -> Any:
-    """Loads the model, sharded if there are sizes."""
+def save_model(folder: Path) -> None:
+    """Saves a model whose halves are whole tiles of 128."""
+    config = tiny_llama(hidden=256).config
+    config.intermediate_size, config.num_key_value_heads = 512, 4
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder / "model")
+
+
+def load(folder: Path, sizes: dict[str, int], in_bf16: bool = False) -> Any:
+    """Loads the model, sharded if there are sizes. transformers puts a sharded model on the device of its mesh."""
     sharding = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
-    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, **sharding)
+    # The backward pass of "sdpa" on GPUs adds in no fixed order, and runs in FP32 are to be equal to the bit.
+    attention = "eager" if on_gpu() and not in_bf16 else "sdpa"
+    path = folder / "model"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention, **sharding)
+    return model if sizes else model.to(device())
 
 
 def loop(
-    folder: Path, name: str, sizes: dict[str, int], resumes: bool = False, steps: int = STEPS, **config: Any
+    folder: Path,
+    name: str,
+    sizes: dict[str, int],
+    resumes: bool = False,
+    steps: int = STEPS,
+    in_bf16: bool = False,
+    is_compiled: bool = False,
+    **config: Any,
 ) -> dict[str, Any]:
     """Trains in a plain loop, on all ranks or in this process; the run that is not resumed saves.
 
     Args:
+        in_bf16: under autocast.
+        is_compiled: whether the decoder layers are compiled.
         config: changes of the configuration.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     shards = 1 if name == "disagreeing" else sizes.get("tp_size", 1)
-    model = load(folder, sizes)
+    model = load(folder, sizes, in_bf16)
+    for layer in model.model.layers if is_compiled else ():
+        layer.compile()
     # A large eps: Adam makes whole steps of gradients that differ in their last bits alone where both are tiny.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-    chosen = fp4_config(**{**SCHEDULE, "target_fp4_fraction": 0.5, "probe_tokens": None, **config})
+    chosen = fp4_config(
+        **{**SCHEDULE, "target_fp4_fraction": 0.5, "probe_tokens": None, "backend": "emulated", **config}
+    )
     controller = SnipController(model, optimizer, chosen, output_dir=folder / name, max_steps=steps)
     parts = [parameter.detach() for parameter in model.parameters()]
     saved = folder / f"{name}-rank{rank}"
@@ -72,9 +108,11 @@ def loop(
     losses = []
     while controller.step < steps:
         step, own = controller.step + 1, slice(rank // shards * ROWS * shards // ranks, None)
-        batch = {key: value[own][: ROWS * shards // ranks] for key, value in text(ROWS, LENGTH, step).items()}
+        rows = {key: value[own][: ROWS * shards // ranks] for key, value in text(ROWS, LENGTH, step).items()}
+        batch = {key: value.to(device()) for key, value in rows.items()}
         controller.capture(batch)
-        loss = model(**batch).loss
+        with torch.autocast(device().type, torch.bfloat16, enabled=in_bf16):
+            loss = model(**batch).loss
         loss.backward()
         controller.before_optimizer_step(step)
         optimizer.step()
@@ -90,31 +128,51 @@ def loop(
     return {"losses": losses, **_found(model, controller, folder / name)}
 
 
-def by_trainer(folder: Path, name: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """Trains by the Trainer on all ranks, under DDP without sizes, or in this process."""
+def by_trainer(
+    folder: Path, name: str, sizes: dict[str, int], config: SnipConfig | None = BY_TRAINER, **changes: Any
+) -> dict[str, Any]:
+    """Trains by the Trainer on all ranks, under DDP without sizes and changes, or in this process.
+
+    Args:
+        config: None: without SNIP.
+        changes: of the `TrainingArguments`.
+    """
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # an earlier Trainer's
     AcceleratorState._reset_state(reset_partial_state=True)
-    model = load(folder, sizes)
+    model = load(folder, sizes, changes.get("bf16", False))
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    rows = text(64, 32)["input_ids"]
-    arguments = TrainingArguments(
-        str(folder / name),
-        max_steps=STEPS,
-        save_strategy="no",
-        per_device_train_batch_size=4 * sizes.get("tp_size", 1) // ranks,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-3,
-        adam_epsilon=1e-4,  # as in `loop`
-        use_cpu=True,
-        report_to=[],
-        logging_steps=1,
-        disable_tqdm=True,
-    )
-    callback = SnipCallback(fp4_config(**{**SCHEDULE, **PROBED}, target_fp4_fraction=0.5), keep_formats=True)
+    rows = text(64, 64)["input_ids"]
+    arguments: dict[str, Any] = {
+        "max_steps": STEPS,
+        "save_strategy": "no",
+        "per_device_train_batch_size": 4 * sizes.get("tp_size", 1) // ranks,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+        "adam_epsilon": 1e-4,  # as in `loop`
+        "use_cpu": not on_gpu(),
+        "report_to": [],
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
+    callback = None if config is None else SnipCallback(config, keep_formats=True)
     data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
-    trainer.train()
-    assert callback.controller is not None
+    # Accelerate neither splits nor shards on CPUs.
+    with ExitStack() as stack:
+        if not on_gpu():
+            stack.enter_context(trainers_that_split())
+        if not on_gpu() and "fsdp" in changes:
+            stack.enter_context(trainers_that_shard())
+        trainer = Trainer(
+            model,
+            TrainingArguments(str(folder / name), **arguments | changes),
+            train_dataset=data,
+            callbacks=[] if callback is None else [callback],
+        )
+        trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    if callback is None:
+        return {"losses": losses}
+    assert callback.controller is not None
     return {"losses": losses, **_found(model, callback.controller, folder / name)}
 
 
@@ -122,7 +180,8 @@ def _found(model: nn.Module, controller: SnipController, folder: Path) -> dict[s
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     return {
         "plan": plan_of(controller),
-        "weights": {key: whole(value.detach()).clone() for key, value in model.named_parameters()},
+        "weights": {key: whole(value.detach().to(device())).clone() for key, value in model.named_parameters()},
+        "backend": controller.backend,
         "kinds": {type(parameter.data).__name__ for parameter in model.parameters()},
         "tables": read_run(folder / "snip")[2] if is_first else {},
     }
@@ -144,25 +203,49 @@ def _mean(loss: Tensor) -> float:
     return float(loss)
 
 
+def one_process(folder: Path) -> dict[str, Any]:
+    """Returns name -> what one process finds that trains on all rows. Each rank has a folder of its own for it."""
+    own = f"one-{os.environ.get('RANK', 0)}"
+    found = {fmt: loop(folder, f"{own}/{fmt}", {}, steps=2, policy=f"uniform-{fmt}") for fmt in UNIFORM}
+    return {**found, "probed": loop(folder, f"{own}/probed", {}, **PROBED)}
+
+
+def runs(folder: Path, name: str) -> dict[str, Callable[[], Any]]:
+    """Returns name -> the run, for a word among the arguments."""
+    if name == "ddp":
+        return {name: lambda: by_trainer(folder, name, {})}
+    sharding = name.removeprefix("trainer-").removeprefix("compiled-")
+    sizes = SIZES[sharding]
+    if name.startswith("trainer-"):
+        return {name: lambda: by_trainer(folder, name, sizes)}
+    if name.startswith("compiled-"):
+        return {
+            f"{how}-{sharding}": partial(
+                loop, folder, f"{how}-{sharding}", sizes, in_bf16=True, is_compiled=how == "compiled", **COMPILED
+            )
+            for how in ("plain", "compiled")
+        }
+    found: dict[str, Callable[[], Any]] = {
+        name: partial(loop, folder, name, sizes, **PROBED),
+        f"{name}-resumed": partial(loop, folder, name, sizes, resumes=True, **PROBED),
+    }
+    if "tp_size" in sizes:
+        found |= {fmt: partial(loop, folder, fmt, sizes, steps=2, policy=f"uniform-{fmt}") for fmt in UNIFORM}
+        found["disagreeing"] = lambda: _refusal(folder, sizes)
+    return found
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
+    words = [word for word in sys.argv[2:] if word != NCCL]
+    found = Survivors(folder, survives=NCCL in sys.argv)
+    if NCCL in sys.argv:
+        with without_others(sys.argv):
+            found.add("one", lambda: one_process(folder))
     join(sys.argv)
-    found: dict[str, Any] = {}
-    for name in sys.argv[2:]:
-        sizes, config = SIZES[name.removeprefix("trainer-")], {}
-        if name.startswith("trainer-"):
-            with trainers_that_split():
-                found[name] = by_trainer(folder, name, sizes)
-            if "tp_size" not in sizes:
-                found["ddp"] = by_trainer(folder, "ddp", {})
-            continue
-        if "tp_size" in sizes:
-            config = PROBED
-            found |= {fmt: loop(folder, fmt, sizes, steps=2, policy=f"uniform-{fmt}") for fmt in UNIFORM}
-            found["disagreeing"] = _refusal(folder, sizes)
-        found[name] = loop(folder, name, sizes, **config)
-        found[f"{name}-resumed"] = loop(folder, name, sizes, resumes=True, **config)
-    torch.save(found, folder / f"rank{dist.get_rank()}.pt")
+    for word in words:
+        for name, train in runs(folder, word).items():
+            found.add(name, train)
     dist.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """Trains a tiny Llama by the Trainer under DeepSpeed's ZeRO-2 and ZeRO-3. Started by the tests in several processes.
 
-Argument: a folder, for rank<N>.pt with {run: what `train` returns}, and for the folder of each run.
+Arguments: a folder, for rank<N>.pt with {run: what `train` returns}, and for the folder of each run; "nccl" for GPUs,
+on which fewer runs are made.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from configs import fp4_config
+from devices import NCCL, Survivors, join, on_gpu
 from models import built
 from tiny_runs import FAST, arguments, prepare
 from torch import nn
@@ -34,7 +37,13 @@ MODEL = LlamaConfig(
 # Refreshes at steps 1 and 4, applied after steps 2 and 5; the state is saved between probe and plan of the second.
 # Until the first plan nothing is rounded.
 CONFIG = fp4_config(
-    start_format="bf16", first_refresh=1, refresh_every=3, apply_delay=1, target_fp4_fraction=0.7, **FAST
+    start_format="bf16",
+    first_refresh=1,
+    refresh_every=3,
+    apply_delay=1,
+    target_fp4_fraction=0.7,
+    backend="emulated",
+    **FAST,
 )
 OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 RULE = fp4_config(policy="layer-position", target_fp4_fraction=0.7)
@@ -72,7 +81,13 @@ def train(
         "zero_force_ds_cpu_optimizer": False,
     }
     # A large eps: Adam makes whole steps of gradients that differ in their last bits where both are tiny.
-    options = {"max_steps": STEPS, "warmup_steps": 0, "adam_epsilon": 1e-4, "gradient_accumulation_steps": 2}
+    options: dict[str, Any] = {
+        "use_cpu": not on_gpu(),
+        "max_steps": STEPS,
+        "warmup_steps": 0,
+        "adam_epsilon": 1e-4,
+        "gradient_accumulation_steps": 2,
+    }
     options |= changes | {"deepspeed": settings}
     asks = arguments(folder, **options) if in_parts else None  # while it exists, models are built in parts
     model = build()
@@ -99,23 +114,34 @@ def experts() -> nn.Module:
     return model
 
 
+ON_GPUS = ("plain", "zero2", "zero3", "resumed", "rule", "in parts")
+
+
 def main() -> None:
-    os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true"}
-    # Left alone, Accelerate takes each of DeepSpeed's processes on CPUs for the only one.
-    PartialState(backend="gloo")
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    if NCCL in sys.argv:
+        join(sys.argv)
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        # Left alone, Accelerate takes each of DeepSpeed's processes on CPUs for the only one.
+        PartialState(backend="gloo")
     folder = Path(sys.argv[1])
     saving = {"save_strategy": "steps", "save_steps": SAVED}
-    found = {
-        "plain": train(folder / "plain", 3, None),
-        "zero2": train(folder / "zero2", 2, CONFIG),
-        "zero3": train(folder / "zero3", 3, CONFIG, **saving),
-        "resumed": train(folder / "resumed", 3, CONFIG, folder / "zero3" / f"checkpoint-{SAVED}"),
-        "in parts": train(folder / "parts", 3, CONFIG, in_parts=True, max_steps=3),
-        "experts": train(folder / "experts", 2, CONFIG, build=experts, max_steps=2),
-        "experts, offloaded": train(folder / "offloaded", 3, CONFIG, build=experts, zero=OFFLOADED, max_steps=2),
-        "rule": train(folder / "rule", 3, RULE, max_steps=2),
+    runs: dict[str, Callable[[], Any]] = {
+        "plain": partial(train, folder / "plain", 3, None),
+        "zero2": partial(train, folder / "zero2", 2, CONFIG),
+        "zero3": partial(train, folder / "zero3", 3, CONFIG, **saving),
+        "resumed": partial(train, folder / "resumed", 3, CONFIG, folder / "zero3" / f"checkpoint-{SAVED}"),
+        "in parts": partial(train, folder / "parts", 3, CONFIG, in_parts=True, max_steps=3),
+        "experts": partial(train, folder / "experts", 2, CONFIG, build=experts, max_steps=2),
+        "experts, offloaded": partial(
+            train, folder / "offloaded", 3, CONFIG, build=experts, zero=OFFLOADED, max_steps=2
+        ),
+        "rule": partial(train, folder / "rule", 3, RULE, max_steps=2),
     }
-    torch.save(found, folder / f"rank{torch.distributed.get_rank()}.pt")
+    found = Survivors(folder, survives=NCCL in sys.argv)
+    for name in ON_GPUS if NCCL in sys.argv else runs:
+        found.add(name, runs[name])
     torch.distributed.destroy_process_group()
 
 

@@ -12,10 +12,9 @@ import pytest
 import torch
 from comparing import LOSS, WEIGHT, errors
 from rank_processes import assert_succeeded, start_ranks
-from run_distributed_config import PROBED, UNIFORM, by_trainer, loop
+from run_distributed_config import UNIFORM, by_trainer, one_process, save_model
 from small import tiny_llama
 from tiny_runs import differing, one_thread
-from transformers import LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +33,7 @@ def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("distributed_config")
     tiny_llama(hidden=32, layers=2).save_pretrained(folder / "model")
     name, ranks = request.param
-    return name, run(folder, ranks, f"trainer-{name}", name)
+    return name, run(folder, ranks, f"trainer-{name}", "ddp", name)
 
 
 def test_a_sharded_models_plan_losses_and_divergences_are_those_under_ddp(sharded: tuple[str, Found]) -> None:
@@ -68,15 +67,9 @@ def check_resumed(whole: dict[str, Any], again: dict[str, Any]) -> None:
 def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Returns the folder of a model whose halves are whole tiles of 128, and what one process found that trains it."""
     folder = tmp_path_factory.mktemp("one")
-    config = tiny_llama(hidden=256).config
-    config.intermediate_size, config.num_key_value_heads = 512, 4
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder / "model")
+    save_model(folder)
     with one_thread():
-        found = {fmt: loop(folder, fmt, {}, steps=2, policy=f"uniform-{fmt}") for fmt in UNIFORM}
-        found["probed"] = loop(folder, "probed", {}, **PROBED)
-        return folder, {**found, "trainer": by_trainer(folder, "trainer", {})}
+        return folder, {**one_process(folder), "trainer": by_trainer(folder, "trainer", {})}
 
 
 @pytest.fixture(scope="module", params=[("tp", 2), ("fsdp-tp", 4)], ids=["tp", "fsdp-tp"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import equal_share
 from devices import NCCL
 from rank_processes import assert_succeeded, start_ranks
 from rank_runs import found_by, on_two_gpus
@@ -77,17 +78,6 @@ def noted(folder: Path) -> list[Runs]:
 
 def refreshes(found: dict[str, Any]) -> list[dict[str, Any]]:
     return [line for line in found["history"] if line["event"] == "refresh"]
-
-
-def equal_share(plans: list[Any], others: list[Any]) -> float:
-    """Returns the share of a run's choices, of all steps, that another run has made alike."""
-    pairs = [
-        (formats[gemm], other[name][gemm])
-        for plan, other in zip(plans, others, strict=True)
-        for name, formats in plan.items()
-        for gemm in formats
-    ]
-    return sum(ours == theirs for ours, theirs in pairs) / len(pairs)
 
 
 @pytest.mark.parametrize("name", ["emulated", "hopper"])

@@ -204,7 +204,7 @@ def measure_cost(
         for name, layer in layers.items()
         for gemm in gemms_of(layer)
     }
-    device = next(iter(layers.values())).weight.device
+    device = next(iter(layers.values())).snip_state.device
     times = gemm_times(shapes.values(), backend, device, path, formats, is_first)
     seconds = {name: {gemm: times[shapes[name, gemm]] for gemm in gemms_of(layer)} for name, layer in layers.items()}
     return MeasuredCost(

@@ -284,7 +284,7 @@ class TensorCoreBackend(Backend):
         return cache.tied.quantized(input, gemms, quantize)
 
     def attach(self, layer: Layer) -> None:
-        layer.snip_cache = Cache(layer.weight.device.type, (False, False, False))
+        layer.snip_cache = Cache(layer.snip_state.device.type, (False, False, False))
         self.note_formats(layer, [format_of_code(code) for code in layer.snip_state[: len(GEMMS)].tolist()])
 
     def cache_of_copy(self, layer: Layer) -> Cache:

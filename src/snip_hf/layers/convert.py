@@ -18,6 +18,7 @@ from ..config import SnipConfig
 from ..kernels.backend import BACKENDS, Backend, select_backend
 from ..numerics.formats import FORMATS, REFERENCE, check_format
 from ..numerics.gemms import GEMMS
+from ..parallel.sharding import compute_device
 from ..parallel.tensor_parallel import split_of
 from .gated import remove_gates
 from .kinds import LAYER_KINDS, kind_of
@@ -86,7 +87,7 @@ def _swap(module: nn.Module, config: SnipLinearConfig) -> nn.Module:
 def _begin(layer: SnipLayer, config: SnipLinearConfig) -> None:
     """Gives a new layer its state and its kernels."""
     layer.snip_recorder, layer.snip_is_plain = None, False
-    start, device = FORMATS[config.start_format], layer.weight.device
+    start, device = FORMATS[config.start_format], compute_device(layer.weight)
     state = torch.tensor([*[start.code] * len(GEMMS), 0, 0, 1], device=device)
     layer.register_buffer(STATE, state, persistent=False)
     layer.snip_key = 0

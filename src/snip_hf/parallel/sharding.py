@@ -94,6 +94,14 @@ def offloads(policy: object) -> bool:
     return isinstance(policy, CPUOffloadPolicy)
 
 
+def compute_device(weight: Tensor) -> torch.device:
+    """Returns the device on which passes use a weight; FSDP2 may keep its shards in host memory."""
+    if not isinstance(weight, DTensor) or weight.device.type == weight.device_mesh.device_type:
+        return weight.device
+    kind = weight.device_mesh.device_type
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 def has_first_rows(tensor: Tensor) -> bool:
     """Returns True if the first rank holds the whole first row of a tensor, which may be sharded."""
     if not isinstance(tensor, DTensor):

@@ -27,7 +27,7 @@ from ..layers.convert import keep_states_apart
 from ..layers.state import block_of, snip_linears
 from ..parallel.pipeline import ModelParts, Pipeline, parts_of
 from ..parallel.ranks import Attempt, Processes, Ranks
-from ..parallel.sharding import deepspeed_engine, unwrap
+from ..parallel.sharding import compute_device, deepspeed_engine, unwrap
 from ..parallel.tensor_parallel import tensor_mesh
 from ..planning.solver.process import check_solver
 from ..policies.registry import aims_at_share, config_warnings, needs_probe, weighs_updates
@@ -122,7 +122,7 @@ def set_up(
     bare = unwrap(model) if isinstance(model, nn.Module) else ModelParts([unwrap(part) for part in model])
     check_guard(config, is_deepspeed=deepspeed_engine(model, accelerator) is not None)
     source = find_source(needs_probe(config), optimizer, model, accelerator)
-    backend = select_backend(config.backend, next(bare.parameters()).device, formats_in_use(config))
+    backend = select_backend(config.backend, compute_device(next(bare.parameters())), formats_in_use(config))
     for text in config_warnings(config, backend.recompiles_for_bf16):
         log.warning("snip-hf: %s", text)
     solver = processes.everyone.by_first(lambda: check_solver(config, log)) if needs_probe(config) else config.solver

@@ -23,6 +23,7 @@ from ..layers.selection import skip_reasons
 from ..layers.state import PackedStates, pack_states, set_rank, set_step, snip_linears
 from ..parallel.pipeline import parts_of
 from ..parallel.ranks import Processes, Ranks
+from ..parallel.sharding import compute_device
 from ..parallel.zero3 import has_partitions
 from ..policies.setting import Setting, siblings
 from .checks import check_layers
@@ -209,7 +210,7 @@ def use_backend(
     if warns:
         log.warning("snip-hf: %s", text)
     elif backend.is_emulation:
-        lacks = None if asked else why_emulated(weight.device, formats_in_use(config))
+        lacks = None if asked else why_emulated(compute_device(weight), formats_in_use(config))
         reason = lacks or f"asked for by backend={backend.name!r}"
         log.info("snip-hf: backend %s: %s (%s).", backend.name, text, reason)
     else:

@@ -107,7 +107,7 @@ class Blackwell(Backend):
         }[gemm]
 
     def attach(self, layer: Layer) -> None:
-        device = layer.weight.device
+        device = layer.snip_state.device
         codes = torch.zeros(len(GEMMS), dtype=torch.int64, device="cpu")  # independent of the default device
         layer.snip_cache = Cache(device.type, codes, torch.empty(0, dtype=torch.uint8, device=device))
         self.note_formats(layer, [format_of_code(code) for code in layer.snip_state[: len(GEMMS)].tolist()])

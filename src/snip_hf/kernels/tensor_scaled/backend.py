@@ -135,7 +135,7 @@ class TensorScaled(TensorCoreBackend):
 
     def attach(self, layer: Layer) -> None:
         super().attach(layer)
-        layer.snip_cache.records = records = Records.new(layer.weight.device)
+        layer.snip_cache.records = records = Records.new(layer.snip_state.device)
         records.view.set_formats([format_of_code(code) for code in layer.snip_state[: len(GEMMS)].tolist()])
 
     def note_formats(self, layer: Layer, formats: Sequence[NumberFormat]) -> None:

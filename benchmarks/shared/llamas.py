@@ -20,6 +20,7 @@ VOCABULARY = 32000
 SHAPES = {
     "8B, 8 layers": (4096, 14336, 8, 32, 8),
     "TinyLlama-1.1B": (2048, 5632, 22, 32, 4),
+    "100M": (768, 2048, 8, 12, 4),
     "small": (256, 768, 2, 4, 2),
 }
 FORMATS = ("mxfp4", "fp8-tensor")

@@ -6,6 +6,7 @@ import gc
 import json
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ def guarded(identity: Line, measure: Callable[[], Iterable[Line]], deadline: flo
             rows.append(identity | figures)
             print(json.dumps(rows[-1]), flush=True)
     except Exception as error:
+        traceback.print_exc()
         rows.append(identity | {"error": f"{type(error).__name__}: {error}"[:300]})
         print(json.dumps(rows[-1]), flush=True)
     return rows

@@ -205,6 +205,29 @@ def test_processes_are_started_and_timed(tmp_path: Path, monkeypatch: pytest.Mon
     assert ours["fp4_fraction"] >= 0.75 and ours["refresh_s"] > 0 and bf16["refresh_s"] is None
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_trainers_of_trl_are_timed_under_the_same_steps(
+    tiny_llamas: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("trl")
+    import trl_speed
+
+    monkeypatch.setattr(llamas, "SHAPES", dict.fromkeys((trl_speed.LARGE, trl_speed.SMALL), (128, 384, 2, 2, 1)))
+    monkeypatch.setattr(llamas, "VOCABULARY", 256)
+    output = tmp_path / "trl.jsonl"
+    options = ["--device", "cpu", "--rows", 2, "--length", 256, "--steps", 2, "--output", output]
+    run(monkeypatch, trl_speed, *options)
+    rows = lines.read_lines(output)
+    assert [(row["task"], row["recipe"]) for row in rows] == [
+        (task, recipe) for task, _, recipes in trl_speed.CELLS for recipe in recipes
+    ]
+    assert [row for row in rows if "error" in row] == []
+    ours = [row for row in rows if row["recipe"] == trl_speed.OURS]
+    assert min(row["share"] for row in ours) >= 0.75 and min(row["refresh_steps"] for row in ours) > 0
+    assert "| GRPO | 100M | snip-hf | " in capsys.readouterr().out
+
+
 # --- profile
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from configs import fp4_config
 from small import tiny_llama
 from tiny_runs import SCHEDULE, train
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from transformers.models.llama import modeling_llama
 
 from snip_hf import SnipConfig
@@ -64,3 +66,49 @@ def test_the_preset_trains_with_liger_s_kernels_as_bf16_does(
         assert (weight - plain.model.get_parameter(name)).norm() < 0.1 * weight.norm(), name
     for step, (loss, _) in plain.losses.items():
         assert finished.losses[step][0] == pytest.approx(loss, rel=0.02)
+
+
+class Peaks(TrainerCallback):
+    """Records the memory that each step needed at most, beyond what was allocated before it."""
+
+    def __init__(self) -> None:
+        self.bytes: list[int] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.bytes.append(torch.cuda.max_memory_allocated() - self._before)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_logits_are_never_whole_in_training_or_a_probe(
+    compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
+    torch._dynamo.reset()
+    vocabulary, rows, length = 65536, 16, 512
+    shape = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = torch.randint(vocabulary, (5 * rows, length)).tolist()
+    peaks = Peaks()
+    finished = train(
+        tmp_path,
+        SnipConfig(probe_batch_tokens=None, **SCHEDULE),
+        model=LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=True, **shape)),
+        callbacks=[peaks],
+        trainer={"train_dataset": [{"input_ids": row, "labels": row} for row in ids]},
+        use_cpu=False,
+        use_liger_kernel=True,
+        bf16=True,
+        torch_compile=compiles,
+        optim="adamw_torch_fused",
+        per_device_train_batch_size=rows,
+        max_steps=5,
+    )
+    assert [(line["step"], line["status"]) for line in finished.refreshes] == [(2, "applied")], finished.refreshes
+    logits_in_bf16 = 2 * rows * length * vocabulary
+    assert max(peaks.bytes) < logits_in_bf16, [round(number / 2**20) for number in peaks.bytes]

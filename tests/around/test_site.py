@@ -64,9 +64,9 @@ def test_the_reference_shows_every_public_name() -> None:
     ("link", "here", "page", "expected"),
     [
         ("method.md#2-loss", "docs/config.md", "config.md", "method.md#2-loss"),
-        ("../results.md", "docs/bakeoff/tables.md", "bakeoff/tables.md", "../results.md"),
+        ("../results.md", "docs/notebooks/plan.md", "notebooks/plan.md", "../results.md"),
         ("../README.md#more", "docs/config.md", "config.md", "overview.md#more"),
-        ("../../recipes/README.md", "docs/bakeoff/tables.md", "bakeoff/tables.md", "../recipes.md"),
+        ("../../recipes/README.md", "docs/notebooks/plan.md", "notebooks/plan.md", "../recipes.md"),
         ("docs/config.md", "README.md", "overview.md", "config.md"),
         ("../src/snip_hf/config.py", "docs/config.md", "config.md", "REPOSITORY/blob/main/src/snip_hf/config.py"),
         ("log/2026-11.md", "docs/troubleshooting.md", "troubleshooting.md", "REPOSITORY/blob/main/docs/log/2026-11.md"),

@@ -16,7 +16,15 @@ from snip_hf.kernels import trials
 from snip_hf.kernels.backend import BACKENDS, select_backend
 from snip_hf.kernels.tensor_scaled import exponents, operators, trial
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
-from snip_hf.kernels.tensor_scaled.encoding import SCALE, Encoding, encoding_of, exponents_of, has_one_scale, table_on
+from snip_hf.kernels.tensor_scaled.encoding import (
+    SCALE,
+    Encoding,
+    encoding_of,
+    exponents_of,
+    has_one_scale,
+    is_delayed,
+    table_on,
+)
 from snip_hf.kernels.tensor_scaled.exponents import (
     BLOCKS,
     CLIPPED,
@@ -69,7 +77,9 @@ def test_mxfp4_and_integers_with_power_of_two_scales_encode_and_fp8_per_tensor_h
     assert encoding_of(FORMATS["mxfp4"]) == Encoding(E2M1, -8, 6)
     assert encoding_of(FORMATS["ufp4"]) == Encoding(FORMATS["ufp4"].grid, -9, 6)
     assert [name for name, fmt in FORMATS.items() if has_one_scale(fmt)] == ["fp8-tensor"]
-    assert [name for name, fmt in FORMATS.items() if TENSOR_SCALED.runs(fmt)] == ["fp8-tensor", "mxfp4", "ufp4"]
+    assert [name for name, fmt in FORMATS.items() if is_delayed(fmt)] == ["fp8-delayed"]
+    run = [name for name, fmt in FORMATS.items() if TENSOR_SCALED.runs(fmt)]
+    assert run == ["fp8-tensor", "mxfp4", "ufp4", "fp8-delayed"]
 
 
 def test_a_format_is_known_by_its_fields() -> None:
@@ -142,6 +152,43 @@ def test_blocks_above_the_range_are_cut_off_and_those_below_are_rounded_to_its_l
     assert rows[2, :2].tolist() == [384.0, 64.0]
     row = found.record[0]
     assert (row[BLOCKS], row[SATURATED], row[SMALL]) == (3, 1, 1) and row[LARGEST] == bits_of(1024.0)
+
+
+@pytest.mark.parametrize("exponent", [UNSET, 0, 3, 6])
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_a_delayed_format_is_torch_s_cast_under_the_exponent_in_force(operand: str, exponent: int) -> None:
+    x, found = rising(70, 90), Records.new(CPU)
+    found.record[:, EXPONENT] = exponent
+    gemms = {"activation": (0, 2), "gradient": (1, 2), "weight": (0, 1)}[operand]
+    layouts = operators.encoded(x, numbers(("fp8-delayed",) * 3), found, OPERANDS.index(operand), gemms)
+    scale = 2.0 ** (int(exponents_of(torch.tensor([bits_of(float(x.abs().max()))]))) if exponent == UNSET else exponent)
+    cast = (x.float() / scale).to(torch.float8_e4m3fn).float() * scale
+    assert torch.equal(value(*layouts[:2], (70, 90)), cast)
+    assert torch.equal(value(*layouts[2:], (90, 70)).t(), cast)
+    # The exponent matters to subnormal numbers only.
+    rounded = round_operand(x, FORMATS["fp8-delayed"], operand, 1)
+    is_normal = x.float().abs() >= scale * 2.0**-6
+    assert torch.equal(cast[is_normal], rounded[is_normal])
+
+
+def test_a_delayed_scale_cuts_off_larger_numbers_loses_bits_of_tiny_ones_and_shows_infinities() -> None:
+    found = Records.new(CPU)
+    found.record[:, EXPONENT] = 0
+    x = torch.zeros(3, 32, dtype=torch.bfloat16)
+    x[0, :3] = torch.tensor([1024.0, 256.0, 100.0])
+    x[1, :3] = torch.tensor([0.0009, 0.0005, 0.0002])  # E4M3's smallest number is 2**-9, about 0.002
+    x[2, :3] = torch.tensor([-448.0, 17.0, 0.003])
+    rows, scale, columns, _ = operators.encoded(x, numbers(("fp8-delayed",) * 3), found, 0, (0, 2))
+    assert scale[SCALE] == 1
+    assert rows[0, :3].tolist() == [448.0, 256.0, 96.0]
+    assert rows[1, :3].tolist() == [0.0, 0.0, 0.0]
+    assert rows[2, :3].tolist() == [-448.0, 16.0, 2.0**-8]
+    assert torch.equal(columns.float().t(), rows.float())
+    row = found.record[0]
+    assert (row[BLOCKS], row[SATURATED], row[SMALL]) == (3, 1, 1) and row[LARGEST] == bits_of(1024.0)
+    x[0, 1] = torch.inf
+    rows, *_ = operators.encoded(x, numbers(("fp8-delayed",) * 3), found, 0, (0, -1))
+    assert rows[:3, :3].float().isnan().nonzero().tolist() == [[0, 1]]
 
 
 def test_a_gradient_below_the_range_keeps_its_mean() -> None:
@@ -336,7 +383,7 @@ def test_what_is_lacking_is_said(machine: Any) -> None:
     assert TENSOR_SCALED.lacks(torch.device("cuda")) == "torch is not built for CUDA"
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "ufp4", "fp8-tensor"])
+@pytest.mark.parametrize("name", ["mxfp4", "ufp4", "fp8-tensor", "fp8-delayed"])
 def test_a_trial_passes_where_all_is_well(name: str) -> None:
     assert trial.fault.__wrapped__(name, CPU) is None
 

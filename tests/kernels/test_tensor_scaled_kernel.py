@@ -26,6 +26,7 @@ from snip_hf.numerics.gemms import OPERANDS
 Run = Callable[..., tuple[Tensor, ...]]
 MXFP4 = ("mxfp4", "mxfp4", "mxfp4")
 MIXED = [("ufp4", "mxfp4", "fp8-tensor"), ("fp8-tensor", "ufp4", "mxfp4")]
+DELAYED = [("fp8-delayed",) * 3, ("fp8-delayed", "mxfp4", "mxfp4"), ("mxfp4", "fp8-tensor", "fp8-delayed")]
 # Operand -> the GEMMs that read its rows and its columns.
 GEMMS_OF = {"activation": (0, 2), "gradient": (1, 2), "weight": (0, 1)}
 
@@ -90,7 +91,7 @@ def check(
         assert torch.equal(record[:, noted], records.record[:, noted])
 
 
-@pytest.mark.parametrize("formats", [MXFP4, *MIXED], ids="/".join)
+@pytest.mark.parametrize("formats", [MXFP4, *MIXED, *DELAYED], ids="/".join)
 @pytest.mark.parametrize("operand", OPERANDS)
 def test_the_kernels_write_the_bytes_of_the_reference(operand: str, formats: tuple[str, ...], run: Run) -> None:
     check(run, rising(130, 70), formats, operand, GEMMS_OF[operand])
@@ -100,7 +101,7 @@ def test_the_kernels_write_the_bytes_of_the_reference(operand: str, formats: tup
 @pytest.mark.parametrize("operand", OPERANDS)
 def test_one_launch_writes_them_where_the_exponent_and_encoded_formats_are_known(operand: str, run: Run) -> None:
     row_gemm, column_gemm = GEMMS_OF[operand]
-    for formats in (MXFP4, ("ufp4", "mxfp4", "ufp4")):
+    for formats in (MXFP4, ("ufp4", "mxfp4", "ufp4"), *DELAYED[:2], ("mxfp4", "fp8-delayed", "fp8-delayed")):
         for gemms in ((row_gemm, column_gemm), (row_gemm, -1), (-1, column_gemm)):
             check(run, rising(70, 66), formats, operand, gemms, 3, settled=True)
     check(run, rising(64, 128), MXFP4, operand, GEMMS_OF[operand], -20, settled=True)
@@ -111,6 +112,8 @@ def test_they_do_outside_the_range(exponent: int, run: Run) -> None:
     for operand, gemms in GEMMS_OF.items():
         check(run, rising(64, 96), MXFP4, operand, gemms, exponent)
         check(run, rising(64, 96), ("ufp4", "ufp4", "ufp4"), operand, gemms, exponent)
+        check(run, rising(64, 96), DELAYED[0], operand, gemms, exponent)
+        check(run, rising(64, 96), DELAYED[0], operand, gemms, exponent, settled=True)
 
 
 @pytest.mark.parametrize("operand", OPERANDS)

@@ -61,6 +61,7 @@ CASES = {
     ("fp8-tensor", "activation"): fp32(_WHOLE, _E4M3, of_tensor=True),
     ("fp8-tensor-e5m2", "activation"): fp32(_WHOLE, _E4M3, of_tensor=True),
     ("fp8-tensor-e5m2", "gradient"): fp32(_WHOLE, _E5M2, of_tensor=True),
+    ("fp8-delayed", "activation"): mx(_E4M3, _WHOLE, of_tensor=True),
     ("mxfp8", "activation"): mx(_E4M3),
     ("mxfp6", "activation"): mx(_E3M2),
     ("mxfp6-e2m3", "activation"): mx(_E2M3),

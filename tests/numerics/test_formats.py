@@ -45,6 +45,7 @@ ORDER = [
     "ufp4-rht",
     "fp4-46",
     "fp4-pqt",
+    "fp8-delayed",
 ]
 
 

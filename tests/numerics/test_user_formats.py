@@ -73,7 +73,10 @@ FP32 = {"scale": "fp32", "tensor_scale": None}
         ({"rotation": 16, "rotated": ("fprop",)}, "rotated=.*; expected some of forward"),
         ({"activation": Operand((1, 24))}, "activation=.*; expected a block whose sides divide 128"),
         ({"weight": Operand((0, 16))}, "weight=.*; expected a block whose sides divide 128"),
-        ({"weight": Operand(None)}, "weight=.*; expected a block, since only FP32 scales serve a whole tensor"),
+        (
+            {"weight": Operand(None), "scale": "e4m3", "scale_rule": None, "gradient": Operand((1, 32))},
+            "weight=.*; expected a block, since only scales fp32 and e8m0 serve a whole tensor",
+        ),
         ({"activation": Operand((1, 16), scale_rule="ceil")}, "activation=.*; expected scale_rule None or one of near"),
         ({"activation": Operand((1, 16), stochastic=True)}, "activation=.*; expected stochastic=False"),
         (
@@ -158,4 +161,4 @@ def test_which_weights_are_quantized_once_and_which_formats_need_whole_tensors()
     in_rows = "mxfp8 mxfp6 mxfp6-e2m3 mxfp4 mxfp4-rht nvfp4-1x16 nvfp4-rht nvfp4-rht128 ufp4 ufp4-rht"
     assert " ".join(twice) == in_rows
     whole = [name for name, format in FORMATS.items() if format.has_tensor_scale]
-    assert " ".join(whole) == "fp8-tensor fp8-tensor-e5m2 nvfp4 nvfp4-1x16 nvfp4-46 nvfp4-rht nvfp4-rht128"
+    assert " ".join(whole) == "fp8-tensor fp8-tensor-e5m2 nvfp4 nvfp4-1x16 nvfp4-46 nvfp4-rht nvfp4-rht128 fp8-delayed"

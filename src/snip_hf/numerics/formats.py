@@ -157,8 +157,8 @@ class NumberFormat:
         if not isinstance(rule, Operand):
             self._refuse(name, "an Operand, e.g. Operand((1, 32))")
         if rule.block is None:
-            if self.scale != "fp32":
-                self._refuse(name, "a block, since only FP32 scales serve a whole tensor")
+            if self.scale not in _RULES:
+                self._refuse(name, f"a block, since only scales {' and '.join(_RULES)} serve a whole tensor")
         elif not (isinstance(rule.block, tuple) and [type(size) for size in rule.block] == [int, int]):
             self._refuse(name, "a block of two integers, (across, along), or None for the whole tensor")
         elif any(size < 1 or TILE % size for size in rule.block):
@@ -355,6 +355,10 @@ _variant(
     speed=UNQUANTIZED.speed,
     style="dim",
 )
+
+# A power of two can be delayed without changing how normal numbers are rounded: `tensor_scaled` takes it from the steps
+# before.
+_variant(_FP8_TENSOR, "fp8-delayed", "FP8 delayed", "#56a0d8", scale=_E8M0)
 
 
 def register_format(format: NumberFormat) -> NumberFormat:

@@ -14,7 +14,7 @@ from ..backend import GroupedLayer, Layer, missing_for_kernels, not_in_bf16, reg
 from ..emulated import EMULATED
 from ..tensor_core import Cache, PassOptions, Quantized, TensorCoreBackend, weights_of
 from . import exponents, gated, trial
-from .encoding import BLOCK, encoding_of, has_one_scale
+from .encoding import BLOCK, encoding_of, has_one_scale, is_delayed
 from .exponents import Records
 from .linear import (
     encode_tokens,
@@ -51,7 +51,7 @@ class TensorScaled(TensorCoreBackend):
         return missing_for_kernels(device, "8.9 or later (Ada, Hopper, Blackwell)", lambda version: version >= (8, 9))
 
     def runs(self, format: NumberFormat) -> bool:
-        return encoding_of(format) is not None or has_one_scale(format)
+        return encoding_of(format) is not None or has_one_scale(format) or is_delayed(format)
 
     def fails(self, format: NumberFormat, device: torch.device) -> str | None:
         return trial.fault(format.name, device)

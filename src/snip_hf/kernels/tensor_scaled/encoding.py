@@ -1,15 +1,18 @@
 """Formats whose rounded operands are E4M3 numbers times one factor of the tensor, and their parameters.
 
-There are two kinds. With one FP32 scale per tensor and the grid E4M3, this holds by definition. With blocks whose
-scales are powers of two ("block formats"), a rounded element is value * 2**e for a value of the grid and its block's
-exponent e. It is encoded as value * 2**(e - s), with one exponent s for the whole tensor, and the product is multiplied
-by 2**s.
+There are three kinds. With the grid E4M3 and one scale per tensor, FP32 or a power of two, this holds by definition.
+With blocks whose scales are powers of two ("block formats"), a rounded element is value * 2**e for a value of the grid
+and its block's exponent e. It is encoded as value * 2**(e - s), with one exponent s for the whole tensor, and the
+product is multiplied by 2**s.
 
 E4M3 represents value * 2**(e - s) exactly for all e - s from `Encoding.lowest` to `Encoding.highest`. For E2M1 these
 are -8 to 6, 15 binades: 6 * 2**6 = 384 is at most 448, and 0.5 * 2**-8 is E4M3's smallest number. For the integers
 -7..7 they are -9 to 6. Inside this range s changes no bit of a result. A block with a larger exponent saturates: its
 elements are cut off at 448 * 2**s. A block with a smaller one is rounded as if its exponent were s + lowest. Its small
 elements lose bits, without a bias if the format rounds stochastically.
+
+The scale 2**s of a format with one power of two per tensor ("delayed format") is this exponent, too. Elements above
+448 * 2**s saturate, and those below 2**(s - 6) lose bits.
 """
 
 from __future__ import annotations
@@ -34,10 +37,11 @@ _LEAST_BINADES = 15
 
 # Fields of an encoded layout's parameters, which products and kernels read: the scale of the tensor and its inverse;
 # the factor that turns a block's largest magnitude into its exponent; the power of two below which the spacing in the
-# lowest block is constant; the spacing between 1 and 2, 0 if E4M3 itself is the grid; the largest magnitude of a block
-# that fits, and of a block that is too small to fit.
+# lowest block is constant; the spacing between 1 and 2, 0 if the format has one FP32 scale, `DELAYED` if one power of
+# two; the largest magnitude of a block that fits, and of a block that is too small to fit.
 SCALE, INVERSE, CEILING, LEAST, SPACING, MOST, LOST = range(7)
 PARAMETERS = 8
+DELAYED = -1.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,15 @@ def encoding_of(format: NumberFormat) -> Encoding | None:
 
 def has_one_scale(format: NumberFormat) -> bool:
     """Returns True if each operand of a format is E4M3 with one FP32 scale, rounded to nearest."""
+    return format.scale == "fp32" and _is_whole_e4m3(format)
+
+
+def is_delayed(format: NumberFormat) -> bool:
+    """Returns True if each operand of a format is E4M3 with one power of two as its scale, rounded to nearest."""
+    return format.scale == "e8m0" and _is_whole_e4m3(format)
+
+
+def _is_whole_e4m3(format: NumberFormat) -> bool:
     rules = [format.operand(name) for name in OPERANDS]
     if format.grid != E4M3 or format.rotation:
         return False
@@ -96,6 +109,9 @@ def _table(device: torch.device, formats: int) -> Tensor:
 def _row(format: NumberFormat) -> list[float]:
     """Returns a format's parameters in the order of their fields; the first two are the tensor's."""
     encoding = encoding_of(format)
+    if is_delayed(format):
+        # Blocks count as too small if all of their elements become zero.
+        return [0.0, 0.0, 0.0, 0.0, DELAYED, E4M3.max, E4M3.smallest / 2, 0.0]
     if encoding is None:
         return [0.0] * PARAMETERS
     grid = encoding.grid

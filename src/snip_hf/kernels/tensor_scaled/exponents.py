@@ -24,7 +24,7 @@ from torch import Tensor
 from ...numerics.formats import NumberFormat
 from ...numerics.gemms import GEMMS, OPERANDS
 from ..launching import kept_on_device
-from .encoding import TOP, encoding_of, exponents_of, table_on
+from .encoding import TOP, encoding_of, exponents_of, is_delayed, table_on
 
 # Fields of a record: the exponent in force; the largest magnitude since it was set (FP32 bits); the numbers of counted
 # blocks, of saturated ones and of those that lost bits; the amax of the current pass and its finished programs; the
@@ -50,8 +50,10 @@ _INFINITY = 0x7F800000
 class HostView:
     """The host's knowledge of one layer."""
 
-    encoded: list[bool] = field(default_factory=lambda: [False] * len(GEMMS))
-    """GEMM -> True if its format is a block format."""
+    follows: list[bool] = field(default_factory=lambda: [False] * len(GEMMS))
+    """GEMM -> True if its format's scale is the exponent in force."""
+    sums_fast: list[bool] = field(default_factory=lambda: [False] * len(GEMMS))
+    """GEMM -> True if it may sum in the tensor cores' 14 bits over the whole contraction (`operators.sums_fast`)."""
     known: list[bool] = field(default_factory=lambda: [False] * len(OPERANDS))
     """Operand -> True if an exponent is in force. It then stays in force until `load`."""
     steps: int = 0
@@ -63,12 +65,15 @@ class HostView:
 
     def set_formats(self, formats: Sequence[NumberFormat]) -> None:
         """Updates the formats of the three GEMMs."""
-        self.encoded = [encoding_of(format) is not None for format in formats]
+        encoded = [encoding_of(format) is not None for format in formats]
+        delayed = [is_delayed(format) for format in formats]
+        self.follows = [either or other for either, other in zip(encoded, delayed, strict=True)]
+        self.sums_fast = [encoded[0] or delayed[0], *encoded[1:]]
 
     def is_settled(self, operand: int, gemms: tuple[int, int]) -> bool:
         """Returns True if the exponent in force and the formats determine an operand's scales for these GEMMs."""
-        (row_gemm, column_gemm), encoded = gemms, self.encoded
-        return self.known[operand] and (row_gemm < 0 or encoded[row_gemm]) and (column_gemm < 0 or encoded[column_gemm])
+        (row_gemm, column_gemm), follows = gemms, self.follows
+        return self.known[operand] and (row_gemm < 0 or follows[row_gemm]) and (column_gemm < 0 or follows[column_gemm])
 
     @property
     def counts_now(self) -> bool:
@@ -77,7 +82,7 @@ class HostView:
 
     def copy(self) -> HostView:
         """Returns the same view for another record."""
-        return HostView(list(self.encoded), list(self.known), self.steps)
+        return HostView(list(self.follows), list(self.sums_fast), list(self.known), self.steps)
 
 
 # A view lives as long as its records. `_register` overwrites the entry when an address is reused.

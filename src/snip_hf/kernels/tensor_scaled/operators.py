@@ -359,12 +359,13 @@ def _launch_matrices(
 
 def sums_fast(record: Tensor | None, gemm: int) -> bool:
     """Returns True if partial sums of a layer's GEMM stay in the tensor cores' 14 bits over the whole contraction,
-    instead of 128 elements of it: if its format is known to be a block format (docs/log/2026-11.md has the errors).
+    instead of 128 elements of it: if its format is known to be a block format, or in the forward GEMM a delayed one,
+    as in torchao (docs/log/2026-11.md has the errors).
 
     False while a graph is captured, which is replayed under other plans too.
     """
     view = None if record is None else view_of(record)
-    return record is not None and view is not None and view.encoded[gemm] and not is_captured(record)
+    return record is not None and view is not None and view.sums_fast[gemm] and not is_captured(record)
 
 
 @torch.library.impl(_library, "tensor_scaled_product", "CompositeExplicitAutograd")

@@ -14,7 +14,7 @@ from ...numerics.grids import round_to_grid
 from ...numerics.random_streams import matrix_keys, uniform
 from ...numerics.rounding import Quantized, tile_amax
 from ...numerics.scales import block_scales, fp32_scales
-from .encoding import BLOCK, INVERSE, LOST, MOST, SCALE, SPACING, encoding_of, exponents_of
+from .encoding import BLOCK, INVERSE, LOST, MOST, SCALE, SPACING, encoding_of, exponents_of, has_one_scale, is_delayed
 from .exponents import BLOCKS, EXPONENT, LARGEST, LIMIT, SATURATED, SMALL, UNSET
 from .slots import FIRST, MATRIX, OFFSET, TOKENS
 
@@ -52,12 +52,17 @@ def encode(
             continue
         format = format_of_code(int(state[gemm]))
         parameters = table[format.code].clone()
-        if encoding_of(format) is None:
+        if has_one_scale(format):
             scale = fp32_scales(amax, E4M3.max)[0]
             parameters[SCALE], parameters[INVERSE] = scale, scale.reciprocal()
             values = round_to_grid(x_fp32 * parameters[INVERSE], E4M3)
         else:
             parameters[SCALE], parameters[INVERSE] = torch.exp2(exponent), torch.exp2(-exponent)
+        if is_delayed(format):
+            scaled = x_fp32 * parameters[INVERSE]
+            values = round_to_grid(scaled, E4M3).clamp(-E4M3.max, E4M3.max)
+            values = torch.where(scaled.isfinite(), values, torch.nan)
+        elif encoding_of(format) is not None:
             values = _encoded_blocks(x_fp32, format, OPERANDS[operand], contracts, parameters, state)
         values = values if contracts == 1 else values.t()
         found.append((values.to(torch.float8_e4m3fn), parameters))
@@ -84,7 +89,7 @@ def _encoded_blocks(
 def _count_blocks(scaled: Tensor, state: Tensor, table: Tensor, gemms: tuple[int, int], row: Tensor) -> None:
     """Counts the 1x32 blocks that are not zero, those that saturate and those that lose bits."""
     known = [table[int(state[gemm])] for gemm in gemms if gemm >= 0]
-    encoded = [parameters for parameters in known if parameters[SPACING] > 0]
+    encoded = [parameters for parameters in known if parameters[SPACING] != 0]
     if encoded:
         amax = tile_amax(scaled, (1, BLOCK))
         row[BLOCKS] += (amax > 0).sum()

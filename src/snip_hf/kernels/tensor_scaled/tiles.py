@@ -98,7 +98,8 @@ def _power_of(exponent):
 
 @triton.jit
 def _scale_in_force(known, record, scale, inverse, FINDS: tl.constexpr):
-    """The tensor's scale and its inverse, powers of two, for a block format, else those given; and the grid's spacing.
+    """The tensor's scale and its inverse, powers of two, unless the format has one FP32 scale: then those given; and
+    the grid's spacing.
 
     known: the layout's parameters, or if FINDS the format's row in the table; the exponent is then the record's.
     """
@@ -107,8 +108,8 @@ def _scale_in_force(known, record, scale, inverse, FINDS: tl.constexpr):
         exponent = tl.load(record + _EXPONENT)
         scale, inverse = _power_of(exponent), _power_of(-exponent)
     else:
-        scale = tl.where(spacing > 0.0, tl.load(known + _SCALE), scale)
-        inverse = tl.where(spacing > 0.0, tl.load(known + _INVERSE), inverse)
+        scale = tl.where(spacing != 0.0, tl.load(known + _SCALE), scale)
+        inverse = tl.where(spacing != 0.0, tl.load(known + _INVERSE), inverse)
     return scale, inverse, spacing
 
 
@@ -190,6 +191,18 @@ def _largest(amax, scale):
     """The bits of the largest magnitude in a program, from its blocks' amax divided by the scale, (*, *)."""
     finite = tl.where(amax < float("inf"), amax, 0.0)
     return (tl.max(tl.max(finite, 1), 0) * scale).to(tl.int32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def _largest_of(a, b, c, d, scale):
+    """The bits of the largest finite magnitude in a program, from its values divided by the scale."""
+    return _largest(larger(larger(tl.abs(a), tl.abs(b)), larger(tl.abs(c), tl.abs(d))), scale)
+
+
+@triton.jit
+def _kept(x):
+    """Finite numbers as they are, NaN for an infinity, which the cast to E4M3 would cut off."""
+    return tl.fma(x, 0.0, x)
 
 
 @triton.jit
@@ -294,41 +307,39 @@ def encode_tile(
     if HAS_ROWS:
         # Each branch stores its own result: joining them would take more registers.
         at = rows + (run * RUN)[:, None] * padded_channels + channel[None, :]
-        if FINDS:
+        if row_spacing > 0.0:
             found = _encode_rows(
                 at, a, b, c, d, row_known, row_spacing, bits, scale, padded_channels, IS_GRADIENT, RUNS, CHANNELS
             )
             if COUNTS:
                 largest = found
         else:
-            if row_spacing > 0.0:
-                found = _encode_rows(
-                    at, a, b, c, d, row_known, row_spacing, bits, scale, padded_channels, IS_GRADIENT, RUNS, CHANNELS
-                )
-                if COUNTS:
-                    largest = found
+            if FINDS:
+                store_rows(at, _kept(a), _kept(b), _kept(c), _kept(d), padded_channels)
             else:
                 factor = tl.load(row_parameters + _INVERSE) * scale
-                store_rows(at, a * factor, b * factor, c * factor, d * factor, padded_channels)
+                store_rows(
+                    at, _kept(a * factor), _kept(b * factor), _kept(c * factor), _kept(d * factor), padded_channels
+                )
+            if COUNTS and row_spacing < 0.0:
+                largest = _largest_of(a, b, c, d, scale)
     if HAS_COLUMNS:
         at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
         at += channel.to(tl.int64)[None, :] * (padded_tokens // RUN) + run[:, None]
-        if FINDS:
+        if column_spacing > 0.0:
             found = _encode_columns(
                 at, a, b, c, d, column_known, column_spacing, bits, scale, IS_GRADIENT, RUNS, CHANNELS
             )
             if COUNTS and not HAS_ROWS:
                 largest = found
         else:
-            if column_spacing > 0.0:
-                found = _encode_columns(
-                    at, a, b, c, d, column_known, column_spacing, bits, scale, IS_GRADIENT, RUNS, CHANNELS
-                )
-                if COUNTS and not HAS_ROWS:
-                    largest = found
+            if FINDS:
+                tl.store(at, pack_fp8(_kept(a), _kept(b), _kept(c), _kept(d)))
             else:
                 factor = tl.load(column_parameters + _INVERSE) * scale
-                tl.store(at, pack_fp8(a * factor, b * factor, c * factor, d * factor))
+                tl.store(at, pack_fp8(_kept(a * factor), _kept(b * factor), _kept(c * factor), _kept(d * factor)))
+            if COUNTS and not HAS_ROWS and column_spacing < 0.0:
+                largest = _largest_of(a, b, c, d, scale)
     if COUNTS:
         if largest > seen:
             tl.atomic_max(record + _LARGEST, largest)
@@ -396,17 +407,17 @@ def _count(record, known, magnitude, exponent, HEIGHT: tl.constexpr, WIDTH: tl.c
 
 @triton.jit
 def _formats(state, table, exponent, ROW_GEMM: tl.constexpr, COLUMN_GEMM: tl.constexpr):
-    """The table's rows for the formats of rows and columns; the row of a block format; True if there is one; True if
-    the amax is needed, because no exponent is in force or a format has one FP32 scale."""
+    """The table's rows for the formats of rows and columns; the row of one without an FP32 scale; True if there is one;
+    True if the amax is needed, because no exponent is in force or a format has one FP32 scale."""
     needed, is_encoded = exponent == _UNSET, False
     row_known, column_known, known = table, table, table
     if COLUMN_GEMM >= 0:
         column_known = table + tl.load(state + COLUMN_GEMM) * _PARAMETERS
-        is_encoded = tl.load(column_known + _SPACING) > 0.0
+        is_encoded = tl.load(column_known + _SPACING) != 0.0
         needed, known = needed | (not is_encoded), column_known
     if ROW_GEMM >= 0:
         row_known = table + tl.load(state + ROW_GEMM) * _PARAMETERS
-        row_is_encoded = tl.load(row_known + _SPACING) > 0.0
+        row_is_encoded = tl.load(row_known + _SPACING) != 0.0
         needed, known = needed | (not row_is_encoded), tl.where(row_is_encoded, row_known, known)
         is_encoded = is_encoded | row_is_encoded
     return row_known, column_known, known, is_encoded, needed
@@ -597,15 +608,15 @@ def encode_matrices_kernel(
         column_known = table + tl.load(state + COLUMN_GEMM) * _PARAMETERS
         column_spacing = tl.load(column_known + _SPACING)
         column_scale, column_inverse = _scale_of(column_spacing, exponent, amax_bits)
-        scale = tl.where(column_spacing > 0.0, column_scale, scale)
-        inverse = tl.where(column_spacing > 0.0, column_inverse, inverse)
+        scale = tl.where(column_spacing != 0.0, column_scale, scale)
+        inverse = tl.where(column_spacing != 0.0, column_inverse, inverse)
         tl.store(column_scales + matrix, column_scale, writes_scales)
     if HAS_ROWS:
         row_known = table + tl.load(state + ROW_GEMM) * _PARAMETERS
         row_spacing = tl.load(row_known + _SPACING)
         row_scale, row_inverse = _scale_of(row_spacing, exponent, amax_bits)
-        scale = tl.where(row_spacing > 0.0, row_scale, scale)
-        inverse = tl.where(row_spacing > 0.0, row_inverse, inverse)
+        scale = tl.where(row_spacing != 0.0, row_scale, scale)
+        inverse = tl.where(row_spacing != 0.0, row_inverse, inverse)
         tl.store(row_scales + matrix, row_scale, writes_scales)
     # Both layouts round with the random numbers of the matrix.
     run = offset // RUN + tl.arange(0, _BLOCK_RUNS)
@@ -625,7 +636,9 @@ def encode_matrices_kernel(
                 largest = found
         else:
             factor = _factor(row_inverse, scale, amax_bits)
-            store_rows(at, a * factor, b * factor, c * factor, d * factor, channels)
+            store_rows(at, _kept(a * factor), _kept(b * factor), _kept(c * factor), _kept(d * factor), channels)
+            if COUNTS and row_spacing < 0.0:
+                largest = _largest_of(a, b, c, d, scale)
     if HAS_COLUMNS:
         at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
         at += channel.to(tl.int64)[None, :] * (slots // RUN) + (slot // RUN)[:, None]
@@ -637,7 +650,9 @@ def encode_matrices_kernel(
                 largest = found
         else:
             factor = _factor(column_inverse, scale, amax_bits)
-            tl.store(at, pack_fp8(a * factor, b * factor, c * factor, d * factor))
+            tl.store(at, pack_fp8(_kept(a * factor), _kept(b * factor), _kept(c * factor), _kept(d * factor)))
+            if COUNTS and not HAS_ROWS and column_spacing < 0.0:
+                largest = _largest_of(a, b, c, d, scale)
     if COUNTS:
         if largest > seen:
             tl.atomic_max(record + _LARGEST, largest)

@@ -12,7 +12,7 @@ from ...numerics.formats import FORMATS, NumberFormat
 from ...numerics.gemms import CONTRACTIONS, GEMMS, OPERANDS
 from ..trials import fault_of, operands, products_of
 from . import operators
-from .encoding import BLOCK, encoding_of, has_one_scale
+from .encoding import BLOCK, encoding_of, has_one_scale, is_delayed
 from .exponents import Records
 from .operators import BY_COLUMNS, BY_ROWS, OVER_TOKENS, multiply_grouped
 from .slots import Slots, slots_of
@@ -53,8 +53,8 @@ def grouped_fault(device: torch.device) -> str | None:
     if capability != _GROUPED_CAPABILITY:
         needed, own = (".".join(map(str, one)) for one in (_GROUPED_CAPABILITY, capability))
         return f"torch's grouped FP8 products need compute capability {needed}, the GPU has {own}"
-    # One format of each kind: blocks, and one FP32 scale.
-    for is_kind in (encoding_of, has_one_scale):
+    # One format of each kind.
+    for is_kind in (encoding_of, has_one_scale, is_delayed):
         format = next(filter(is_kind, FORMATS.values()))
         given = format, device
         encode, products = partial(encoded_matrices, *given), partial(_grouped_products, *given)

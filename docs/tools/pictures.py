@@ -1,7 +1,8 @@
-"""Draws the pictures of docs/how-it-works.md: `python docs/tools/pictures.py` writes docs/pictures/*.svg."""
+"""Draws the pictures of the documentation: `python docs/tools/pictures.py` writes docs/pictures/*.svg."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -124,7 +125,52 @@ def program() -> str:
     return picture(720, 275, parts)
 
 
-PICTURES = {"grids": grids, "three-gemms": three_gemms, "refresh": refresh, "program": program}
+def whole_trainings() -> str:
+    """Draws gaps to BF16 over the steps of a whole training, as docs/results-loss.md has them in its table."""
+    shown = {
+        "all FP4": ("all FP4", WARM),
+        "75% by layer, {fp4, fp8}, saliency, refresh every 250": ("75%, by layer", "#009e73"),
+        "75%, {fp4, fp8}, saliency, refresh every 500": ("75%, {fp4, fp8}", FP4),
+        "75%, {mxfp4, fp8-tensor}, saliency, refresh every 500": ("75%, the default formats", "#56b4e9"),
+        "FP8": ("FP8", FP8),
+    }
+    page = (FOLDER.parent / "results-loss.md").read_text(encoding="utf-8")
+    section = page.partition("## Whole trainings")[2].partition("\n## ")[0]
+    steps = (700, 1400, 2100, 2700)
+    parts = [text(360, 28, "Loss above BF16 over a whole training of a 30M Llama, with 95% intervals", 15)]
+    for gap in (0, 0.5, 1, 1.5):
+        parts += [line(70, level(gap), 520, level(gap), INK if gap == 0 else PALE, 1)]
+        parts += [text(60, level(gap) + 5, f"{gap:g}%", anchor="end")]
+    parts += [text(along(step), 335, f"{step:,}") for step in steps] + [text(295, 360, "steps")]
+    for index, (row, (name, colour)) in enumerate(shown.items()):
+        (cells,) = re.findall(rf"^\| {re.escape(row)} \|(.*)$", section, re.MULTILINE)
+        gaps = [tuple(map(float, re.findall(r"[-+\d.]+", cell))) for cell in cells.split("|")[: len(steps)]]
+        places = [along(step) + 4 * (index - 2) for step in steps]
+        for x, (gap, half) in zip(places, gaps, strict=True):
+            parts += [line(x, level(gap - half), x, level(gap + half), colour, 1.5)]
+            parts += [f'<circle cx="{x:g}" cy="{level(gap):g}" r="4" fill="{colour}"/>']
+        curve = " ".join(f"{x:g},{level(gap):g}" for x, (gap, _) in zip(places, gaps, strict=True))
+        parts += [f'<polyline points="{curve}" fill="none" stroke="{colour}" stroke-width="2"/>']
+        parts += [line(545, 70 + 26 * index, 565, 70 + 26 * index, colour, 3)]
+        parts += [text(572, 75 + 26 * index, name, 13, anchor="start")]
+    return picture(740, 375, parts)
+
+
+def along(step: int) -> float:
+    return 70 + step / 6
+
+
+def level(gap: float) -> float:
+    return round(290 - 130 * gap, 1)
+
+
+PICTURES = {
+    "grids": grids,
+    "three-gemms": three_gemms,
+    "refresh": refresh,
+    "program": program,
+    "whole-trainings": whole_trainings,
+}
 
 
 if __name__ == "__main__":

@@ -133,6 +133,7 @@ def train(task: str, model_name: str, recipe: str, options: argparse.Namespace) 
         "each_ms": [round(one, 2) for one in times.values()],
         "peak_gib": (max(clock.peaks[number] for number in steps) - before) / 2**30,
         "first_s": clock.first_s,
+        "graphs": clock.graphs,
         "recompilations": graph_counts()["graphs"] - clock.graphs,
         "loss": loss,
         "wall_s": time.monotonic() - began,

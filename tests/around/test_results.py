@@ -1,0 +1,74 @@
+"""Tables of the results are those of the committed lines."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from eval.paired import Paired
+
+ROOT = Path(__file__).resolve().parents[2]
+# Row of the table -> contender of the lines.
+CONTENDERS = {
+    "FP8": "fp8",
+    "75%, {mxfp4, fp8-tensor}, saliency, refresh every 500": (
+        "snip {mxfp4, fp8-tensor}, 75% by gemm, refresh_every 500, loss_estimator saliency"
+    ),
+    "75%, {fp4, fp8}, saliency, refresh every 500": (
+        "snip {fp4, fp8}, 75% by gemm, refresh_every 500, loss_estimator saliency"
+    ),
+    "75%, {fp4, fp8}, token-fisher, refresh every 250": "snip {fp4, fp8}, 75% by gemm, refresh_every 250",
+    "75% by the rule `backward-first`, {fp4, fp8}": "backward-first {fp4, fp8}, 75% by gemm",
+    "75% by layer, {fp4, fp8}, saliency, refresh every 250": (
+        "snip {fp4, fp8}, 75% by layer, refresh_every 250, loss_estimator saliency"
+    ),
+    "all FP4": "fp4",
+}
+
+
+def section(page: str, heading: str) -> str:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+@pytest.fixture(scope="module")
+def losses() -> dict[tuple[str, int], dict[str, float]]:
+    """Returns (contender, steps) -> state at the start -> held-out loss under the plan."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    with gzip.open(ROOT / "eval/results/forks-longer.jsonl.gz", "rt", encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            found.setdefault((row["contender"], row["steps"]), {})[row["state"]] = row["loss"]["held_out_plan"]
+    return found
+
+
+@pytest.mark.parametrize("row", CONTENDERS)
+def test_gaps_of_whole_trainings_are_those_of_the_lines(
+    row: str, losses: dict[tuple[str, int], dict[str, float]]
+) -> None:
+    (cells,) = re.findall(rf"^\| {re.escape(row)} \|(.*)$", section("results-loss.md", "Whole trainings"), re.MULTILINE)
+    written = [cell.strip(" *") for cell in cells.split("|")[:4]]
+    expected = []
+    for steps in (700, 1400, 2100, 2700):
+        bf16, ours = losses["bf16", steps], losses[CONTENDERS[row], steps]
+        gap = Paired.of([100 * (ours[state] / bf16[state] - 1) for state in ours])
+        assert gap.count == 8
+        expected.append(f"{gap.mean:+.3f} ± {gap.half_width:.3f}")
+    assert written == expected
+
+
+def test_speeds_through_the_trainer_are_those_of_the_lines() -> None:
+    with gzip.open(ROOT / "benchmarks/results/speed_trainer.jsonl.gz", "rt", encoding="utf-8") as lines:
+        runs = [run for run in map(json.loads, lines) if run["commit"] == "c78620b"]
+    expected = []
+    for model in (runs[:5], runs[5:]):  # BF16 ran first and last
+        bf16 = (model[0]["step_ms"] + model[-1]["step_ms"]) / 2
+        for run in model[:-1]:
+            step = bf16 if run["recipe"] == "BF16" else run["step_ms"]
+            expected.append((f"{step:.1f}", f"{bf16 / step:.3f}".removesuffix(".000")))
+    table = section("results-speed.md", "Through the Trainer, H200")
+    rows = [line.replace("*", "").split("|") for line in table.splitlines() if line.startswith("|")][2:]
+    assert [(row[2].strip(), row[3].strip()) for row in rows] == expected

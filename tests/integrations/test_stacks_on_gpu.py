@@ -122,31 +122,34 @@ def test_a_probe_of_a_model_under_varlen_attention_is_that_under_sdpa() -> None:
         assert one.weight_divergence == pytest.approx(other.weight_divergence, rel=1e-3), one
 
 
-def test_packs_under_varlen_attention_train_and_are_planned_as_under_sdpa(tmp_path: Path) -> None:
-    ours, plain = (train_packs(tmp_path / name, name) for name in (varlen.register(), "sdpa"))
-    assert ours.model.config._attn_implementation == varlen.NAME
+@pytest.fixture(scope="module")
+def under_sdpa(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train_packs(tmp_path_factory.mktemp("sdpa"), "sdpa")
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_packs_under_varlen_attention_train_and_are_planned_as_under_sdpa(
+    compiles: bool, tmp_path: Path, under_sdpa: Run
+) -> None:
+    torch._dynamo.reset()
+    run = train_packs(tmp_path, varlen.register(), torch_compile=compiles)
+    assert run.model.config._attn_implementation == varlen.NAME
     # Weights are equal at the probe; gradients, moments and losses differ by roundings.
-    assert_similar(ours, plain, 2 * ROUNDING)
+    assert_similar(run, under_sdpa, 2 * ROUNDING)
 
 
-def test_packs_under_varlen_attention_train_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_under_flex_attention_train_compiled_and_are_planned_as_under_sdpa(
+    tmp_path: Path, under_sdpa: Run
+) -> None:
     torch._dynamo.reset()
-    ours = train_packs(tmp_path / "compiled", varlen.register(), torch_compile=True)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    assert_similar(ours, train_packs(tmp_path / "eager", varlen.NAME), 2 * ROUNDING)
+    run = train_packs(tmp_path, "flex_attention", torch_compile=True)
+    assert run.model.config._attn_implementation == "flex_attention"
+    assert_similar(run, under_sdpa, 2 * ROUNDING)
 
 
-def test_packs_under_flex_attention_train_compiled_and_are_planned_as_under_sdpa(tmp_path: Path) -> None:
-    torch._dynamo.reset()
-    flex = train_packs(tmp_path / "flex", "flex_attention", torch_compile=True)
-    assert flex.model.config._attn_implementation == "flex_attention"
-    assert_similar(flex, train_packs(tmp_path / "sdpa", "sdpa"), 2 * ROUNDING)
-
-
-def test_adamw_with_states_in_8_bits_by_bitsandbytes_is_probed(tmp_path: Path) -> None:
+def test_adamw_with_states_in_8_bits_by_bitsandbytes_is_probed(tmp_path: Path, under_sdpa: Run) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed; its optimizers need a GPU")
-    ours, plain = (train_packs(tmp_path / name, "sdpa", optim=name) for name in ("adamw_bnb_8bit", "adamw_torch"))
-    states = ours.trainer.optimizer.optimizer.state.values()
-    assert any(state["state1"].dtype == torch.uint8 for state in states)
+    run = train_packs(tmp_path, "sdpa", optim="adamw_bnb_8bit")
+    assert any(state["state1"].dtype == torch.uint8 for state in run.trainer.optimizer.optimizer.state.values())
     # Codes of 8 bits err by up to 1/16 of small moments.
-    assert_similar(ours, plain, 0.1)
+    assert_similar(run, under_sdpa, 0.1)

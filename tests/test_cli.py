@@ -437,18 +437,6 @@ def test_the_help_of_a_command_fits_a_terminal_and_says_what_each_argument_is(
             "solve, doctor). See snip-hf --help.\n",
         ),
         (["solve", "a", "-q"], "snip-hf: unrecognized arguments: -q. See snip-hf --help.\n"),
-        (
-            ["completion", "bash"],
-            "snip-hf: completion was removed; `--help` shows the options of each command. See snip-hf --help.\n",
-        ),
-        (
-            ["export", "p.json", "--to", "fouroversix"],
-            "snip-hf export: the target fouroversix was removed; use --to torchao. See snip-hf export --help.\n",
-        ),
-        (
-            ["export", "p.json", "--to", "torchao", "--nearest"],
-            "snip-hf: --nearest was removed; train with formats that the target supports. See snip-hf --help.\n",
-        ),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

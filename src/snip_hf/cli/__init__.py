@@ -1,8 +1,8 @@
 """The command line `snip-hf`.
 
 Exit codes: 0 (success), 1 (the plan does not fit the model; no solution; an installed part does not work), 2 (bad
-input), 141 (the reader of the output has closed it, as `head` does). An error is one sentence on stderr. Each command
-imports its modules when it runs, so that `--help` does not wait for torch.
+input), 1 or 141 (the reader of the output has closed it, as `head` does). An error is one sentence on stderr. Each
+command imports its modules when it runs, so that `--help` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,6 @@ from ..text import printable
 NO_READER = 141
 TARGETS = ("megatron", "torchao", "checkpoint")
 _MAX_ERROR = 4000
-# argparse's errors about removed arguments -> what to do instead.
-_REMOVED = {
-    "invalid choice: 'completion'": "'completion' was removed; `--help` shows the options of each command",
-    "invalid choice: 'fouroversix'": "the target 'fouroversix' was removed; use --to torchao",
-    "unrecognized arguments: --nearest": "--nearest was removed; train with formats that the target supports",
-}
 _EXAMPLES = """examples:
   snip-hf report runs/mine                   show a run as tables and figures
   snip-hf report runs/a runs/b --html --csv  write a page on several runs, and the data of their figures
@@ -46,23 +40,14 @@ _PLAN = "a plan, e.g. OUTPUT_DIR/snip/plan.json"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; argparse exits on `--help`, `--version` and wrong usage."""
-    code = 0
     try:
-        try:
-            code = _run(build_parser().parse_args(argv))
-            return code
-        finally:
-            sys.stdout.flush()
-    except SystemExit as stop:  # from argparse, or from rich after a broken pipe
-        if not isinstance(stop.__context__, BrokenPipeError):
-            raise
+        code = _run(build_parser().parse_args(argv))
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:
-        pass
-    except OSError as error:  # e.g. a full disk; a command that failed has already reported it
-        _drop_output()
-        return code or fail(error)
-    _drop_output()
-    return NO_READER
+        # The interpreter flushes again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO_READER
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -80,17 +65,6 @@ def fail(error: Exception, code: int = 2) -> int:
     """Prints the error in one line on stderr and returns the exit code."""
     print(f"snip-hf: {printable(' '.join(str(error).split()), _MAX_ERROR)}", file=sys.stderr, flush=True)
     return code
-
-
-def _drop_output() -> None:
-    """Redirects both streams to the null device, so that flushing them at exit does not fail."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            os.dup2(null, stream.fileno())
-    os.close(null)
 
 
 def _import_modules(names: Iterable[str]) -> None:
@@ -111,7 +85,6 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        message = next((advice for text, advice in _REMOVED.items() if text in message), message)
         end = "" if message.endswith((".", "?")) else "."
         self.exit(2, f"{self.prog}: {message}{end} See {self.prog} --help.\n")
 

@@ -135,7 +135,6 @@ def test_without_a_tracker_nothing_is_started_or_shown_to_other_callbacks(tmp_pa
     assert not (tmp_path / "runs").exists()
     assert not {"wandb", "trackio", "tensorboard"} & (set(sys.modules) - before)
     assert len(run.trainer.callback_handler.callbacks) == len({*map(type, run.trainer.callback_handler.callbacks)})
-    assert "_Front" not in run.trainer.callback_handler.callback_list
 
 
 def check_stored(found: Stored) -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import sys
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from accelerate import Accelerator
@@ -26,6 +27,7 @@ from ..planning.plan import PrecisionPlan, forward_shares
 from ..records.events import Alarm, Counted, Event, Refresh, Retarget, Start
 from ..text import printable
 from ..training.controller import SnipController
+from .trainer_loss import Wrapped
 
 logger = logging.getLogger(__name__)
 
@@ -39,31 +41,28 @@ class Trackers:
 
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
-        self._front: _Front | None = None
+        self._logging: Wrapped | None = None
         self._events: list[Event] = []
         self._has_settings = False
         self._failed: set[TrainerCallback] = set()
 
-    def open(self, trainer: Trainer | None, owner: TrainerCallback) -> None:
-        """Starts logging.
-
-        Args:
-            trainer: the Trainer whose reports are the trackers; None if unknown.
-            owner: the callback whose `on_log` adds to the logs. It is called before the reports read them.
-        """
+    def open(self, trainer: Trainer | None, controller: SnipController) -> None:
+        """Starts logging to the reports of a Trainer, and adds the FP4 shares to its logs with a loss."""
         self._trainer = trainer
+
+        def log(inner: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            if "loss" in logs:
+                logs.update(quantities_in_force(controller.plan, controller.coverage))
+            inner(logs, *args, **kwargs)
+
         if trainer is not None:
-            self._front = _Front(trainer.state, owner)
-            handler = trainer.callback_handler
-            # A new list, because the Trainer is iterating over the old one.
-            handler.callbacks = [self._front, *handler.callbacks]
+            self._logging = Wrapped(trainer, "log", log)
 
     def close(self) -> None:
         """Undoes `open`."""
-        if self._trainer is not None:
-            handler = self._trainer.callback_handler
-            handler.callbacks = [one for one in handler.callbacks if one is not self._front]
-        self._trainer = None
+        if self._logging is not None:
+            self._logging.close()
+        self._trainer = self._logging = None
 
     def note(self, event: Event) -> None:
         """Keeps an event until `flush`, at the end of the optimizer step."""
@@ -79,18 +78,6 @@ class Trackers:
             name, run = _run_of(report)
             if run is not None:
                 self._try(report, lambda name=name, run=run: _write_settings(name, run, controller))
-
-    def add(
-        self, state: TrainerState, logs: dict[str, Any] | None, plan: PrecisionPlan, coverage: Coverage | None
-    ) -> None:
-        """Adds the plan's shares to logs with a loss, and to their entry in `state.log_history`."""
-        if logs is None or "loss" not in logs:
-            return
-        found = quantities_in_force(plan, coverage)
-        logs.update(found)
-        last = state.log_history[-1] if state.log_history else {}
-        if "loss" in last and last.get("step") == state.global_step:
-            last.update(found)
 
     def flush(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         """Logs the events since the last call to `state.log_history` and to every tracker."""
@@ -123,17 +110,6 @@ class Trackers:
                 type(report).__name__,
                 printable(repr(error), 1000),
             )
-
-
-class _Front(TrainerCallback):
-    """Comes before the Trainer's reports, so that its owner can add to the logs that they read."""
-
-    def __init__(self, state: TrainerState, owner: TrainerCallback) -> None:
-        self._state, self._owner = state, owner
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state is self._state:  # not another run of the same Trainer
-            self._owner.on_log(args, state, control, **kwargs)
 
 
 class Log(Protocol):

@@ -143,7 +143,7 @@ class SnipCallback(TrainerCallback):
         if gathering := gather_ahead(model):
             logger.info("snip-hf: FSDP2 gathers the weights of %d blocks while the one before each runs.", gathering)
         self._connect(trainer)
-        self._logs.open(trainer, self)
+        self._logs.open(trainer, self.controller)
         # The checkpoint may only exist on the first process.
         saved = self.controller.processes.everyone.by_first(lambda: self._files.read(args, state))
         if saved is None:
@@ -253,11 +253,6 @@ class SnipCallback(TrainerCallback):
         Events are not enough: `auto_find_batch_size` restarts the loop after an error, and `train` may be overridden.
         """
         return self._state is not None and find_trainer(self._state) is not None
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Adds the FP4 share to logs with a loss, for all callbacks, `state.log_history` and the trackers."""
-        if self.controller is not None and not self._is_restored:
-            self._logs.add(state, kwargs.get("logs"), self.controller.plan, self.controller.coverage)
 
     def _release(self) -> None:
         """Releases the controller and the Trainer of a run that has ended."""

@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 
 from snip_hf import SnipConfig, SnipController, convert_model
 from snip_hf.json_io import read_json, write_json_atomic
-from snip_hf.training.refresh import Solving
 
 ROWS, LENGTH = 4, 128  # of all ranks together; one tile, so that whole tiles are of one rank
 # FP32, which no other backend computes in.
@@ -46,7 +45,6 @@ class Loop:
         folder: gets `snip/`.
         wrapper: "ddp" or "fsdp2", where there are several ranks.
         seed: of the weights; other ones show that they were loaded.
-        solving: as the controller takes it.
         in_bf16: whether the model is wider and computes in BF16, as FP8 tensor cores want it.
     """
 
@@ -57,7 +55,6 @@ class Loop:
         wrapper: str = "ddp",
         dropout: float = 0.0,
         seed: int = 0,
-        solving: Solving | None = None,
         in_bf16: bool = False,
     ) -> None:
         precision = "bf16" if in_bf16 else "no"
@@ -70,7 +67,7 @@ class Loop:
         optimizer = torch.optim.AdamW(self.bare.parameters(), lr=1e-2, eps=1e-4)
         torch.manual_seed(7 + self.rank)
         self.model, self.optimizer = self.accelerator.prepare(self.bare, optimizer)
-        self.controller = SnipController(self.model, self.optimizer, config, self.accelerator, folder, solving=solving)
+        self.controller = SnipController(self.model, self.optimizer, config, self.accelerator, folder)
         self.losses: dict[int, float] = {}
         self.plans: dict[int, dict[str, dict[str, str]]] = {}
 

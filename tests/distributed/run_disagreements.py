@@ -27,12 +27,12 @@ from snip_hf.layers.convert import restore_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Ranks
 from snip_hf.planning.plan import PlanProvenance
+from snip_hf.training import setup
 from snip_hf.training.checkpoint import weights_fingerprint
-from snip_hf.training.refresh import Solving
 
 BOUND = 3.0
 QUICK: dict[str, Any] = {"solver_time_limit": 2.0, "solver": "greedy", "probe_tokens": None}
-SOLVING = Solving(rank_grace=1.0)
+setup.RANK_GRACE = 1.0
 CONFIG = fp4_config(first_refresh=2, apply_delay=0, **QUICK)
 
 
@@ -41,12 +41,12 @@ def controller(config: SnipConfig = CONFIG, frozen: str | None = None, **options
     if frozen is not None:
         model.get_submodule(frozen).weight.requires_grad_(False)
     kind = options.pop("optimizer", torch.optim.SGD)
-    return SnipController(model, kind(model.parameters(), lr=0.1), config, solving=SOLVING, **options)
+    return SnipController(model, kind(model.parameters(), lr=0.1), config, **options)
 
 
 def controller_of(layers: int) -> SnipController:
     model = tiny_llama(hidden=32, layers=layers)
-    return SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1), CONFIG, solving=SOLVING)
+    return SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1), CONFIG)
 
 
 def plans(folder: Path) -> SnipController:

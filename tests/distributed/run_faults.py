@@ -41,12 +41,12 @@ from snip_hf.parallel.ranks import RankError
 from snip_hf.planning.solver import ilp
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.records import run_folder
-from snip_hf.training.refresh import Refresher, Solving
+from snip_hf.training import refresh, setup
+from snip_hf.training.refresh import Refresher
 
 STEPS = 8
 # Training waits for a solver no longer than the solver's own limit.
-_SOLVING = Solving(grace=0.0, rank_grace=30.0)
-_IMPATIENT = replace(_SOLVING, rank_grace=2.0)
+refresh.GRACE, setup.RANK_GRACE = 0.0, 30.0
 # Refreshes at steps 2 and 6, applied after steps 4 and 8; or at step 6 only.
 PATIENT = replace(CONFIG, solver_time_limit=30.0)
 WITHOUT_FIRST = replace(PATIENT, first_refresh=6)
@@ -243,7 +243,7 @@ def survive(folder: Path, names: Sequence[str]) -> None:
         handler = Keeping(messages)
         logging.getLogger("snip_hf").addHandler(handler)
         own = folder / name.replace(" ", "-").replace("'", "") / f"rank{dist.get_rank()}"
-        loop = Loop(own, config, wrapper, solving=_SOLVING)
+        loop = Loop(own, config, wrapper)
         began = time.monotonic()
         with fault(loop):
             loop.run(STEPS)
@@ -288,7 +288,8 @@ ENDED: dict[str, tuple[int, Callable[..., None], Any, str]] = {
 def end(folder: Path, name: str) -> None:
     """Notes how the rank that is not struck ends, and when, and the solver's process."""
     rank, strike, owner, attribute = ENDED[name]
-    loop = Loop(folder / "run", replace(QUICK, first_refresh=1, apply_delay=0), solving=_IMPATIENT)
+    setup.RANK_GRACE = 2.0
+    loop = Loop(folder / "run", replace(QUICK, first_refresh=1, apply_delay=0))
     started = _noting_solver(folder)
     if loop.rank == rank:
         setattr(owner, attribute, strike)
@@ -330,7 +331,7 @@ def be_killed(folder: Path) -> None:
     """Kills all ranks after the save of step 3, while the solver runs."""
     rank = dist.get_rank()
     with _noting_solver(folder):
-        loop = Loop(folder / f"rank{rank}", PATIENT, solving=_SOLVING).run(3)
+        loop = Loop(folder / f"rank{rank}", PATIENT).run(3)
     loop.save(folder / "checkpoint-3")
     die()
 
@@ -341,7 +342,7 @@ def go_on(folder: Path) -> None:
     found = {}
     for name in ("undisturbed", "resumed"):
         own = (killed if name == "resumed" else folder) / f"rank{dist.get_rank()}"
-        loop = Loop(own, PATIENT, seed=int(name == "resumed"), solving=_SOLVING)
+        loop = Loop(own, PATIENT, seed=int(name == "resumed"))
         if name == "resumed":
             loop.load(killed / "checkpoint-3", "accelerate")
         loop.run(STEPS).close()

@@ -20,18 +20,16 @@ from torch import Tensor
 from snip_hf import SnipConfig, SnipController
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.pipeline import Pipeline
-from snip_hf.training.refresh import Solving
+from snip_hf.training import setup
 
 
 def train(
-    training: Training, config: SnipConfig, folder: Path | None, steps: int, solving: Solving | None = None
+    training: Training, config: SnipConfig, folder: Path | None, steps: int
 ) -> tuple[SnipController, list[Any], dict[str, dict[str, str]]]:
     """Returns the controller, the losses (None where they are not known) and layer -> formats at the end."""
     parameters = [parameter for part in training.parts for parameter in part.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    controller = SnipController(
-        training.parts, optimizer, config, output_dir=folder, pipeline=Pipeline(training.run), solving=solving
-    )
+    controller = SnipController(training.parts, optimizer, config, output_dir=folder, pipeline=Pipeline(training.run))
     losses = []
     for step in range(1, steps + 1):
         batch = batch_of(step)
@@ -93,7 +91,8 @@ def main() -> None:
     # Names of one block, which one process has alone.
     skipping = fp4_config(**CONFIG, skip_modules=("model.layers.7.*",), solver_time_limit=5)
     try:
-        controller, *_ = train(training, skipping, None, 2, Solving(rank_grace=10.0))
+        setup.RANK_GRACE = 10.0
+        controller, *_ = train(training, skipping, None, 2)
         found["skipping"] = list(controller.plan.assignment)
     except Exception as error:
         found["skipping"] = f"{type(error).__name__}: {error}"

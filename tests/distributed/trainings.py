@@ -26,7 +26,6 @@ from snip_hf import SnipController
 from snip_hf.layers.convert import convert_model
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.training.gradients import Clipping
-from snip_hf.training.refresh import Solving
 
 LENGTH = 128  # one tile, so that whole tiles are of one rank
 States = dict[str, dict[str, Tensor]]
@@ -168,8 +167,8 @@ def _prepared(training: Training, accelerator: Accelerator, folder: Path) -> tup
     config = fp4_config(**training.config)
     convert_model(model, config)
     model, optimizer = accelerator.prepare(model, optimizer)
-    solving = Solving() if training.solves else Solving(start=_no_solver)
-    return model, optimizer, SnipController(model, optimizer, config, accelerator, folder, solving=solving)
+    SolverProcess.start = _START if training.solves else _no_solver  # type: ignore[method-assign, assignment]
+    return model, optimizer, SnipController(model, optimizer, config, accelerator, folder)
 
 
 def with_lora(model: nn.Module) -> nn.Module:
@@ -302,6 +301,9 @@ def _clip_factors_noted(found: Found) -> Iterator[None]:
         yield
     finally:
         Clipping.factor = original  # type: ignore[method-assign]
+
+
+_START = SolverProcess.start
 
 
 def _no_solver(program: dict[str, Any]) -> SolverProcess:

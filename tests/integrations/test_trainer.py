@@ -48,7 +48,7 @@ from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.records.load import load_run
 from snip_hf.reporting.run_report import reason_table
-from snip_hf.training.refresh import Solving
+from snip_hf.training import refresh
 
 CONFIG = fp4_config(stages=2, **SCHEDULE)
 SHORT = 5
@@ -580,7 +580,8 @@ def test_every_kind_of_failure_in_one_run_keeps_the_plan_and_leaves_no_process(
         "import time; time.sleep(60)",
     )
     config = fp4_config(first_refresh=1, refresh_every=2, apply_delay=1, solver_time_limit=0.3, solver="greedy")
-    callback = SnipCallback(config, solving=Solving(grace=0.0), keep_formats=True)
+    monkeypatch.setattr(refresh, "GRACE", 0.0)
+    callback = SnipCallback(config, keep_formats=True)
     one = {"gradient_accumulation_steps": 1}
     run = train(tmp_path, callback=callback, model=model, callbacks=[NanLoss()], max_steps=10, **one)
     reasons = [(line["step"], line["status"], line["reason"]) for line in run.refreshes]

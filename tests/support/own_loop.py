@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from snip_hf import SnipConfig, SnipController
 from snip_hf.layers.state import snip_linears
-from snip_hf.training.refresh import Solving
 
 CONFIG = fp4_config(**SCHEDULE)
 
@@ -31,7 +30,6 @@ class Loop:
         accumulation: int = 1,
         max_norm: float = 0.5,
         dropout: float = 0.1,
-        solving: Solving | None = None,
     ) -> None:
         self.model: Any = tiny_llama(hidden=32, attention_dropout=dropout)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -40,7 +38,7 @@ class Loop:
             self.model, self.optimizer = accelerator.prepare(self.model, self.optimizer)
         self.controller = None
         if config is not None:
-            self.controller = SnipController(self.model, self.optimizer, config, accelerator, folder, solving=solving)
+            self.controller = SnipController(self.model, self.optimizer, config, accelerator, folder)
         self.step = 0
         self.losses: list[float] = []
         torch.manual_seed(0)

@@ -52,8 +52,8 @@ from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.policies.setting import Setting
 from snip_hf.records import run_folder as run_folder_module
 from snip_hf.records.load import read_divergence
+from snip_hf.training import refresh
 from snip_hf.training.checks import check_launch
-from snip_hf.training.refresh import Solving, start_solver
 
 SLEEP = "import time; time.sleep(60)"
 
@@ -746,7 +746,8 @@ def test_a_failing_solver_keeps_the_plan_and_says_why(
     processes = solve_with(monkeypatch, program)
     limit = {"solver_time_limit": 0.2} if failure == "timeout" else {}
     config = fp4_config(**limit, **SCHEDULE | {"refresh_every": 100})
-    loop = Loop(config, tmp_path, solving=Solving(grace=0.0)).run(5)
+    monkeypatch.setattr(refresh, "GRACE", 0.0)
+    loop = Loop(config, tmp_path).run(5)
     (reason,) = kept(tmp_path)
     assert reason.startswith(beginning)
     assert detail in reason
@@ -762,12 +763,15 @@ def test_the_refresh_after_a_failed_one_is_tried_again(tmp_path: Path, monkeypat
     assert [(line["step"], line["status"]) for line in history(tmp_path)[1:]] == [(2, "kept"), (6, "applied")]
 
 
-def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path) -> None:
+def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = SolverProcess.start
+
     def too_much(program: dict[str, Any]) -> SolverProcess:
         program["constraints"][0]["minimum"] = 1.5
-        return start_solver(program)
+        return start(program)
 
-    Loop(folder=tmp_path, solving=Solving(start=too_much)).run(5)
+    monkeypatch.setattr(SolverProcess, "start", too_much)
+    Loop(folder=tmp_path).run(5)
     assert kept(tmp_path) == [
         "SolverError: No map meets all constraints ('stage 0': minimum 1.5, attainable 1). Lower the target or tie "
         "less."
@@ -799,17 +803,21 @@ def test_after_a_solver_that_fails_auto_takes_the_next_one_for_good_and_warns_on
     asked_for: list[str],
     reason: str,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     asked: list[str] = []
+    start = SolverProcess.start
 
     def without_cbc(problem: dict[str, Any]) -> SolverProcess:
         asked.append(problem["solver"])
         fails = [sys.executable, "-c", program]
-        return SolverProcess.start(problem, fails) if problem["solver"] == "auto" else start_solver(problem)
+        return start(problem, fails if problem["solver"] == "auto" else None)
 
     config = fp4_config(**SCHEDULE | {"solver": "auto", "solver_time_limit": 3.0})
-    loop = Loop(config, tmp_path, solving=Solving(start=without_cbc, grace=0.0)).run(9)
+    monkeypatch.setattr(refresh, "GRACE", 0.0)
+    monkeypatch.setattr(SolverProcess, "start", without_cbc)
+    loop = Loop(config, tmp_path).run(9)
     assert loop.controller is not None
     assert asked == asked_for and loop.controller.plan.provenance.solver == "highs"
     assert [line["status"] for line in history(tmp_path) if line["event"] == "refresh"] == refreshes

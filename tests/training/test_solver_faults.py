@@ -23,10 +23,9 @@ from slow_cases import slow_but
 from tiny_runs import SCHEDULE, Run, begun_late, differing, train, weights, without_seconds
 from transformers import TrainerCallback
 
-from snip_hf import SnipCallback
 from snip_hf.planning.solver import ilp
 from snip_hf.planning.solver.process import SolverProcess
-from snip_hf.training.refresh import Solving
+from snip_hf.training import refresh
 
 pytestmark = pytest.mark.usefixtures("no_children_of_other_tests")
 
@@ -167,8 +166,8 @@ def test_a_solver_that_hangs_is_waited_for_no_longer_than_its_limit(
     stop = [_Signal(started, signal.SIGSTOP)] if how == "is stopped" else []
     # The limit is no part of what decides a run, so that the runs compare.
     config = fp4_config(**SCHEDULE, solver_time_limit=1.0)
-    callback = SnipCallback(config, solving=Solving(grace=0.2))
-    run = train(tmp_path, callback=callback, callbacks=stop, **SHORT)
+    monkeypatch.setattr(refresh, "GRACE", 0.2)
+    run = train(tmp_path, config, callbacks=stop, **SHORT)
     reason = "SolverError: The solver ran past the 1.2 s that it had and was killed."
     assert_cost_only_the_first_refresh(run, without_first, reason, caplog.messages)
     assert 1.2 <= waits[0] < 1.2 + 5

@@ -22,7 +22,6 @@ from ..text import WITHOUT_PROBE
 from ..training.checks import check_launch, check_trainer
 from ..training.controller import SnipController
 from ..training.micro_batches import TrainingPasses
-from ..training.refresh import Solving
 from .compilation import compile_by_regions
 from .hub import prepare_push, tag_model
 from .messages import follow_transformers
@@ -43,7 +42,6 @@ class SnipCallback(TrainerCallback):
     Args:
         config: the config. None: the defaults.
         resume: whether to continue from the state in the Trainer's checkpoint; False starts a new plan.
-        solving: as in `SnipController`.
         trackers: functions that get each event of the run (`SnipController.add_tracker`).
         reference: arithmetic of the reference model (`trainer.ref_model` of TRL's trainers): "policy" uses the formats
             of the trained model, so that both agree until their weights differ; "high" uses high precision.
@@ -55,7 +53,6 @@ class SnipCallback(TrainerCallback):
         self,
         config: SnipConfig | None = None,
         resume: bool = True,
-        solving: Solving | None = None,
         trackers: Iterable[Tracker] = (),
         reference: str = AS_POLICY,
         keep_formats: bool = False,
@@ -79,7 +76,6 @@ class SnipCallback(TrainerCallback):
         self._reference: Reference | None = None
         self._keeps_formats = keep_formats
         self._files = StateFiles(resume, type(self).__name__)
-        self._solving = solving
         self._trackers = list(trackers)
         for tracker in self._trackers:
             check_tracker(tracker)
@@ -129,7 +125,6 @@ class SnipCallback(TrainerCallback):
             AcceleratorState(),
             output_dir,
             max_steps=state.max_steps,
-            solving=self._solving,
         )
         trainer = find_trainer(state)
         if trainer is not None:  # DDP wraps the model before its layers are swapped

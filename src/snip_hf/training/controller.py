@@ -30,7 +30,6 @@ from .checkpoint import agreed_state, restore, state_of, weights_fingerprint
 from .checks import StepCalls, check_alike, check_configs, check_launch, check_same_batch
 from .messages import SpeedForecast, compiled_by, how_compiled, tokens_of
 from .micro_batches import PipelineChunks, StepWatch, TrainingPass
-from .refresh import Solving
 from .schedule import Schedule
 from .setup import RunParts, find_processes, set_up
 
@@ -57,7 +56,6 @@ class SnipController:
             nothing is written.
         pipeline: runs the whole model if this process holds only parts of it.
         max_steps: the last optimizer step, if it is known: refreshes whose plan would be due after it are left out.
-        solving: how the integer programs are solved; None: by the configured solver, in a process of its own.
 
     Raises:
         ValueError, TypeError, NotImplementedError, KeyError: anything that cannot work, before training starts.
@@ -72,7 +70,6 @@ class SnipController:
         output_dir: str | os.PathLike[str] | None = None,
         pipeline: Pipeline | None = None,
         max_steps: int | None = None,
-        solving: Solving | None = None,
     ) -> None:
         check_config(config)
         self.config = config
@@ -82,8 +79,7 @@ class SnipController:
         self.compiled = compiled_by(accelerator)
         """Accelerate's way of compiling the model, for the log; None: it does not compile."""
         check_launch(config, accelerator)
-        solving = solving or Solving()
-        self.processes = find_processes(model, config, pipeline, solving.rank_grace)
+        self.processes = find_processes(model, config, pipeline)
         """The processes of this run."""
         check_configs(config, self.processes.everyone)
         is_first = self.processes.everyone.is_first
@@ -99,9 +95,7 @@ class SnipController:
         self._micro_batch, self._has_labels, self._started, self._is_new = 0, False, False, True
         run, attempt = None, Attempt()
         with attempt:  # if one rank refuses, all of them do
-            run = set_up(
-                model, optimizer, accelerator, config, self.processes, self._schedule, self._events, solving, self._log
-            )
+            run = set_up(model, optimizer, accelerator, config, self.processes, self._schedule, self._events, self._log)
         try:
             self.processes.everyone.agree(attempt.error)
             assert run is not None

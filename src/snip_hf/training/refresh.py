@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -36,21 +36,8 @@ _OF_PROBLEM = ("infeasible", "bad problem")
 _RUNS_OUT = "a rank that runs out of batches, as under DDP's Join, never comes to it"
 
 
-def start_solver(program: dict[str, Any]) -> SolverProcess:
-    """Starts solving in a process of its own."""
-    return SolverProcess.start(program)
-
-
-@dataclass(frozen=True)
-class Solving:
-    """The way refreshes solve their integer programs."""
-
-    start: Callable[[dict[str, Any]], SolverProcess] = start_solver
-    """Starts solving a program and returns at once."""
-    grace: float = 30.0
-    """Seconds that training waits for a solver beyond its time limit before the plan in force is kept."""
-    rank_grace: float = 660.0
-    """Seconds that a rank waits for the others beyond the solver's time limit before training ends with an error."""
+# Seconds that training waits for a solver beyond its time limit before the plan in force is kept.
+GRACE = 30.0
 
 
 @dataclass
@@ -106,7 +93,6 @@ class Refresher:
         source: of the gradients.
         processes: those of the run.
         events: get refreshes; their folder gets the divergences.
-        solving: how programs are solved.
         log: gets the outcome of refreshes.
         solver: the first one to ask.
         finds_ties: whether each probe ties the layers that receive the same tensor.
@@ -120,7 +106,6 @@ class Refresher:
         source: GradientSource,
         processes: Processes,
         events: EventWriter,
-        solving: Solving,
         log: logging.Logger,
         solver: str,
         finds_ties: bool,
@@ -129,7 +114,7 @@ class Refresher:
         """The refresh whose plan is not applied yet."""
         self._model, self._in_force, self._layers, self._source = model, in_force, layers, source
         self._processes, self._everyone, self._events = processes, processes.everyone, events
-        self._solving, self._log, self._finds_ties = solving, log, finds_ties
+        self._log, self._finds_ties = log, finds_ties
         self._config = in_force.setting.config
         self._solver = solver
         """The solver in use; it changes after a failure."""
@@ -277,7 +262,7 @@ class Refresher:
     def _start_solver(self, program: dict[str, Any]) -> SolverProcess | None:
         """Starts solving on the first rank; raises on all of them if that fails."""
         started: list[SolverProcess] = []
-        self._everyone.by_first(lambda: started.append(self._solving.start(program)))
+        self._everyone.by_first(lambda: started.append(SolverProcess.start(program)))
         return started[0] if started else None
 
     def _solution(self, pending: PendingRefresh) -> SolverResult:
@@ -285,7 +270,7 @@ class Refresher:
         while True:
             assert pending.process is not None
             try:
-                return pending.process.result(self._config.solver_time_limit + self._solving.grace)
+                return pending.process.result(self._config.solver_time_limit + GRACE)
             except SolverError as error:
                 can_go_on = solver_of(self._config) == "auto" and error.reason not in _OF_PROBLEM
                 if not can_go_on or self._solver == FALLBACK:
@@ -294,7 +279,7 @@ class Refresher:
                 self._log.warning("snip-hf: from now on solver='auto' uses %r, because: %s", self._solver, error)
                 if error.reason == "timeout":  # other ranks would not wait as long again
                     raise
-                pending.process = self._solving.start(pending.problem | {"solver": self._solver})
+                pending.process = SolverProcess.start(pending.problem | {"solver": self._solver})
 
     def _apply(self, pending: PendingRefresh, step: int) -> None:
         began = time.perf_counter()

@@ -41,10 +41,12 @@ from .gradients import GradientSource, find_source
 from .guard import Guard, StepMeter
 from .messages import RunMessages
 from .plan_in_force import PlanInForce, first_plan, formats_in_use
-from .refresh import Refresher, Solving
+from .refresh import Refresher
 from .schedule import Schedule
 from .swapped_layers import SwappedLayers
 
+# Seconds that a rank waits for the others beyond the solver's time limit before training ends with an error.
+RANK_GRACE = 660.0
 FIRST_SAFE_TORCH = "2.13"
 """The first version whose torch.compile runs Liger's norms correctly."""
 _LIGER = "liger_kernel"
@@ -70,18 +72,15 @@ class RunParts:
     messages: RunMessages
 
 
-def find_processes(
-    model: nn.Module | Sequence[nn.Module], config: SnipConfig, pipeline: Pipeline | None, grace: float
-) -> Processes:
+def find_processes(model: nn.Module | Sequence[nn.Module], config: SnipConfig, pipeline: Pipeline | None) -> Processes:
     """Returns the processes of this run, as `torch.distributed` has them. Collective.
 
     Args:
         model: as `SnipController` takes it.
         config: its `solver_time_limit` bounds how long a rank waits for the others.
         pipeline: the process groups of a pipeline; None: every process holds the whole model.
-        grace: seconds added to that bound, in which the first rank ends a solver that is late.
     """
-    timeout = config.solver_time_limit + grace
+    timeout = config.solver_time_limit + RANK_GRACE
     everyone = Ranks.of_all(timeout)
     mesh = tensor_mesh([model] if isinstance(model, nn.Module) else model)
     if pipeline is None and mesh is not None:
@@ -103,7 +102,6 @@ def set_up(
     processes: Processes,
     schedule: Schedule,
     events: EventWriter,
-    solving: Solving,
     log: logging.Logger,
 ) -> RunParts:
     """Builds the parts of a run and puts its first plan in force. Collective.
@@ -113,7 +111,6 @@ def set_up(
         processes: those of the run.
         schedule: of refreshes.
         events: of the run.
-        solving: solves the integer programs.
         log: of this rank.
 
     Raises:
@@ -134,7 +131,7 @@ def set_up(
     setting = find_setting(bare, config, processes.pipeline)
     in_force = _first_in_force(bare, backend.name, setting, processes, events, log)
     finds_ties = config.ties == AUTO_TIES
-    refresher = Refresher(bare, in_force, layers, source, processes, events, solving, log, solver, finds_ties)
+    refresher = Refresher(bare, in_force, layers, source, processes, events, log, solver, finds_ties)
     coverage = CoverageCounter(bare, in_force, processes, events, log, accelerator)
     guard = None
     if config.guard != "off":

@@ -609,12 +609,10 @@ class SnipConfig(_NamedFields):
         return {name: _as_lists(getattr(self, name)) for name in _TYPES}
 
 
-# `HfArgumentParser` overwrites `Field.type`, and calls annotated types with the text of arguments. A field with removed
-# values is text for it, because argparse would refuse these without advice.
+# `HfArgumentParser` overwrites `Field.type`, and calls annotated types with the text of arguments.
 _TYPES: dict[str, str] = {one.name: str(one.type) for one in dataclasses.fields(SnipConfig)}
 for _one in dataclasses.fields(SnipConfig):
-    _type = "str" if any(_one.name == name for name, _ in _REMOVED_VALUES) else _TYPES[_one.name]
-    SnipConfig.__annotations__[_one.name] = _one.metadata.get("type", _type)
+    SnipConfig.__annotations__[_one.name] = _one.metadata.get("type", _TYPES[_one.name])
 
 
 def check_config(config: object) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from snip_hf import SnipArguments, SnipCallback, SnipConfig
-from snip_hf import config as config_module
 
 VALUES = ["--output_dir", "run", "--seed", "3", "--target_fp4_fraction", "1:0.9,800:0.5", "--stages", "2"]
 
@@ -39,32 +37,13 @@ def test_the_default_is_that_of_the_config() -> None:
 
 
 def test_the_seed_alone_has_another_name() -> None:
-    removed = config_module.REMOVED_FIELDS
-    names = [field.name for field in dataclasses.fields(SnipArguments) if field.init and field.name not in removed]
+    names = [field.name for field in dataclasses.fields(SnipArguments) if field.init]
     assert names == [field.name for field in dataclasses.fields(SnipConfig) if field.name != "seed"] + ["snip_seed"]
     help_of = {action.dest: action.help for action in HfArgumentParser(SnipArguments)._actions}
     assert help_of["snip_seed"].startswith("Seed of stochastic rounding")
     assert help_of["stages"].startswith("Pipeline stages")
     with pytest.raises(TypeError, match="seed"):
         SnipArguments(seed=3)
-
-
-@pytest.mark.parametrize("name", ["switching_cost", "guard_noise", "loss_form"])
-def test_removed_fields_are_refused_with_advice_and_hidden_in_the_help(name: str, tmp_path: Path) -> None:
-    parser = HfArgumentParser((TrainingArguments, SnipArguments))
-    message = f"^The SnipConfig field '{name}' was removed: {re.escape(config_module.REMOVED_FIELDS[name])}\\.$"
-    with pytest.raises(ValueError, match=message):
-        parser.parse_args_into_dataclasses([f"--{name}", "1"], look_for_args_file=False)
-    (tmp_path / "run.yaml").write_text(f"{name}: 1\n")
-    with pytest.raises(ValueError, match=message):
-        parser.parse_yaml_file(tmp_path / "run.yaml")
-    assert name not in parser.format_help()
-
-
-def test_removed_values_are_refused_with_advice() -> None:
-    parser = HfArgumentParser((TrainingArguments, SnipArguments))
-    with pytest.raises(ValueError, match=r"^guard='watch' was removed: set guard='raise'"):
-        parser.parse_args_into_dataclasses(["--guard", "watch"], look_for_args_file=False)
 
 
 def test_the_config_itself_meets_the_trainer_s_seed() -> None:

@@ -22,7 +22,7 @@ from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.layers.selection import skip_reasons
 from snip_hf.parallel.ranks import Processes
 from snip_hf.training import setup
-from snip_hf.training.checks import check_configs, check_model, check_parts
+from snip_hf.training.checks import check_equal, check_model, check_parts, deciding_fields
 from snip_hf.training.setup import keep_liger_out_of_graphs
 
 
@@ -69,9 +69,9 @@ def test_layers_on_which_another_forward_is_set_are_left_alone_and_the_reason_is
 
 def test_another_configuration_on_another_rank_is_refused() -> None:
     configs = [fp4_config(), fp4_config(seed=1, solver_time_limit=5.0)]
-    message = "Rank 1 has another configuration than rank 0: seed is 1 on rank 1 and 0 on rank 0. Expected the same"
+    message = "Rank 1 differs from rank 0: seed is 1 on rank 1 and 0 on rank 0. Expected the same config, model, plan"
     with pytest.raises(ValueError, match=message):
-        on_ranks(2, lambda ranks: check_configs(configs[ranks.rank], ranks))
+        on_ranks(2, lambda ranks: check_equal(deciding_fields(configs[ranks.rank]), ranks))
 
 
 LOG = logging.getLogger("test")

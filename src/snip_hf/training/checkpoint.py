@@ -25,7 +25,7 @@ from ..policies.registry import needs_probe
 from ..policies.setting import names_of
 from ..records.events import TARGETS, Retarget
 from ..records.run_folder import EventWriter
-from .checks import check_plans, differences
+from .checks import check_equal, differences, formats_of
 from .guard import Health
 from .plan_in_force import fitting
 from .refresh import PendingRefresh
@@ -175,7 +175,7 @@ def agreed_state(
         saved = SavedState.of(state).fitted(config, flops, at_step, weights)
     everyone.agree(attempt.error)
     assert saved is not None
-    check_plans(saved.plan, everyone)
+    check_equal(formats_of(saved.plan), everyone)
     return saved
 
 

@@ -3,7 +3,7 @@
 Each error gives the value, the expectation and the remedy. The checks run in this order:
 
 1. `check_trainer` and `check_launch`, before anything is built: the Trainer's arguments, Accelerate's settings.
-2. `check_pipeline` and `check_configs`: the process groups of a pipeline, and one configuration on all ranks.
+2. `check_pipeline` and `check_equal`: the process groups of a pipeline, and one configuration on all ranks.
 3. `check_model` and `check_parts`, once the layers are swapped: models that the probe cannot run.
 4. `check_alike`, once the first plan is made: the same layers, plans and lengths of training on all ranks.
 
@@ -42,10 +42,14 @@ from .gradients import LATE
 _FREE = ("solver_time_limit", "backend", "timing_file")
 
 
+def deciding_fields(config: SnipConfig) -> dict[str, Any]:
+    """Returns the fields that decide the course of a run."""
+    return {name: value for name, value in config.to_dict().items() if name not in _FREE}
+
+
 def differences(config: SnipConfig, other: Mapping[str, Any]) -> list[str]:
     """Returns the names of the deciding fields in which a configuration differs from another one, given as a dict."""
-    fields = config.to_dict()
-    return [name for name in fields if name not in _FREE and other.get(name) != fields[name]]
+    return [name for name, value in deciding_fields(config).items() if other.get(name) != value]
 
 
 def check_pipeline(stages: Ranks, data: Ranks, everyone: Ranks) -> None:
@@ -66,50 +70,12 @@ def check_pipeline(stages: Ranks, data: Ranks, everyone: Ranks) -> None:
         )
 
 
-def check_configs(config: SnipConfig, everyone: Ranks) -> None:
-    """Refuses ranks with different configurations. Collective.
+def check_equal(values: Mapping[str, Any], ranks: Ranks) -> None:
+    """Refuses JSON data about a run that is not the same on all ranks. Collective.
 
     Raises:
-        ValueError: names another rank and a field, on all ranks.
+        ValueError: names another rank and an entry, on all ranks.
     """
-    fields = {name: value for name, value in config.to_dict().items() if name not in _FREE}
-    _check_equal(fields, everyone, "another configuration", "Expected the same SnipConfig on all ranks.")
-
-
-def check_alike(
-    layers: Mapping[str, SnipLayer], plan: PrecisionPlan, max_steps: int | None, processes: Processes
-) -> None:
-    """Refuses ranks with different swapped layers, first plans or lengths of training. Collective.
-
-    Raises:
-        ValueError: names another rank and the difference, on all ranks.
-    """
-    found = {
-        name: f"{layer.out_features}x{layer.in_features}, {'trained' if layer.weight.requires_grad else 'frozen'}"
-        for name, layer in layers.items()
-    }
-    attempt = Attempt()
-    with attempt:
-        expected = "Expected the same model, frozen and swapped alike, on all ranks that share it."
-        _check_equal(found, processes.data, "other swapped layers", expected)
-    processes.everyone.agree(attempt.error)
-    check_plans(plan, processes.everyone)
-    expected = "Expected the same number on all ranks, since it decides which refreshes are run."
-    _check_equal({"max_steps": max_steps}, processes.everyone, "another length of training", expected)
-
-
-def check_plans(plan: PrecisionPlan, everyone: Ranks) -> None:
-    """Refuses ranks with different plans, e.g. from different files. Collective.
-
-    Raises:
-        ValueError: names another rank and a layer, on all ranks.
-    """
-    formats = {layer: "/".join(row.values()) for layer, row in plan.assignment.items()}
-    _check_equal(formats, everyone, "another plan", "Expected one plan on all ranks: let all of them read one file.")
-
-
-def _check_equal(values: Mapping[str, Any], ranks: Ranks, what: str, expected: str) -> None:
-    """Raises ValueError, on all ranks, if the JSON data of one rank is not that of the first one. Collective."""
     digests = ranks.gather(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest())
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is None:
@@ -118,9 +84,27 @@ def _check_equal(values: Mapping[str, Any], ranks: Ranks, what: str, expected: s
     first, theirs = data[0], data[other]
     name = next(name for name in {**first, **theirs} if first.get(name) != theirs.get(name))
     raise ValueError(
-        f"Rank {other} has {what} than rank 0: {name} is {theirs.get(name, 'missing')} on rank {other} and "
-        f"{first.get(name, 'missing')} on rank 0. {expected}"
+        f"Rank {other} differs from rank 0: {name} is {theirs.get(name, 'missing')} on rank {other} and "
+        f"{first.get(name, 'missing')} on rank 0. Expected the same config, model, plan and max_steps on all ranks."
     )
+
+
+def check_alike(
+    layers: Mapping[str, SnipLayer], plan: PrecisionPlan, max_steps: int | None, processes: Processes
+) -> None:
+    """Refuses ranks with different swapped layers, first plans or lengths of training, as `check_equal`."""
+    attempt = Attempt()
+    with attempt:  # stages of a pipeline have different layers
+        sizes = {name: f"{layer.out_features}x{layer.in_features}" for name, layer in layers.items()}
+        states = {name: "trained" if layer.weight.requires_grad else "frozen" for name, layer in layers.items()}
+        check_equal({name: f"{size}, {states[name]}" for name, size in sizes.items()}, processes.data)
+    processes.everyone.agree(attempt.error)
+    check_equal({**formats_of(plan), "max_steps": max_steps}, processes.everyone)
+
+
+def formats_of(plan: PrecisionPlan) -> dict[str, str]:
+    """Returns layer -> formats of a plan, for `check_equal`."""
+    return {layer: "/".join(row.values()) for layer, row in plan.assignment.items()}
 
 
 def check_trainer(args: Any) -> None:

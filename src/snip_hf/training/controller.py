@@ -27,7 +27,7 @@ from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
 from ..records.run_folder import EventWriter, RunFolder, Tracker
 from .checkpoint import agreed_state, restore, state_of, weights_fingerprint
-from .checks import StepCalls, check_alike, check_configs, check_launch, check_same_batch
+from .checks import StepCalls, check_alike, check_equal, check_launch, check_same_batch, deciding_fields
 from .messages import SpeedForecast, compiled_by, how_compiled, tokens_of
 from .micro_batches import PipelineChunks, StepWatch, TrainingPass
 from .schedule import Schedule
@@ -81,7 +81,7 @@ class SnipController:
         check_launch(config, accelerator)
         self.processes = find_processes(model, config, pipeline)
         """The processes of this run."""
-        check_configs(config, self.processes.everyone)
+        check_equal(deciding_fields(config), self.processes.everyone)
         is_first = self.processes.everyone.is_first
         self._log = logger if is_first else _replica
         self._folder = RunFolder(output_dir if is_first else None)

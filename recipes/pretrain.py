@@ -32,9 +32,9 @@ from transformers import (
 )
 
 from snip_hf import SnipCallback, SnipConfig, keep_model_card, restore_model
-from snip_hf.config import DoesNotFit, shares_text
+from snip_hf.config import DoesNotFit
 from snip_hf.extras import needed_by
-from snip_hf.policies.registry import aims_at_share
+from snip_hf.policies.target import describe_target
 
 with needed_by("recipes/pretrain.py"):
     import datasets
@@ -224,12 +224,8 @@ def _describe(snip: SnipConfig | None) -> str:
         return "as in `training`, nothing quantized (no SNIP)"
     if snip.fixed_plan is not None:
         return f"plan {snip.fixed_plan}, held fixed"
-    if not aims_at_share(snip):
-        return f"policy {snip.policy}"
-    if snip.target_linear_speedup is not None:
-        return f"policy {snip.policy}, target speed-up of the linears {snip.target_linear_speedup}"
-    of = " of the forward GEMMs only" if snip.decides == "forward" else ""
-    return f"policy {snip.policy}, target FP4 share {shares_text(snip.target_fp4_fraction)}{of}"
+    target = describe_target(snip.to_dict())
+    return f"policy {snip.policy}" if target is None else f"policy {snip.policy}, target {target}"
 
 
 def _origin(recipe: Recipe) -> dict[str, Any]:

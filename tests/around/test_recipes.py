@@ -295,10 +295,13 @@ def test_a_share_that_changes_and_a_budget_over_forward_gemms_are_overrides() ->
     changing = "snip.target_fp4_fraction=[[1, 0.9], [8, 0.5]]"
     snip = load_recipe(QUICKSTART, [changing, "snip.granularity=gemm", "snip.decides=forward"]).snip
     assert snip is not None and snip.target_fp4_fraction == ((1, 0.9), (8, 0.5))
-    said = "policy snip, target FP4 share 0.9 from step 1, 0.5 from step 8 of the forward GEMMs only"
+    said = "policy snip, target at least 90.0% from step 1, 50.0% from step 8 of the forward GEMMs' FLOPs in FP4"
     assert pretrain._describe(snip) == said
     assert load_recipe(QUICKSTART).snip is not None
-    assert pretrain._describe(load_recipe(QUICKSTART).snip) == "policy snip, target FP4 share 0.75"
+    assert (
+        pretrain._describe(load_recipe(QUICKSTART).snip)
+        == "policy snip, target at least 75.0% of the linears' FLOPs in FP4"
+    )
 
 
 def test_the_quickstart_refreshes_three_times_and_applies_each() -> None:

@@ -66,8 +66,10 @@ def test_the_section_tells_policy_target_share_config_arithmetic_device_and_sour
     config = SnipConfig(refresh_every=77).to_dict()
     text = section(plan("fp4", "fp4", "fp8", config=config), device="Some GPU [a]")
     rows = dict(re.findall(r"^\| (.+?) \| (.*) \|$", text, re.MULTILINE))
-    assert rows["policy"] == "`snip`" and rows["target"] == "at least 50.0% of the linear FLOPs in FP4"
-    assert rows["attained by the plan in force"] == "66.7% of the linear FLOPs in FP4 (not a reduction of FLOPs)"
+    assert rows["policy"] == "`snip`" and rows["target"] == "at least 75.0% of the linears' FLOPs in FP4"
+    assert rows["attained by the plan in force"] == (
+        "66.7% of the linear FLOPs in FP4 (per stage: 66.7%) (not a reduction of FLOPs)"
+    )
     assert rows["formats"] == "FP4 66.7%, FP8 33.3% of the linear FLOPs"
     assert rows["arithmetic"].startswith("emulated: ") and rows["trained on"] == "Some GPU \\[a\\]"
     assert "(at the end: FP4, FP8)" in text and "(https://arxiv.org/abs/2602.01410)" in text
@@ -83,7 +85,7 @@ def test_the_section_of_a_native_run_does_not_speak_of_emulation() -> None:
 
 def test_the_section_names_the_smallest_share_among_the_stages() -> None:
     text = section(plan("fp4", "fp4", "fp4", "fp8", stages=2))
-    assert "75.0% of the linear FLOPs" in text and "50.0% or more in each of 2 stages" in text
+    assert "75.0% of the linear FLOPs" in text and "(per stage: 100.0%, 50.0%)" in text
 
 
 @pytest.mark.parametrize("policy", ["bf16", "uniform-fp8", "uniform-fp4"])

@@ -118,14 +118,14 @@ def test_the_report_says_the_shares_their_mean_and_why_the_last_plan_is_as_it_is
     printed = io.StringIO()
     print_run(found, Console(file=printed, width=120))
     text = " ".join(printed.getvalue().split())
-    assert "target FP4 share 0.25 from step 1, 0.75 from step 5, attained" in text
+    assert "target at least 25.0% from step 1, 75.0% from step 5 of the linears' FLOPs in FP4, attained" in text
     assert (
         f"Mean up to step 7, the last in the files of the run: {found.mean_fp4_fraction:.4f} of the linear FLOPs in "
         f"FP4, with a target of {(4 * 0.25 + 3 * 0.75) / 7:.4f}."
     ) in text
     assert "Why (probe of step 5;" in text
     card = trained_section(PrecisionPlan.load(folder / "snip" / "plan.json"), None, "emulated", None)
-    assert "at least 25.0% from step 1, 75.0% from step 5 of the linear FLOPs in FP4" in card
+    assert "at least 25.0% from step 1, 75.0% from step 5 of the linears' FLOPs in FP4" in card
 
 
 @pytest.mark.parametrize("saved_at", [6])

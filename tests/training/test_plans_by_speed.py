@@ -54,8 +54,8 @@ def test_the_report_shows_target_and_speed_and_all_three_formats(tmp_path: Path)
     print_run(load_run(tmp_path), Console(file=printed, width=100))
     text = " ".join(printed.getvalue().split())
     speedup = PrecisionPlan.load(tmp_path / "snip" / "plan.json").linear_speedup()
-    assert "target speed-up of the linears 2.0, attained" in text
-    assert f"The linears run at {speedup:.4f} times BF16's speed (ideal rates)." in text
+    assert "target linears at 2.0 times BF16's speed, attained" in text
+    assert f"linears at {speedup:.3f} times BF16's speed (ideal rates)" in text
     assert "extra cost of FP4 per share of the stage's time in BF16 that it saves" in text
     assert len(write_figures(load_run(tmp_path))) == 2
 

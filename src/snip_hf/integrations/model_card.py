@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping
 
 from huggingface_hub import ModelCard
 
-from ..config import POLICIES, SnipConfig, read_shares, shares_text
+from ..config import SnipConfig
 from ..estimation.coverage import Coverage
 from ..numerics.formats import FORMATS
-from ..planning.plan import PrecisionPlan, forward_shares
+from ..planning.plan import PrecisionPlan
+from ..policies.target import describe_target
 from ..records.run_folder import FOLDER
 from ..shipped_files import REPOSITORY
 from ..text import printable
@@ -172,42 +173,13 @@ def as_text(name: str) -> str:
 def _plan_rows(plan: PrecisionPlan) -> dict[str, str]:
     # Escapes do not work within backquotes, so removes the characters that end the code or the cell.
     policy = printable(plan.provenance.policy, _NAME).translate(_NOT_CODE)
+    origin = {"policy": plan.provenance.policy, "target_fp4_fraction": plan.provenance.target_fp4_fraction}
     return {
         "policy": f"`{policy}`",
-        "target": _target(plan),
-        "attained by the plan in force": _attained(plan),
+        "target": describe_target({**origin, **(plan.provenance.config or {})}) or "none",
+        "attained by the plan in force": f"{plan.describe()} (not a reduction of FLOPs)",
         "formats": _format_shares(plan),
     }
-
-
-def _target(plan: PrecisionPlan) -> str:
-    fraction, config = plan.provenance.target_fp4_fraction, plan.provenance.config or {}
-    speedup = config.get("target_linear_speedup")
-    policy = POLICIES.get(plan.provenance.policy)
-    if policy is not None and not policy.aims_at_share:
-        return "none"
-    if isinstance(speedup, float | int):
-        return f"linears at {speedup:g} times BF16's speed or more"
-    if fraction is None:
-        return "none"
-    of = "the linear FLOPs" if forward_shares(plan) is None else "the forward GEMMs' FLOPs"
-    text = shares_text(read_shares(config.get("target_fp4_fraction")) or fraction, ".1%")
-    return f"at least {text} of {of} in FP4"
-
-
-def _attained(plan: PrecisionPlan) -> str:
-    if not plan.is_share_known:
-        return "an unknown FP4 share (no micro-batch was counted, and experts do not see every token)"
-    text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (not a reduction of FLOPs)"
-    forward = forward_shares(plan)
-    if forward is not None:
-        text = f"{text}, {forward.fp4_fraction:.1%} of the forward GEMMs only"
-    speedup = plan.linear_speedup()
-    if speedup is not None:
-        text = f"{text}, linears at {speedup:.2f} times BF16's speed"
-    if len(plan.stages) == 1:
-        return text
-    return f"{text}; {min(plan.stage_fp4_fractions):.1%} or more in each of {len(plan.stages)} stages"
 
 
 def _format_shares(plan: PrecisionPlan) -> str:

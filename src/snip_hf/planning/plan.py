@@ -336,6 +336,23 @@ class PrecisionPlan:
             return self
         return replace(self, flops=flops, measured=None)
 
+    def describe(self) -> str:
+        """Returns the FP4 shares, and the speed if it is known, for logs, reports and model cards."""
+        if not self.is_share_known:
+            return "an unknown FP4 share (no micro-batch was counted, and experts do not see every token)"
+        stages = ", ".join(f"{share:.1%}" for share in self.stage_fp4_fractions)
+        text = f"{self.fp4_fraction:.1%} of the linear FLOPs in FP4 (per stage: {stages})"
+        forward = forward_shares(self)
+        if forward is not None:
+            text = f"{text}, {forward.describe()}"
+        speedup = self.linear_speedup()
+        if speedup is not None:
+            text = f"{text}, linears at {speedup:.3f} times BF16's speed ({self.speed_source})"
+        times = self.stage_fp4_time_fractions
+        if times is None:
+            return text
+        return f"{text}, {self.fp4_time_fraction:.1%} of their time ({', '.join(f'{share:.1%}' for share in times)})"
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON data, layers in the order of the stages; "measured" and "tokens" only if they are."""
         document = {

@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from ..config import FORWARD, POLICIES, read_shares, shares_text
 from ..costs.rates import linear_times
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from .setting import Setting, tied_groups
 
 # Floating-point error allowed when a sum of contributions is compared with the target.
 TOLERANCE = 1e-9
+
+
+def describe_target(config: Mapping[str, Any]) -> str | None:
+    """Describes the target of a run, for logs, reports and model cards; None without one.
+
+    Args:
+        config: fields of a `SnipConfig`, perhaps of another version. An unknown policy is assumed to have a target.
+    """
+    policy = POLICIES.get(config.get("policy", ""))
+    if config.get("fixed_plan") or (policy is not None and not policy.aims_at_share):
+        return None
+    speedup, share = config.get("target_linear_speedup"), config.get("target_fp4_fraction")
+    if speedup is not None:
+        return f"linears at {speedup} times BF16's speed"
+    shares = read_shares(share) or share
+    if not isinstance(shares, tuple | float | int):
+        return None
+    gemms = "the forward GEMMs'" if config.get("decides") == FORWARD else "the linears'"
+    unit = "measured time" if config.get("budget") == "measured" else "FLOPs"
+    return f"at least {shares_text(shares, '.1%')} of {gemms} {unit} in FP4"
 
 
 def least_sum(setting: Setting) -> float:

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..config import FORWARD, POLICIES, mean_share, read_shares, shares_text
+from ..config import FORWARD, mean_share, read_shares, shares_text
 from ..estimation.coverage import Coverage
 from ..json_io import short
-from ..planning.plan import PrecisionPlan, forward_shares
+from ..planning.plan import PrecisionPlan
 from ..records.events import RAISED, Alarm, Retarget
 from ..records.load import Run
 
@@ -21,43 +21,10 @@ def policy_text(config: Mapping[str, Any]) -> str:
     return f"policy {value_text(config.get('policy'))}"
 
 
-def attained_text(plan: PrecisionPlan) -> str:
-    """Describes the FP4 share of a plan. If it only decides on forward GEMMs, their share comes first."""
-    if not plan.is_share_known:
-        return "an unknown FP4 share (no micro-batch was counted, and experts do not see every token)"
-    forward = forward_shares(plan)
-    if forward is not None:
-        time = "" if forward.fp4_time_fraction is None else f", {forward.fp4_time_fraction:.4f} of their measured time"
-        return f"{forward.fp4_fraction:.4f} of the forward GEMMs{time} ({plan.fp4_fraction:.4f} of all linear FLOPs)"
-    time = "" if plan.measured is None else f" and {plan.fp4_time_fraction:.4f} of their measured time"
-    return f"{plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}"
-
-
 def coverage_text(coverage: Coverage, plan: PrecisionPlan) -> str:
     """Describes the plan's coverage of the model, and the FP4 share of the whole model."""
     share = coverage.share * plan.fp4_fraction
     return f"The plan decides on {coverage.describe()}. FP4 share of all of them: {share:.4f}."
-
-
-def target_text(config: Mapping[str, Any]) -> str:
-    """Describes the target."""
-    if not has_target(config):
-        return "no target"
-    if config.get("target_linear_speedup") is not None:
-        return f"target speed-up of the linears {value_text(config['target_linear_speedup'])}"
-    of = " of the measured time" if config.get("budget") == "measured" else ""
-    if config.get("decides") == FORWARD:
-        of = f"{of} of the forward GEMMs only"
-    share = config.get("target_fp4_fraction")
-    shares = read_shares(share)
-    text = value_text(share) if shares is None else shares_text(shares)
-    return f"target FP4 share {text}{of}"
-
-
-def has_target(config: Mapping[str, Any]) -> bool:
-    """Returns True if the run has a target, which is assumed for unregistered policies."""
-    policy = POLICIES.get(config.get("policy", ""))
-    return not config.get("fixed_plan") and (policy is None or policy.aims_at_share)
 
 
 def mean_shares_text(run: Run) -> list[str]:

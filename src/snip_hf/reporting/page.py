@@ -18,10 +18,11 @@ from rich.text import Text
 
 from ..config import SnipConfig
 from ..json_io import write_atomic
+from ..policies.target import describe_target
 from ..records.events import Refresh
 from ..records.load import Run
 from ..text import printable
-from .facts import attained_text, plan_in_force, policy_text, target_text
+from .facts import plan_in_force, policy_text
 from .figures import Losses, figures_of, loss_figure, png
 from .run_report import Content, run_contents
 
@@ -231,8 +232,8 @@ def _mean(run: Run) -> str:
 _ROWS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("Model", lambda run: run.plans[-1][1].provenance.model_name or _NOTHING),
     ("Decided by", lambda run: policy_text(run.config)),
-    ("Target", lambda run: target_text(run.config)),
-    ("FP4 share at the end", lambda run: attained_text(plan_in_force(run))),
+    ("Target", lambda run: describe_target(run.config) or _NOTHING),
+    ("FP4 share at the end", lambda run: plan_in_force(run).describe()),
     ("FP4 share, mean over the steps", _mean),
     ("Coverage", _coverage),
     ("Speed of the linears", _speed),

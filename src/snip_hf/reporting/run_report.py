@@ -18,18 +18,16 @@ from ..layers.labels import LayerLabels
 from ..numerics.formats import FORMATS
 from ..planning.program import problem
 from ..policies.setting import Setting
+from ..policies.target import describe_target
 from ..records.load import Run, load_recorded, thinned
 from .facts import (
     alarm_sentences,
-    attained_text,
     coverage_text,
-    has_target,
     last_decided,
     mean_shares_text,
     plan_in_force,
     policy_text,
     retarget_sentences,
-    target_text,
     value_text,
 )
 from .figures import write_figures
@@ -83,18 +81,14 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
     config = run.last_config
     policy, plan = policy_text(config), plan_in_force(run)
     by_time = config.get("budget") == "measured"
-    speedup = plan.linear_speedup()
-    speed = ""
-    if speedup is not None:
-        source = "measured" if plan.measured is not None else f"{value_text(config.get('rates'))} rates"
-        speed = f". The linears run at {speedup:.4f} times BF16's speed ({source})"
+    target = describe_target(config)
     say(
         console,
-        f"{policy[0].upper()}{policy[1:]}, granularity {value_text(config.get('granularity'))}, {target_text(config)}, "
-        f"attained {attained_text(plan)}{speed}. Model: "
+        f"{policy[0].upper()}{policy[1:]}, granularity {value_text(config.get('granularity'))}, "
+        f"{'no target' if target is None else f'target {target}'}, attained {plan.describe()}. Model: "
         f"{value_text(plan.provenance.model_name or 'not named')}.",
     )
-    if has_target(config) and isinstance(config.get("target_fp4_fraction"), list):
+    if target is not None and isinstance(config.get("target_fp4_fraction"), list):
         _say_some(console, mean_shares_text(run))
     if run.counted:
         say(console, coverage_text(run.counted[-1].coverage, plan))

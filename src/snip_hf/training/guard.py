@@ -34,7 +34,7 @@ from ..policies.setting import siblings
 from ..records.events import GRADIENT_NORM, LOSS, NOTED, RAISED, Alarm
 from ..records.run_folder import EventWriter
 from .gradients import BackwardEnd, LossScaling
-from .plan_in_force import PlanInForce, describe_plan
+from .plan_in_force import PlanInForce
 from .refresh import Refresher
 from .schedule import Schedule
 
@@ -336,7 +336,7 @@ class Guard:
             )
         )
         if changes:
-            text = f"the formats of {len(changes)} GEMMs are raised by one: {describe_plan(plan)}"
+            text = f"the formats of {len(changes)} GEMMs are raised by one: {plan.describe()}"
         else:
             text = (
                 "nothing is left to raise. If this goes on, stop and resume from a checkpoint of before the first "

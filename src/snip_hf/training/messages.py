@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..config import SnipConfig, shares_text
+from ..config import SnipConfig
 from ..estimation.batch import is_of_sequences
 from ..estimation.coverage import Coverage
 from ..kernels.backend import BACKENDS
@@ -18,9 +18,9 @@ from ..kernels.emulated import Emulated
 from ..layers.layer import SnipLayer
 from ..numerics.formats import FORMATS
 from ..planning.plan import PrecisionPlan
-from ..policies.registry import aims_at_share, needs_probe
+from ..policies.registry import needs_probe
+from ..policies.target import describe_target
 from ..records.events import Event, Refresh
-from .plan_in_force import describe_plan
 
 BY_REGIONS = "compiled by regions"
 AS_A_WHOLE = "compiled as a whole (by regions is faster, and compiles sooner)"
@@ -68,8 +68,8 @@ class RunMessages:
         self._has_begun = True
         config = self._config
         lines = {
-            "plan": f"policy {config.policy}, {describe_plan(plan)}",
-            "target": _target(config),
+            "plan": f"policy {config.policy}, {plan.describe()}",
+            "target": describe_target(config.to_dict()) or "none",
             "formats": f"{', '.join(FORMATS[name].label for name in config.formats)}, decided per {config.granularity}",
             "backend": self._backend,
             "coverage": "not known" if coverage is None else f"the plan can decide on {coverage.describe()}",
@@ -90,23 +90,13 @@ class RunMessages:
             "snip-hf: ended after step %d: %s. New plans: %d; refreshes that kept the plan: %d. Probes took %.1f s, "
             "solvers %.1f s beside training, which waited %.1f s for them.",
             step,
-            describe_plan(plan),
+            plan.describe(),
             applied,
             len(self._applied) - applied,
             seconds["probe"],
             seconds["solver"],
             seconds["waited"],
         )
-
-
-def _target(config: SnipConfig) -> str:
-    if config.fixed_plan is not None or not aims_at_share(config):
-        return "none"
-    if config.target_linear_speedup is not None:
-        return f"linears at {config.target_linear_speedup:g} times BF16's speed"
-    unit = "measured time" if config.budget == "measured" else "FLOPs"
-    gemms = f"the forward GEMMs' {unit}" if config.decides == "forward" else f"the linears' {unit}"
-    return f"at least {shares_text(config.target_fp4_fraction, '.1%')} of {gemms} in FP4"
 
 
 def _refreshes(config: SnipConfig, first_refresh: int) -> str:

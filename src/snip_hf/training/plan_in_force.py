@@ -15,7 +15,7 @@ from ..costs.flops import Tokens, Work
 from ..costs.timing import MeasuredCost
 from ..estimation.ties import Ties
 from ..parallel.ranks import RankError, describe
-from ..planning.plan import PlanProvenance, PrecisionPlan, forward_shares
+from ..planning.plan import PlanProvenance, PrecisionPlan
 from ..planning.solver.process import SolverResult
 from ..policies.registry import aims_at_share, needs_probe, rule_assignment
 from ..policies.setting import Assignment, Setting
@@ -82,24 +82,6 @@ def solved_plan(setting: Setting, model_name: str, step: int, result: SolverResu
     return _planned(setting, setting.assignment(result.choices), provenance)
 
 
-def describe_plan(plan: PrecisionPlan) -> str:
-    """Returns a plan's FP4 shares, and its speed if it is known, for the log."""
-    if not plan.is_share_known:
-        return "FP4 share not known, since no micro-batch was counted, and experts do not see every token"
-    stages = ", ".join(f"{share:.1%}" for share in plan.stage_fp4_fractions)
-    text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (per stage: {stages})"
-    forward = forward_shares(plan)
-    if forward is not None:
-        text = f"{text}, {forward.describe()}"
-    speedup = plan.linear_speedup()
-    if speedup is not None:
-        text = f"{text}, linears at {speedup:.3f} times BF16's speed ({plan.speed_source})"
-    times = plan.stage_fp4_time_fractions
-    if times is None:
-        return text
-    return f"{text}, {plan.fp4_time_fraction:.1%} of their time ({', '.join(f'{share:.1%}' for share in times)})"
-
-
 class PlanInForce:
     """The plan that the model runs in. It stays if a refresh fails, with a warning and an event.
 
@@ -143,7 +125,7 @@ class PlanInForce:
     def resume(self, plan: PrecisionPlan, step: int) -> None:
         """Puts the plan of a checkpoint of this step in force, with a line in the log."""
         self.put(plan)
-        self._log.info("snip-hf: resumed at step %d: %s.", step, describe_plan(plan))
+        self._log.info("snip-hf: resumed at step %d: %s.", step, plan.describe())
 
     def apply(self) -> None:
         """Gives the layers of the model their formats."""
@@ -227,7 +209,7 @@ class PlanInForce:
             self.save()
             self._events.add(self.begun(step).applied(step, plan, changes, None))
             self._gave_up = None
-            self._log.info("snip-hf: plan for the share of step %d applied: %s.", step, describe_plan(plan))
+            self._log.info("snip-hf: plan for the share of step %d applied: %s.", step, plan.describe())
 
     @contextlib.contextmanager
     def keeping(self, step: int, begun: Callable[[], RefreshBegun] | None = None) -> Iterator[None]:

@@ -27,7 +27,7 @@ from ..records.events import RefreshBegun
 from ..records.run_folder import EventWriter
 from .gradients import LATE, GradientSource
 from .micro_batches import NOT_CAPTURED, StepWatch
-from .plan_in_force import PlanInForce, describe_plan, solved_plan
+from .plan_in_force import PlanInForce, solved_plan
 from .swapped_layers import SwappedLayers
 
 # Failures that every solver would have. With solver="auto", any other failure leads to the next solver.
@@ -304,7 +304,7 @@ class Refresher:
             "%.1f s, waiting for it %.1f s.",
             pending.step,
             step,
-            describe_plan(plan),
+            plan.describe(),
             applied.layers_changed,
             *(pending.begun.seconds[part] for part in ("probe", "solver", "waited")),
         )

@@ -11,15 +11,19 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from configs import fp4_config
+from expert_models import CONFIGS
 from small import text, tiny_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.distributed import DistributedConfig
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model
 from snip_hf.costs.flops import linear_flops
@@ -33,6 +37,9 @@ from snip_hf.training.checkpoint import weights_fingerprint
 BOUND = 3.0
 QUICK: dict[str, Any] = {"solver_time_limit": 2.0, "solver": "greedy", "probe_tokens": None}
 setup.RANK_GRACE = 1.0
+# transformers before 5.24 has no number of ranks for it.
+HAS_SIZE = "ep_size" in DistributedConfig.__dataclass_fields__
+EXPERT_PARALLEL: dict[str, int] = {"ep_size": 2} if HAS_SIZE else {"enable_expert_parallel": True}
 CONFIG = fp4_config(first_refresh=2, apply_delay=0, **QUICK)
 
 
@@ -126,6 +133,29 @@ def without_a_controller() -> None:
         controller(fp4_config(**QUICK | {"solver_time_limit": 2.5}))
 
 
+def shared(folder: Path, config: PretrainedConfig, attention: str = "sdpa", **sizes: int) -> None:
+    """Lets two ranks share a model from a checkpoint by transformers' `DistributedConfig`."""
+    if dist.get_rank() == 0:
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    dist.barrier()
+    how = DistributedConfig(tp_size=2, **sizes)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=how, attn_implementation=attention)
+    SnipController(model, torch.optim.SGD(model.parameters()), CONFIG).close()
+
+
+def changed(**values: int) -> PretrainedConfig:
+    config = tiny_llama(hidden=32, layers=2).config
+    for name, value in values.items():
+        setattr(config, name, value)
+    return config
+
+
+def three_experts() -> PretrainedConfig:
+    config = deepcopy(CONFIGS["qwen3-moe"])
+    config.num_experts = 3
+    return config
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
@@ -144,6 +174,11 @@ def main() -> None:
         "restored": one_rank_restored_a_layer,
         "states": states,
         "sharded": sharded,
+        "odd features": lambda: shared(folder / "odd", changed(intermediate_size=45)),
+        "one head": lambda: shared(folder / "head", changed(num_key_value_heads=1)),
+        "attention": lambda: shared(folder / "attention", changed(), "eager" if rank else "sdpa"),
+        "three experts": lambda: shared(folder / "experts", three_experts(), **EXPERT_PARALLEL),
+        "experts": lambda: shared(folder / "experts", CONFIGS["qwen3-moe"], **EXPERT_PARALLEL),
         # Last, since who is waited for in vain is lost to the other.
         "batches": too_few_batches,
         "callback": without_a_controller,

@@ -27,6 +27,17 @@ DIFFERENCES = {
     "layers": "model.layers.2.self_attn.q_proj is missing on rank 1 and 32x32, trained on rank 0",
     "frozen": "model.layers.1.mlp.up_proj is 80x32, frozen on rank 1 and 80x32, trained on rank 0",
     "max_steps": "max_steps is 11 on rank 1 and 10 on rank 0",
+    "attention": "attn_implementation is eager on rank 1 and sdpa on rank 0",
+}
+SHARING = {
+    "odd features": "tp_size=2 does not divide the 45 features of layer 'model.layers.0.mlp.gate_proj' that it splits. "
+    "Load the model with a tp_size that divides them.",
+    "one head": "tp_size=2 does not divide the 1 head of layer 'model.layers.0.self_attn.k_proj' that it splits. Load "
+    "the model with a tp_size that divides them.",
+    "three experts": "Cannot evenly shard 3 experts across 2 expert-parallel ranks.",  # transformers'
+    "experts": "The model is expert-parallel (ep_size): no rank runs all of it, so that it cannot be probed. Load it "
+    "with tp_size, fsdp_size or dp_replicate_size instead, or use a policy that needs no probe, such as "
+    "policy='layer-position'.",
 }
 
 
@@ -37,6 +48,13 @@ def test_ranks_that_do_not_have_the_same_are_refused_on_all_of_them(two: Found, 
             f"ValueError: Rank 1 differs from rank 0: {DIFFERENCES[scenario]}. Expected the same config, model, "
             "plan and max_steps on all ranks."
         )
+        assert found[scenario]["seconds"] < BOUND
+
+
+@pytest.mark.parametrize("scenario", SHARING)
+def test_models_that_cannot_be_shared_are_refused_on_all_ranks(two: Found, scenario: str) -> None:
+    for found in two:
+        assert found[scenario]["error"] == f"ValueError: {SHARING[scenario]}"
         assert found[scenario]["seconds"] < BOUND
 
 

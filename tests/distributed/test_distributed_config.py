@@ -1,4 +1,5 @@
-"""Models that transformers shards itself, by `from_pretrained(..., distributed_config=...)`.
+"""Models that transformers shards itself, by `from_pretrained(..., distributed_config=...)`, or Accelerate by its
+`ParallelismConfig`.
 
 transformers saves no checkpoint of such a Trainer's run that can be resumed, so loops are.
 """
@@ -22,8 +23,8 @@ Found = list[dict[str, Any]]
 """Rank -> name -> what became of a run."""
 
 
-def run(folder: Path, ranks: int, *names: str) -> Found:
-    assert_succeeded(start_ranks("run_distributed_config.py", folder, *names, folder=folder, ranks=ranks))
+def run(folder: Path, ranks: int, *names: str, script: str = "run_distributed_config.py") -> Found:
+    assert_succeeded(start_ranks(script, folder, *names, folder=folder, ranks=ranks))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
@@ -129,3 +130,26 @@ def test_a_resumed_loop_of_a_split_model_is_the_uninterrupted_one_to_the_bit(spl
 def test_ranks_that_split_a_model_and_see_different_data_are_refused_together(split: tuple[str, Found]) -> None:
     for rank in split[1]:
         assert "got different micro-batches" in rank["disagreeing"]
+
+
+@pytest.fixture(scope="module")
+def configured(tmp_path_factory: pytest.TempPathFactory, one: tuple[Path, dict[str, Any]]) -> Found:
+    """Returns what two ranks found under Accelerate's `ParallelismConfig`."""
+    folder = tmp_path_factory.mktemp("parallelism_config")
+    (folder / "model").symlink_to(one[0] / "model")
+    return run(folder, 2, "ddp", "dp-shard", "tp", "cp-refused", script="run_parallelism_config.py")
+
+
+@pytest.mark.parametrize("name", ["dp-shard", "tp"])
+def test_models_under_accelerates_parallelism_plan_and_lose_as_under_ddp(configured: Found, name: str) -> None:
+    for rank in configured:
+        ours, theirs = rank[name], rank["ddp"]
+        assert "DTensor" in ours["kinds"] and theirs["kinds"] == {"Tensor"}
+        assert ours["plan"] == theirs["plan"]
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
+    assert max(errors(configured[0][name]["tables"][1], configured[0]["ddp"]["tables"][1], LOSS)) < 1e-5
+
+
+def test_context_parallelism_is_refused_with_policies_that_probe(configured: Found) -> None:
+    for rank in configured:
+        assert rank["cp-refused"].startswith("policy='snip' cannot probe a model under cp_size=2: its ranks hold parts")

@@ -1,4 +1,4 @@
-"""FSDP2 prefetches blocks' weights unless the user has set up prefetching."""
+"""Sharded weights: FSDP2 prefetches them unless the user has set that up, and passes use them on the mesh's device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainingArguments
 
 from snip_hf import SnipCallback
-from snip_hf.parallel.sharding import gather_ahead
+from snip_hf.parallel.sharding import compute_device, gather_ahead
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,14 @@ def ahead(blocks: list[Any]) -> tuple[list[list[int]], list[list[int]]]:
     states = [block._get_fsdp_state() for block in blocks]
     forward = [[states.index(other) for other in state._states_to_forward_prefetch] for state in states]
     return forward, [[states.index(other) for other in state._states_to_backward_prefetch] for state in states]
+
+
+def test_offloaded_weights_are_used_on_the_devices_of_their_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = sharded()[0].lm_head.weight
+    assert compute_device(weight) == compute_device(torch.zeros(1)) == torch.device("cpu")
+    monkeypatch.setattr(weight.device_mesh, "_device_type", "cuda")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert compute_device(weight) == torch.device("cuda", 3)
 
 
 def test_each_block_gathers_that_of_the_next_one_and_the_pass_is_the_same() -> None:

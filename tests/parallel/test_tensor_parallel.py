@@ -142,10 +142,16 @@ def test_ranks_draw_other_numbers_for_other_output_features_only(second_of_four:
 def test_a_tp_size_that_does_not_divide_the_features_is_refused(second_of_four: None) -> None:
     model = split_llama(4)
     convert_model(model, fp4_config())
-    check_split(snip_linears(model))
+    attention = model.model.layers[0].self_attn
+    for block in model.model.layers:
+        block.self_attn.head_dim = attention.k_proj.out_features // 4
+    check_split(model, snip_linears(model))
     model.model.layers[1].mlp.down_proj.in_features = 82
     with pytest.raises(ValueError, match=r"tp_size=4 does not divide the 82 features of layer '.*1\.mlp\.down_proj'"):
-        check_split(snip_linears(model))
+        check_split(model, snip_linears(model))
+    attention.head_dim = attention.k_proj.out_features // 2
+    with pytest.raises(ValueError, match=r"tp_size=4 does not divide the 2 heads of layer '.*0\.self_attn\.k_proj'"):
+        check_split(model, snip_linears(model))
 
 
 def test_parts_of_a_tensor_are_counted(second_of_four: None) -> None:

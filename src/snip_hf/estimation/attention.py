@@ -24,6 +24,12 @@ _ATTRIBUTE = "_attn_implementation_internal"
 _PLAIN = (None, "eager", "sdpa")
 
 
+def attention_of(model: nn.Module) -> str | None:
+    """Returns the names of the attentions that the configs in the model give, as training runs them."""
+    names = (getattr(getattr(module, "config", None), _ATTRIBUTE, None) for module in model.modules())
+    return ", ".join(sorted({str(name) for name in names if name is not None})) or None
+
+
 def check_attention(model: nn.Module) -> None:
     """Refuses a model whose attention cannot be switched.
 

@@ -5,7 +5,7 @@ Each error gives the value, the expectation and the remedy. The checks run in th
 1. `check_trainer` and `check_launch`, before anything is built: the Trainer's arguments, Accelerate's settings.
 2. `check_pipeline` and `check_equal`: the process groups of a pipeline, and one configuration on all ranks.
 3. `check_model` and `check_parts`, once the layers are swapped: models that the probe cannot run.
-4. `check_alike`, once the first plan is made: the same layers, plans and lengths of training on all ranks.
+4. `check_alike`, once the first plan is made: the same layers, attention, plans and lengths of training on all ranks.
 
 Checks of a single part are in that part: fields in `SnipConfig`, layers in `layers.convert`, optimizers in
 `optimizers.response`, backends in `kernels.backend`, a saved state in `checkpoint`. In mid-run, `StepCalls` refuses
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..config import SnipConfig
 from ..costs.flops import Work
-from ..estimation.attention import check_attention
+from ..estimation.attention import attention_of, check_attention
 from ..layers.layer import SnipLayer
 from ..layers.state import plain_name, snip_linears
 from ..optimizers.deepspeed_zero import check_deepspeed
@@ -40,6 +40,8 @@ from .gradients import LATE
 
 # Fields that do not decide the course of a run: they may differ on resume, and between ranks.
 _FREE = ("solver_time_limit", "backend", "timing_file")
+# Linears whose output features are whole heads of their module's `head_dim`.
+_BY_HEADS = ("q_proj", "k_proj", "v_proj")
 
 
 def deciding_fields(config: SnipConfig) -> dict[str, Any]:
@@ -90,16 +92,22 @@ def check_equal(values: Mapping[str, Any], ranks: Ranks) -> None:
 
 
 def check_alike(
-    layers: Mapping[str, SnipLayer], plan: PrecisionPlan, max_steps: int | None, processes: Processes
+    model: nn.Module,
+    layers: Mapping[str, SnipLayer],
+    plan: PrecisionPlan,
+    max_steps: int | None,
+    processes: Processes,
 ) -> None:
-    """Refuses ranks with different swapped layers, first plans or lengths of training, as `check_equal`."""
+    """Refuses ranks with different swapped layers, attention, first plans or lengths of training, as `check_equal`."""
     attempt = Attempt()
     with attempt:  # stages of a pipeline have different layers
         sizes = {name: f"{layer.out_features}x{layer.in_features}" for name, layer in layers.items()}
         states = {name: "trained" if layer.weight.requires_grad else "frozen" for name, layer in layers.items()}
         check_equal({name: f"{size}, {states[name]}" for name, size in sizes.items()}, processes.data)
     processes.everyone.agree(attempt.error)
-    check_equal({**formats_of(plan), "max_steps": max_steps}, processes.everyone)
+    attention = attention_of(model) if processes.pipeline.size == 1 else None
+    values = {"max_steps": max_steps, "attn_implementation": attention}
+    check_equal({**formats_of(plan), **values}, processes.everyone)
 
 
 def formats_of(plan: PrecisionPlan) -> dict[str, str]:
@@ -231,19 +239,26 @@ def check_model(model: nn.Module, accelerator: Any = None) -> None:
     check_attention(model)
 
 
-def check_split(layers: Mapping[str, SnipLayer]) -> None:
-    """Refuses tensor parallelism with parts of unequal size, on which attention fails within transformers.
+def check_split(model: nn.Module, layers: Mapping[str, SnipLayer]) -> None:
+    """Refuses tensor parallelism with parts of unequal size or of cut heads, on which attention fails in transformers.
 
     Raises:
         ValueError: names a layer.
     """
+    modules = {plain_name(name): module for name, module in model.named_modules()}
     for name, layer in layers.items():
         split = split_of(layer)
-        features = layer.in_features if split is not None and split.is_by_inputs else layer.out_features
-        if split is not None and features % split.mesh.size():
+        if split is None:
+            continue
+        count, what = layer.in_features if split.is_by_inputs else layer.out_features, "features"
+        attention, _, projection = name.rpartition(".")
+        width = getattr(modules.get(attention), "head_dim", None)
+        if projection in _BY_HEADS and isinstance(width, int) and count % width == 0:
+            count, what = count // width, "heads" if count > width else "head"
+        if count % split.mesh.size():
             raise ValueError(
-                f"tp_size={split.mesh.size()} does not divide the {features} features of layer {name!r} that it "
-                "splits. Load the model with a tp_size that divides them."
+                f"tp_size={split.mesh.size()} does not divide the {count} {what} of layer {name!r} that it splits. "
+                "Load the model with a tp_size that divides them."
             )
 
 

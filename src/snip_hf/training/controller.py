@@ -112,7 +112,7 @@ class SnipController:
         """Name of the backend in use."""
         self._layers, self._source, self._guard = run.layers, run.source, run.guard
         self._forecast = SpeedForecast(run.backend, run.layers.present, self._log, self.config.backend)
-        check_alike(self._layers.present, self.plan, max_steps, self.processes)
+        check_alike(self.model, self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)
         self._chunks = PipelineChunks(parts_of(self.model), self.config.seed, lambda: self.step + 1)
         self._source.attach(self._before_optimizer_step)

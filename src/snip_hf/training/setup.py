@@ -124,7 +124,7 @@ def set_up(
         log.warning("snip-hf: %s", text)
     solver = processes.everyone.by_first(lambda: check_solver(config, log)) if needs_probe(config) else config.solver
     layers = SwappedLayers(bare, config, processes, backend, getattr(accelerator, "mixed_precision", None), log)
-    check_split(layers.present)
+    check_split(bare, layers.present)
     keep_liger_out_of_graphs(bare, log)
     keep_states_apart([model] if isinstance(model, nn.Module) else model)
     _check_for_probe(bare, config, source, accelerator, log)

@@ -301,9 +301,9 @@ class CountingBackend(Backend):
     def runs(self, format: NumberFormat) -> bool:
         return True
 
-    def forward(self, layer: Any, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
+    def forward(self, layer: Any, input: Tensor, x: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
         type(self).passes += 1
-        return EMULATED.forward(layer, input, x, bias, casts)
+        return EMULATED.forward(layer, input, x, bias, ends)
 
     def gemm_call(self, *arguments: Any) -> Callable[[], Tensor]:
         return EMULATED.gemm_call(*arguments)

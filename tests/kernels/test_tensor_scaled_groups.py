@@ -231,21 +231,25 @@ class Experts:
         self.weight = nn.Parameter(weight.transpose(1, 2).contiguous() if transposed else weight)
         self.bias = nn.Parameter(randn(len(TOKENS), 64, seed=3, device=where))
         self.num_matrices, self.out_features, self.in_features = len(TOKENS), 64, 96
-        self.training, self.is_transposed, self.snip_backend = True, transposed, backend
+        self.training, self.transposed, self.snip_backend = True, transposed, backend
         self.snip_cache: Any = None
         self.snip_state = self.states = numbers(formats, rank=1, ranks=2).to(where)
         backend.attach(self)  # type: ignore[arg-type]
 
     @property
-    def stacked(self) -> Tensor:
-        return self.weight.transpose(1, 2) if self.is_transposed else self.weight
+    def matrix(self) -> Tensor:
+        return self.weight.transpose(1, 2) if self.transposed else self.weight
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        with torch.autocast(x.device.type, x.dtype, enabled=x.dtype == torch.bfloat16):
+            return self.snip_backend.forward(self, x, x, bias, ends_on(x.device))  # type: ignore[arg-type]
 
     def gradients(self, biased: bool = False) -> dict[str, Tensor]:
         """Output and gradients of a pass."""
         where = self.weight.device
         x = randn(sum(TOKENS) + OF_NONE, 96, seed=1, device=where.type).requires_grad_()
         self.weight.grad = self.bias.grad = None
-        y = self.snip_backend.grouped_forward(self, x, self.bias if biased else None, ends_on(where))
+        y = self.forward(x, self.bias if biased else None)
         y.backward(randn(*y.shape, seed=2, device=where.type))
         assert x.grad is not None and self.weight.grad is not None
         found = {"y": y.detach(), "x": x.grad, "weight": self.weight.grad}
@@ -281,7 +285,7 @@ def test_kept_weights_give_the_same_bits(transposed: bool, where: str) -> None:
 def test_a_layer_that_computes_in_fp32_runs_emulated() -> None:
     layers = (Experts(MXFP4, backend, False, torch.float32, "cpu") for backend in (TENSOR_SCALED, EMULATED))
     x = randn(sum(TOKENS), 96, dtype=torch.float32)
-    got, expected = (layer.snip_backend.grouped_forward(layer, x, None, ends_on()) for layer in layers)
+    got, expected = (layer.forward(x) for layer in layers)
     assert torch.equal(got, expected)
 
 
@@ -294,7 +298,7 @@ def test_a_pass_on_a_gpu_does_not_wait_for_it() -> None:
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        layer.snip_backend.grouped_forward(layer, x, None, ends).sum().backward()
+        layer.snip_backend.forward(layer, x, x, None, ends).sum().backward()  # type: ignore[arg-type]
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

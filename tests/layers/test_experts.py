@@ -317,7 +317,7 @@ class TestBackends:
     def test_experts_run_emulated_where_the_backend_runs_no_groups(self) -> None:
         class Alone(Emulated):
             name = "alone"
-            runs_groups = False
+            refuses = Backend.refuses
 
         with restored(BACKENDS):
             register_backend(Alone())
@@ -329,13 +329,11 @@ class TestBackends:
         for layer in snip_linears(model).values():
             layer.use_backend(Alone())
         assert {name: layer.snip_backend.name for name, layer in snip_linears(model).items()} == found
-        with pytest.raises(NotImplementedError, match="'alone' does not run layers of several matrices"):
-            Backend.grouped_forward(Alone(), *[None] * 4)  # type: ignore[arg-type]
 
     def test_a_run_says_that_experts_are_emulated_beside_other_kernels(self, caplog: pytest.LogCaptureFixture) -> None:
         class Alone(Emulated):
             name = "alone"
-            runs_groups = False
+            refuses = Backend.refuses
 
         model = build("mixtral")
         convert_model(model, fp4_config())
@@ -352,9 +350,6 @@ class TestBackends:
         with caplog.at_level(logging.INFO, "snip_hf"):
             use_backend(layers, EMULATED, Ranks(), None, fp4_config(), logger)
         assert "runs no grouped products" not in caplog.text
-
-    def test_the_emulated_backend_runs_them(self) -> None:
-        assert EMULATED.runs_groups and not BACKENDS["hopper"].runs_groups
 
 
 TOKENS, PER_TOKEN = 6, 3

@@ -25,40 +25,24 @@ class Layer(Protocol):
     """The parameter as the model stores it, perhaps transposed or sharded; GEMMs use `matrix`."""
     bias: Any
     training: bool
+    in_features: int
+    """Of each matrix; valid even if the weight is sharded or not loaded."""
+    out_features: int
+    num_matrices: int
+    """Number of matrices, such as experts, each with tokens of its own; 0: one matrix multiplies all tokens."""
     snip_state: Tensor
     snip_backend: Backend
     snip_cache: Any
     """Belongs to the backend; None until the backend sets it."""
 
     @property
-    def matrix(self) -> Tensor: ...
+    def matrix(self) -> Tensor:
+        """The weight (O, I), or (E, O, I) for several matrices, then in memory perhaps as (E, I, O)."""
 
     @property
     def formats(self) -> dict[str, str]: ...
 
     def set_formats(self, formats: Mapping[str, str]) -> None: ...
-
-
-class GroupedLayer(Protocol):
-    """A layer of several matrices as backends see it, such as a projection of experts."""
-
-    training: bool
-    snip_state: Tensor
-    snip_cache: Any
-    num_matrices: int
-    out_features: int
-    in_features: int
-    """Size of each matrix; valid even if the weight is sharded or not loaded."""
-    is_transposed: bool
-    """True if the weight is stored as (E, I, O)."""
-
-    @property
-    def weight(self) -> Any:
-        """The parameter as the model stores it."""
-
-    @property
-    def stacked(self) -> Tensor:
-        """The matrices (E, O, I): the weight itself or a view of it."""
 
 
 class Backend(ABC):
@@ -71,8 +55,6 @@ class Backend(ABC):
     """True if it is slower than GEMMs in the compute dtype."""
     recompiles_for_bf16: ClassVar[bool] = False
     """True if a layer recompiles when one of its GEMMs changes between quantized and not."""
-    runs_groups: ClassVar[bool] = False
-    """True if it has `grouped_forward`. Otherwise the emulated backend runs layers of several matrices."""
     runs_gates: ClassVar[bool] = False
     """True if it has `gated_forward`. Otherwise the layers of a gated MLP run one by one."""
     measured_speeds: ClassVar[Mapping[int, float]] = {}
@@ -91,37 +73,24 @@ class Backend(ABC):
         """Returns why a format's trial on a device fails, None if it passes. Called only if `lacks` returns None."""
         return None
 
+    def refuses(self, layer: Layer) -> str | None:
+        """Returns why a layer must run emulated, None if it can run here. By default those of several matrices must."""
+        return f"backend {self.name} runs no grouped products" if layer.num_matrices else None
+
     @abstractmethod
-    def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
+    def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
         """Returns x @ matrix^T + bias, (..., O), differentiable, each GEMM in its format from the layer's state.
 
         Args:
-            layer: gives the weight as a matrix (O, I), and the state.
+            layer: gives the weight as `matrix`, and the state. Cast the weight to x's dtype if autocast is on.
             input: (..., I), as the layer received it.
             x: `input` in the compute dtype.
-            bias: in the compute dtype, or None.
-            casts: True if autocast is on; the weight is then cast to the compute dtype.
+            bias: in the compute dtype, or None; (E, O) for several matrices.
+            ends: of several matrices: matrix -> end of its tokens among the rows of x, (E,), int64. Tokens are then
+                sorted by matrix, x is (S, I), and rows after the last end belong to no matrix: their results and
+                gradients are zero. Each matrix and its tokens are rounded as a separate layer would be, with the keys
+                `random_streams.matrix_keys`. None: one matrix.
         """
-
-    def grouped_forward(self, layer: GroupedLayer, x: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-        """Returns x @ matrix^T + bias with the matrix of each token, (S, O), differentiable.
-
-        Called only if `runs_groups` is True.
-
-        Args:
-            layer: gives the matrices, which are cast to x's dtype, and the state. Each matrix and its tokens are
-                rounded as a separate layer would be, with the keys `random_streams.matrix_keys`.
-            x: (S, I), in the compute dtype, sorted by matrix.
-            bias: (E, O), in the compute dtype, or None.
-            ends: matrix -> end of its tokens among the rows of x, (E,), int64. Rows after the last end belong to no
-                matrix; their results and gradients are zero.
-        """
-        raise NotImplementedError(f"The backend {self.name!r} does not run layers of several matrices.")
-
-    def refuses_groups(self, layer: GroupedLayer) -> str | None:
-        """Returns why a layer of several matrices must run emulated, None if it can run here. Called only if
-        `runs_groups` is True."""
-        return None
 
     def gated_forward(self, layers: Sequence[Layer], input: Tensor) -> Tensor | None:
         """Returns down(silu(gate(input)) * up(input)), differentiable; None if the layers must run one by one.

@@ -31,8 +31,8 @@ from torch.nn import functional
 from ..numerics.formats import UNQUANTIZED, NumberFormat, format_of_code
 from ..numerics.gemms import CONTRACTIONS, GEMMS, gemm_of
 from ..numerics.random_streams import matrix_keys
-from .backend import Backend, GroupedLayer, Layer, register_backend
-from .linear import Gradients, linear_function
+from .backend import Backend, Layer, register_backend
+from .linear import Gradients, is_transposed, linear_function
 from .rounding import fake_quantize
 
 STATE_SIZE = len(GEMMS) + 3
@@ -264,7 +264,7 @@ def _empty_grad_weight(grad_output: Tensor, x: Tensor, ends: Tensor | None, tran
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, tensors: Sequence[Any]
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: None, tensors: Sequence[Any]
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     state, ends = (*tensors, None)[:2]  # torch.compile drops a last argument that is None
     if torch.compiler.is_compiling():
@@ -284,7 +284,7 @@ def _on_host(state: Tensor, ends: Tensor | None) -> tuple[Tensor, Tensor | None]
 
 
 def _backward(
-    grad_output: Tensor, weight: Tensor, transposed: bool, saved: Sequence[Any], needs: tuple[bool, bool, bool]
+    grad_output: Tensor, weight: Tensor, options: None, saved: Sequence[Any], needs: tuple[bool, bool, bool]
 ) -> Gradients:
     x, state, ends = saved
     needs_x, needs_weight, needs_bias = needs
@@ -293,13 +293,13 @@ def _backward(
         grad_bias = grad_output.sum(0) if ends is None else bias_gradient(grad_output, ends)
     return (
         grad_input_gemm(grad_output, weight, state, ends) if needs_x else None,
-        grad_weight_gemm(grad_output, rows, state, ends, transposed) if needs_weight else None,
+        grad_weight_gemm(grad_output, rows, state, ends, is_transposed(weight)) if needs_weight else None,
         grad_bias,
     )
 
 
 def _differentiable_backward(
-    grad_output: Tensor, weight: Tensor, transposed: bool, saved: Sequence[Any], needs: tuple[bool, bool, bool]
+    grad_output: Tensor, weight: Tensor, options: None, saved: Sequence[Any], needs: tuple[bool, bool, bool]
 ) -> Gradients:
     """Computes the gradients in high precision by functions that torch differentiates: rounding has no derivative."""
     x, _, ends = saved
@@ -334,8 +334,7 @@ def unquantized(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) ->
     dtype = torch.get_autocast_dtype(x.device.type) if is_cast else weight.dtype
     state = ends.new_full((STATE_SIZE,), UNQUANTIZED.code)
     bias = None if bias is None else bias.to(dtype)
-    is_transposed = weight.stride(1) < weight.stride(2)
-    y: Tensor = _emulated_linear(x.to(dtype), weight.to(dtype), bias, is_transposed, state, ends)
+    y: Tensor = _emulated_linear(x.to(dtype), weight.to(dtype), bias, None, state, ends)
     return y
 
 
@@ -344,7 +343,6 @@ class Emulated(Backend):
 
     name = "emulated"
     is_emulation = True
-    runs_groups = True
     arithmetic = "emulated: values were rounded in software, products were computed in higher precision (no speed-up)"
 
     def lacks(self, device: torch.device) -> str | None:
@@ -353,14 +351,12 @@ class Emulated(Backend):
     def runs(self, format: NumberFormat) -> bool:
         return True
 
-    def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
-        weight = layer.matrix.to(x.dtype) if casts else layer.matrix
-        y: Tensor = _emulated_linear(x, weight, bias, False, layer.snip_state)
-        return y
+    def refuses(self, layer: Layer) -> str | None:
+        return None
 
-    def grouped_forward(self, layer: GroupedLayer, x: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-        weight = layer.stacked.to(x.dtype)
-        y: Tensor = _emulated_linear(x, weight, bias, layer.is_transposed, layer.snip_state, ends)
+    def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
+        weight = layer.matrix.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else layer.matrix
+        y: Tensor = _emulated_linear(x, weight, bias, None, layer.snip_state, ends)
         return y
 
     def gemm_call(

@@ -64,6 +64,11 @@ def linear_function(forward: Forward, backward: Backward, differentiable: Backwa
     return LinearFunction.apply
 
 
+def is_transposed(weight: Tensor) -> bool:
+    """Returns True for matrices (E, O, I) that lie in memory as (E, I, O)."""
+    return weight.dim() == 3 and weight.stride(1) < weight.stride(2)
+
+
 def is_differentiated_again() -> bool:
     """Returns True in a backward pass whose gradients get a graph of their own (`create_graph=True`).
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ..numerics.formats import NumberFormat, format_of_code
 from ..numerics.gemms import GEMMS
-from .backend import Backend, GroupedLayer, Layer
+from .backend import Backend, Layer
 from .emulated import EMULATED
 from .linear import Gradients, kept_for_backward, linear_function
 
@@ -99,11 +99,12 @@ class PassOptions(NamedTuple):
     """Which GEMMs run in BF16."""
     keeps_x: bool
     """True if the backward pass will compute the weight's gradient."""
-    counts: bool = False
-    """True in a pass that is trained on."""
-    has_grad_input: bool = True
-    is_transposed: bool = False
-    """True if the weight is stored as (E, I, O)."""
+    counts: bool
+    """True in a pass that may be trained on."""
+    has_grad_input: bool
+    """True if the backward pass will compute the gradient of x."""
+    layer_tensors: int
+    """Number of tensors that describe the layer."""
 
 
 class Pass(NamedTuple):
@@ -120,8 +121,6 @@ class Pass(NamedTuple):
 
 class Kernels(ABC):
     """The encoding and the products of a backend. Here x and gradients are (T, *)."""
-
-    layer_tensors = 1
 
     @abstractmethod
     def forward(self, given: Pass, x: Layout, bias: Tensor | None, weights: Layout) -> tuple[Tensor, Layout]:
@@ -175,11 +174,11 @@ def tensor_core_linear(kernels: Kernels) -> Any:
     `tensors` are those of the layer; then x as `quantize_input` returns it, for the GEMMs that are not high; then both
     layouts of the weight with their scales, or nothing if each pass quantizes the weight.
     """
-    count = kernels.layer_tensors
 
     def forward(
         x: Tensor, weight: Tensor, bias: Tensor | None, options: PassOptions, tensors: Sequence[Tensor]
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        count = options.layer_tensors
         layer, rows, columns = tensors[:count], tensors[count : count + 2], tensors[count + 2 : count + 4]
         weights = tensors[count + 4 :]
         by_input = weights[2:]
@@ -194,6 +193,7 @@ def tensor_core_linear(kernels: Kernels) -> Any:
     def backward(
         grad: Tensor, weight: Tensor, options: PassOptions, saved: Sequence[Any], needs: tuple[bool, bool, bool]
     ) -> Gradients:
+        count = options.layer_tensors
         x, layer, x_columns, by_input = saved[0], saved[1 : count + 1], saved[count + 1 : count + 3], saved[count + 3 :]
         needs_x, needs_weight, needs_bias = needs
         _, high_input, high_weight = options.high
@@ -233,7 +233,7 @@ class TensorCoreBackend(Backend):
     activations and attention save anyway."""
 
     @abstractmethod
-    def quantize_input(self, layer: Layer, x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
+    def quantize_input(self, x: Tensor, tensors: Layout, gemms: tuple[int, int]) -> Quantized:
         """Returns x (..., I) quantized for the forward and the grad_weight GEMM."""
 
     @abstractmethod
@@ -245,40 +245,37 @@ class TensorCoreBackend(Backend):
         """Quantizes like `quantize_weight`, but overwrites the tensors it returned; skips empty ones."""
 
     @abstractmethod
-    def three_gemms(
-        self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, inputs: Quantized, weights: Sequence[Tensor]
-    ) -> Tensor:
-        """Returns x @ matrix^T + bias, differentiable.
+    def three_gemms(self, *arguments: Any) -> Tensor:
+        """Calls the autograd function that `tensor_core_linear` made for this backend."""
 
-        Args:
-            layer: gives the weight, the state, and which GEMMs are high.
-            x: (..., I), BF16.
-            bias: (O), BF16, or None.
-            keeps_x: True if the backward pass will compute the weight's gradient.
-            inputs: x quantized for the GEMMs that are not high.
-            weights: both layouts of the weight with their scales, if they are kept, or nothing.
-        """
+    def layer_tensors(self, layer: Layer, x: Tensor, ends: Tensor | None) -> Layout:
+        """Returns the tensors that describe the layer to `Kernels`, its state first."""
+        return (layer.snip_state,)
 
-    def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
+    def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
         cache: Cache = layer.snip_cache
         if x.dtype != torch.bfloat16 or x.device.type != cache.device:
-            return EMULATED.forward(layer, input, x, bias, casts)
-        high = cache.high
-        if all(high):
-            return functional.linear(x, layer.matrix.to(x.dtype), bias)
-        keeps_x = torch.is_grad_enabled() and layer.weight.requires_grad
+            return EMULATED.forward(layer, input, x, bias, ends)
+        high, weight = cache.high, layer.matrix
+        if all(high) and ends is None:
+            return functional.linear(x, weight.to(x.dtype), bias)
+        has_backward = torch.is_grad_enabled()
+        keeps_x = has_backward and layer.weight.requires_grad
         # Tied layers save one layout for all of them, and would each quantize it in the backward pass.
-        out_features, in_features = layer.matrix.shape
         is_untied = cache.tied is None and torch.compiler.is_compiling()
-        is_late = self.quantizes_late and is_untied and in_features >= out_features
+        is_late = self.quantizes_late and is_untied and ends is None and weight.shape[1] >= weight.shape[0]
         gemms = -1 if high[0] else 0, 2 if keeps_x and not high[2] and not is_late else -1
-        quantized = self.shared_input(layer, input, x, gemms)
-        return self.three_gemms(layer, x, bias, keeps_x, quantized, weights_of(layer))
+        tensors = self.layer_tensors(layer, x, ends)
+        quantized = self.shared_input(layer, input, x, tensors, gemms)
+        options = PassOptions(high, keeps_x, has_backward, has_backward and x.requires_grad, len(tensors))
+        return self.three_gemms(x, weight, bias, options, *tensors, *quantized, *weights_of(layer))
 
-    def shared_input(self, layer: Layer, input: Tensor, x: Tensor, gemms: tuple[int, int]) -> Quantized:
+    def shared_input(
+        self, layer: Layer, input: Tensor, x: Tensor, tensors: Layout, gemms: tuple[int, int]
+    ) -> Quantized:
         """Returns x quantized for the forward and the grad_weight GEMM, once for all layers that share `input`."""
         cache: Cache = layer.snip_cache
-        quantize = partial(self.quantize_input, layer, x, *gemms)
+        quantize = partial(self.quantize_input, x, tensors, gemms)
         if cache.tied is None or cache.tied.parted:
             return quantize()
         return cache.tied.quantized(input, gemms, quantize)
@@ -343,7 +340,7 @@ class TensorCoreBackend(Backend):
             layer.snip_cache.weights, layer.snip_cache.tied = (), None
 
 
-def weights_of(layer: Layer | GroupedLayer) -> tuple[Tensor, ...]:
+def weights_of(layer: Layer) -> tuple[Tensor, ...]:
     """Returns the kept layouts of the layer's weight if the current pass may read them, else ().
 
     Only passes that are trained on may: before evaluation, and generation in training mode, weights may have changed

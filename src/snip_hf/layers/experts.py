@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.backend import Backend
 from ..kernels.emulated import unquantized
 from .kinds import LayerKind, register_layer_kind
 from .layer import STATE, Dispatch, SnipLayer
@@ -90,7 +89,7 @@ class SnipExperts(SnipLayer):
         return getattr(self.owner, f"{self.parameter}_bias", None)
 
     @property
-    def stacked(self) -> Tensor:
+    def matrix(self) -> Tensor:
         """The matrices as one tensor, (E, O, I)."""
         return self._turned(self.weight)
 
@@ -106,27 +105,6 @@ class SnipExperts(SnipLayer):
 
     def weight_name(self, name: str) -> str:
         return name
-
-    def forward(self, input: Tensor, dispatch: Dispatch | None = None) -> Tensor:
-        """Returns input @ weight[e]^T + bias[e] for the tokens of each expert e; (S, I) -> (S, O).
-
-        Args:
-            input: sorted by expert.
-            dispatch: the token of each row, and where each expert's rows end.
-        """
-        assert dispatch is not None
-        if self.snip_recorder is not None:
-            return self.snip_recorder(self, input, dispatch)
-        is_cast = torch.is_autocast_enabled(input.device.type)
-        dtype = torch.get_autocast_dtype(input.device.type) if is_cast else self.weight.dtype
-        bias = self.bias
-        bias = None if bias is None else bias.to(dtype)
-        return self.snip_backend.grouped_forward(self, input.to(dtype), bias, dispatch.ends)
-
-    def refused_by(self, backend: Backend) -> str | None:
-        if not backend.runs_groups:
-            return f"backend {backend.name} runs no grouped products"
-        return backend.refuses_groups(self)
 
     def restore(self) -> None:
         """Removes the layer from its module, which runs as before the swap once it has none left."""
@@ -255,10 +233,12 @@ def _original_implementation(self: Any) -> Any:
 def _project(self: Any, name: str, x: Tensor, dispatch: Dispatch) -> Tensor:
     """Returns a projection of x (S, I), sorted by expert; in high precision if it is not swapped."""
     layers = self._modules[LAYERS]
+    weight = getattr(self, name)
+    if not torch.is_autocast_enabled(x.device.type):
+        x = x.to(weight.dtype)
     if name in layers:
         y: Tensor = layers[name](x, dispatch)
         return y
-    weight = getattr(self, name)
     weight = weight.transpose(1, 2) if self.is_transposed else weight
     return unquantized(x, weight, getattr(self, f"{name}_bias", None), dispatch.ends)
 

@@ -80,10 +80,12 @@ class SnipLayer(nn.Module):
     """I of each matrix. An attribute or a property; correct also if the weight is sharded or not loaded."""
     out_features: int
     """O of each matrix."""
+    num_matrices: int = 0
+    """Number of matrices, each with rows of its own (`Dispatch`); 0: one matrix multiplies all rows."""
     weight: Any
     """The parameter as the model stores it and the optimizer trains it. Frozen, it has no gradient."""
     bias: Any
-    """(O,) or None."""
+    """(O,) or None; (E, O) for several matrices."""
     snip_state: Tensor
     snip_original_class: type[nn.Module]
     snip_key: int
@@ -135,20 +137,24 @@ class SnipLayer(nn.Module):
         """Returns the full name of the parameter; plans call the layer `name`."""
         return f"{name}.weight"
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Returns input @ weight^T + bias; (..., I) -> (..., O)."""
+    def forward(self, input: Tensor, dispatch: Dispatch | None = None) -> Tensor:
+        """Returns input @ weight^T + bias; (..., I) -> (..., O).
+
+        Args:
+            input: (..., I); (T, I), sorted by matrix, for a layer of several matrices.
+            dispatch: assigns rows to matrices; None: the layer has one matrix.
+        """
         if self.snip_recorder is not None:
-            return self.snip_recorder(self, input, None)
-        if self.snip_is_plain:
+            return self.snip_recorder(self, input, dispatch)
+        if self.snip_is_plain and dispatch is None:
             y: Tensor = self.snip_original_class.forward(self, input)
             return y
         x = input
         bias: Tensor | None = self.bias
-        casts = torch.is_autocast_enabled(x.device.type)
-        if casts:
+        if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        return self.snip_backend.forward(self, input, x, bias, casts)
+        return self.snip_backend.forward(self, input, x, bias, None if dispatch is None else dispatch.ends)
 
     @property
     def formats(self) -> dict[str, str]:
@@ -182,7 +188,7 @@ class SnipLayer(nn.Module):
 
     def refused_by(self, backend: Backend) -> str | None:
         """Returns why a backend cannot run this layer, so that the emulated one does; None if it can."""
-        return None
+        return backend.refuses(self)
 
     def use_backend(self, backend: Backend) -> None:
         """Runs the layer on a backend from now on, in its present formats; on the emulated one if `refused_by`."""

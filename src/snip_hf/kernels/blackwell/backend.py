@@ -82,10 +82,10 @@ class Blackwell(Backend):
     def fails(self, format: NumberFormat, device: torch.device) -> str | None:
         return fault(format.name, device)
 
-    def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
+    def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
         cache: Cache = layer.snip_cache
         if x.dtype != torch.bfloat16 or x.device.type != cache.device:
-            return EMULATED.forward(layer, input, x, bias, casts)
+            return EMULATED.forward(layer, input, x, bias, ends)
         # Before evaluation, and generation in training mode, weights may have changed without notice; not before a pass
         # that is trained on.
         is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version

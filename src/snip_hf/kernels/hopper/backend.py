@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,16 +17,7 @@ from ...numerics.formats import E2M1, E4M3, NumberFormat, Operand, format_of_cod
 from ...numerics.gemms import GEMMS, ROW_TILE, SQUARE_TILE
 from ..backend import Layer, missing_for_kernels, not_in_bf16, register_backend
 from ..emulated import EMULATED
-from ..tensor_core import (
-    Kernels,
-    Layout,
-    Pass,
-    PassOptions,
-    Quantized,
-    TensorCoreBackend,
-    tensor_core_linear,
-    with_bias,
-)
+from ..tensor_core import Kernels, Layout, Pass, Quantized, TensorCoreBackend, tensor_core_linear, with_bias
 
 if TYPE_CHECKING or find_spec("triton") is not None:
     from . import operators
@@ -71,10 +62,10 @@ class Hopper(TensorCoreBackend):
         gradient = Operand(ROW_TILE, stochastic=format.grid == E2M1)
         return tiles and format.gradient == gradient and format.grid in (E2M1, E4M3) and format.name in ("fp4", "fp8")
 
-    def quantize_input(self, layer: Layer, x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
+    def quantize_input(self, x: Tensor, tensors: Layout, gemms: tuple[int, int]) -> Quantized:
         rows = x.reshape(-1, x.shape[-1])
         with torch.no_grad():
-            quantized: Quantized = operators.quantize_tokens(rows, layer.snip_state, row_gemm, column_gemm, False)
+            quantized: Quantized = operators.quantize_tokens(rows, tensors[0], *gemms, False)
         return quantized
 
     def quantize_weight(self, layer: Layer, forward: bool, grad_input: bool) -> Quantized:
@@ -85,11 +76,8 @@ class Hopper(TensorCoreBackend):
     def quantize_weight_into(self, layer: Layer, outputs: Sequence[Tensor]) -> None:
         operators.quantize_weight_into(layer.matrix.detach(), layer.snip_state, outputs)
 
-    def three_gemms(
-        self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, inputs: Quantized, weights: Sequence[Tensor]
-    ) -> Tensor:
-        options = PassOptions(layer.snip_cache.high, keeps_x)
-        y: Tensor = hopper_linear(x, layer.matrix, bias, options, layer.snip_state, *inputs, *weights)
+    def three_gemms(self, *arguments: Any) -> Tensor:
+        y: Tensor = hopper_linear(*arguments)
         return y
 
     def gemm_call(

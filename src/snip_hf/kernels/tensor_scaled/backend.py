@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...numerics.formats import NumberFormat, format_of_code
 from ...numerics.gemms import GEMMS
-from ..backend import GroupedLayer, Layer, missing_for_kernels, not_in_bf16, register_backend
-from ..emulated import EMULATED
-from ..tensor_core import Cache, PassOptions, Quantized, TensorCoreBackend, weights_of
+from ..backend import Layer, missing_for_kernels, not_in_bf16, register_backend
+from ..tensor_core import Cache, Layout, Quantized, TensorCoreBackend, weights_of
 from . import exponents, gated, trial
 from .encoding import BLOCK, encoding_of, has_one_scale, is_delayed
 from .exponents import Records
-from .linear import (
-    encode_tokens,
-    grouped_linear,
-    quantize_input,
-    quantize_matrices,
-    quantize_weight,
-    tensor_scaled_linear,
-    weight_gemms,
-)
-from .operators import ACTIVATION, WEIGHT, encode_into, gemm_call
+from .linear import encode_tokens, encode_weight, encode_weight_into, tensor_scaled_linear
+from .operators import ACTIVATION, gemm_call
 from .reference import Layer as LayerTensors
 from .slots import slots_of
 
@@ -42,7 +33,7 @@ class TensorScaled(TensorCoreBackend):
     name = "tensor-scaled"
     arithmetic = "FP8 tensor cores with one scale per operand; values of 4 bits and their blocks' scales stored as FP8"
     quantizes_late = True
-    runs_groups = runs_gates = True
+    runs_gates = True
     fuses_gates = True
     """False makes `gated_forward` return None, for timings without it."""
     measured_speeds = {2048: 1.30, 4096: 1.48}  # noqa: RUF012
@@ -56,9 +47,13 @@ class TensorScaled(TensorCoreBackend):
     def fails(self, format: NumberFormat, device: torch.device) -> str | None:
         return trial.fault(format.name, device)
 
-    def quantize_input(self, layer: Layer, x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
+    def layer_tensors(self, layer: Layer, x: Tensor, ends: Tensor | None) -> Layout:
+        return *_tensors(layer, x.device), *(() if ends is None else slots_of(ends, x.shape[0]))
+
+    def quantize_input(self, x: Tensor, tensors: Layout, gemms: tuple[int, int]) -> Quantized:
         counts = torch.is_grad_enabled()  # passes that may be trained on determine the next exponents
-        return quantize_input(x, _tensors(layer, x.device), (row_gemm, column_gemm), counts)
+        with torch.no_grad():
+            return encode_tokens(x.reshape(-1, x.shape[-1]), tensors, ACTIVATION, gemms, counts)
 
     def gated_forward(self, layers: Sequence[Layer], input: Tensor) -> Tensor | None:
         device_type = input.device.type
@@ -71,20 +66,22 @@ class TensorScaled(TensorCoreBackend):
         trains, tied = torch.is_grad_enabled(), [layer.snip_cache.tied for layer in layers[:2]]
         x, up_x = input.to(dtype), None if input.dtype == dtype else input.to(dtype)
         gemms = 0, 2 if trains else -1
-        inputs = [self.shared_input(layer, input, x, gemms) for layer in layers[:2]]
+        given = [_tensors(layer, input.device) for layer in layers]
+        inputs = [self.shared_input(layer, input, x, one, gemms) for layer, one in zip(layers[:2], given, strict=False)]
         # In a compiled graph, an autograd function may receive a tensor only once.
         inputs = inputs[:1] if tied[0] is not None and tied[0] is tied[1] and not tied[0].parted else inputs
         weights = [weights_of(layer) for layer in layers]
-        given = len(inputs), tuple(map(len, weights))
-        options = gated.GatedOptions(trains, trains, trains and input.requires_grad, *given)
-        records = [_records(layer, input.device) for layer in layers]
-        tensors = *(layer.snip_state for layer in layers), *(one.record for one in records)
+        counts = len(inputs), tuple(map(len, weights))
+        options = gated.GatedOptions(trains, trains, trains and input.requires_grad, *counts)
+        states, records, tables = zip(*given, strict=True)
         quantized = [tensor for one in (*inputs, *weights) for tensor in one]
         matrices = [layer.matrix for layer in layers]
-        y: Tensor = gated.GatedGemms.apply(x, up_x, *matrices, records[0].table, options, *tensors, *quantized)
+        y: Tensor = gated.GatedGemms.apply(x, up_x, *matrices, tables[0], options, *states, *records, *quantized)
         return y
 
-    def refuses_groups(self, layer: GroupedLayer) -> str | None:
+    def refuses(self, layer: Layer) -> str | None:
+        if not layer.num_matrices:
+            return None
         if layer.out_features % BLOCK or layer.in_features % BLOCK:
             return f"grouped FP8 products need features that are multiples of {BLOCK}"
         if layer.num_matrices > _MOST_MATRICES:
@@ -92,40 +89,14 @@ class TensorScaled(TensorCoreBackend):
         device = layer.weight.device
         return trial.grouped_fault(device) if device.type == "cuda" else None
 
-    def grouped_forward(self, layer: GroupedLayer, x: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-        cache: Cache = layer.snip_cache
-        if x.dtype != torch.bfloat16 or x.device.type != cache.device:
-            return EMULATED.grouped_forward(layer, x, bias, ends)
-        keeps_x = torch.is_grad_enabled() and layer.weight.requires_grad
-        options = PassOptions(cache.high, keeps_x, torch.is_grad_enabled(), is_transposed=layer.is_transposed)
-        tensors = *_tensors(layer, x.device), *slots_of(ends, x.shape[0])
-        gemms = -1 if options.high[0] else 0, 2 if keeps_x and not options.high[2] else -1
-        inputs = encode_tokens(x, tensors, ACTIVATION, gemms, options.counts, layer.num_matrices)
-        y: Tensor = grouped_linear(x, _stored(layer), bias, options, *tensors, *inputs, *weights_of(layer))
-        return y
-
     def quantize_weight(self, layer: Layer, forward: bool, grad_input: bool) -> Quantized:
-        tensors = _tensors(layer, layer.weight.device)
-        if _is_grouped(layer):
-            return quantize_matrices(_stored(layer), tensors, (forward, grad_input), layer.is_transposed)
-        return quantize_weight(layer.matrix, tensors, weight_gemms((forward, grad_input), False), True)
+        return encode_weight(layer.matrix, _tensors(layer, layer.weight.device), (forward, grad_input))
 
     def quantize_weight_into(self, layer: Layer, outputs: Sequence[Tensor]) -> None:
-        tensors = _tensors(layer, layer.weight.device)
-        uses, is_grouped = (outputs[0].shape[0] > 0, outputs[2].shape[0] > 0), _is_grouped(layer)
-        transposed = _is_grouped(layer) and layer.is_transposed
-        weight = _stored(layer).flatten(0, 1) if _is_grouped(layer) else layer.matrix
-        outputs = [*outputs[2:], *outputs[:2]] if transposed else outputs
-        with torch.no_grad():
-            encode_into(weight.detach(), tensors, WEIGHT, weight_gemms(uses, transposed), True, outputs, is_grouped)
+        encode_weight_into(layer.matrix, _tensors(layer, layer.weight.device), outputs)
 
-    def three_gemms(
-        self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, inputs: Quantized, weights: Sequence[Tensor]
-    ) -> Tensor:
-        has_grad_input = torch.is_grad_enabled() and x.requires_grad
-        options = PassOptions(layer.snip_cache.high, keeps_x, torch.is_grad_enabled(), has_grad_input)
-        tensors = _tensors(layer, x.device)
-        y: Tensor = tensor_scaled_linear(x, layer.matrix, bias, options, *tensors, *inputs, *weights)
+    def three_gemms(self, *arguments: Any) -> Tensor:
+        y: Tensor = tensor_scaled_linear(*arguments)
         return y
 
     def gemm_call(
@@ -191,13 +162,8 @@ class TensorScaled(TensorCoreBackend):
         )
 
 
-def _records(layer: Layer | GroupedLayer, device: torch.device) -> Records:
-    records: Records = layer.snip_cache.records
-    return records.on(device)
-
-
-def _tensors(layer: Layer | GroupedLayer, device: torch.device) -> LayerTensors:
-    records = _records(layer, device)
+def _tensors(layer: Layer, device: torch.device) -> LayerTensors:
+    records: Records = layer.snip_cache.records.on(device)
     return layer.snip_state, records.record, records.table
 
 
@@ -207,15 +173,6 @@ def _is_gated_here(layer: Layer, device_type: str) -> bool:
     cache: Cache = layer.snip_cache
     is_trained = layer.training and layer.weight.requires_grad
     return is_trained and layer.bias is None and not any(cache.high) and cache.device == device_type
-
-
-def _is_grouped(layer: Layer | GroupedLayer) -> TypeGuard[GroupedLayer]:
-    return hasattr(type(layer), "stacked")
-
-
-def _stored(layer: GroupedLayer) -> Tensor:
-    """Returns the matrices as the model stores them, (E, O, I) or (E, I, O)."""
-    return layer.stacked.transpose(1, 2) if layer.is_transposed else layer.stacked
 
 
 def _of_all(layers: Mapping[str, Layer]) -> dict[str, Records]:

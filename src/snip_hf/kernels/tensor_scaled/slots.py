@@ -37,6 +37,13 @@ class Slots(NamedTuple):
     matrix: Tensor
     """Token -> its matrix, (S,), int64; E for a token without one."""
 
+    def finished(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns results of all tokens (S, *) plus the bias (E, *) of each one's matrix; zeros if it has none."""
+        matrices = self.ends.shape[0]
+        if bias is not None:
+            y = y + bias[self.matrix.clamp(max=matrices - 1)]
+        return torch.where((self.matrix < matrices)[:, None], y, 0)
+
 
 def slots_of(ends: Tensor, tokens: int) -> Slots:
     """Returns the slots of tokens that are sorted by matrix, those of matrix e up to ends[e] (E,)."""

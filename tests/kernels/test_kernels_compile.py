@@ -64,10 +64,10 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
             tiles.encode_matrices_kernel,
             ENCODING | of("*i32", "amaxes"),
             BOTH
-            | {"HAS_ROWS": True, "HAS_COLUMNS": True, "NEEDS": needs, "IS_GRADIENT": needs}
-            | {"COUNTS": True, "EVEN": not needs, "CHANNELS": 64},
+            | {"HAS_ROWS": True, "HAS_COLUMNS": True, "FINDS": finds, "IS_GRADIENT": not finds}
+            | {"COUNTS": True, "EVEN": finds, "CHANNELS": 64},
         )
-        for needs in (True, False)
+        for finds in (True, False)
     ),
     (gated_tiles.encode_gated_kernel, GATED, TILE),
     (gated_tiles.encode_gated_gradients_kernel, GATED, TILE | {"HAS_ROWS": True}),

@@ -24,7 +24,7 @@ from snip_hf.kernels.backend import BACKENDS, Backend
 from snip_hf.kernels.emulated import EMULATED
 from snip_hf.kernels.tensor_scaled import trial
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
-from snip_hf.kernels.tensor_scaled.encoding import table_on
+from snip_hf.kernels.tensor_scaled.encoding import PARAMETERS, SCALE, table_on
 from snip_hf.kernels.tensor_scaled.exponents import EXPONENT, LARGEST, UNSET, Records
 from snip_hf.kernels.tensor_scaled.operators import encoded
 from snip_hf.kernels.tensor_scaled.slots import slots_of
@@ -173,12 +173,12 @@ def test_the_kernel_assembles_for_hopper_and_converts_to_fp8_in_hardware(operand
     from snip_hf.kernels.tensor_scaled.tiles import encode_matrices_kernel as kernel
 
     row_gemm, column_gemm = GEMMS_OF[operand]
-    constants: dict[str, Any] = dict.fromkeys(("HAS_ROWS", "HAS_COLUMNS", "COUNTS", "NEEDS"), True)
+    constants: dict[str, Any] = dict.fromkeys(("HAS_ROWS", "HAS_COLUMNS", "COUNTS"), True)
     constants |= {"ROW_GEMM": row_gemm, "COLUMN_GEMM": column_gemm, "IS_GRADIENT": operand == "gradient"}
-    constants |= {"EVEN": operand == "weight", "CHANNELS": 32}
+    constants |= {"EVEN": operand == "weight", "FINDS": False, "CHANNELS": 32}
     kinds = {"x": "*bf16", "table": "*fp32", "amaxes": "*i32", "rows": "*fp8e4nv", "columns": "*fp8e4nv"}
     kinds |= dict.fromkeys(("blocks", "state", "record"), "*i64") | dict.fromkeys(
-        ("row_scales", "column_scales"), "*fp32"
+        ("row_parameters", "column_parameters"), "*fp32"
     )
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
@@ -196,9 +196,10 @@ def test_a_matrix_has_the_values_of_a_layer_of_its_own(operand: str) -> None:
     slots = slots_of(ends_on(), sum(TOKENS))
     state, number = numbers(MIXED, rank=1, ranks=2), OPERANDS.index(operand)
     blocks = None if is_weight else slots.blocks
-    rows, scales, columns, column_scales = encoded(
+    rows, parameters, columns, column_parameters = encoded(
         x, state, Records.new(x.device), number, GEMMS_OF[operand], None, len(TOKENS), blocks
     )
+    scales, column_scales = parameters[SCALE::PARAMETERS], column_parameters[SCALE::PARAMETERS]
     keys = matrix_keys(int(state[3]) % 2**64, len(TOKENS))
     for matrix, (key, end, count) in enumerate(zip(keys, ends_on().tolist(), TOKENS, strict=True)):
         start = int(slots.padded_ends[matrix]) - max(-(-count // 32), 1) * 32

@@ -112,10 +112,10 @@ def _encode(
         _store_values(values, a, b, c, d, run, channel, tokens, channels, RAGGED)
     else:
         encode_tile(
-            a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32), state, record, table,
-            row_parameters, column_parameters, rows, columns, run, channel, tl.program_id(0) + tl.program_id(1) == 0,
-            tokens, channels, padded_tokens, padded_channels, HAS_ROWS, HAS_COLUMNS, ROW_GEMM, COLUMN_GEMM, True,
-            IS_GRADIENT, COUNTS, RUNS, CHANNELS,
+            a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32), state, record, table, record, 0,
+            row_parameters, column_parameters, rows, columns, run, run, channel,
+            tl.program_id(0) + tl.program_id(1) == 0, tokens, channels, padded_tokens, padded_channels, HAS_ROWS,
+            HAS_COLUMNS, ROW_GEMM, COLUMN_GEMM, True, False, IS_GRADIENT, COUNTS, RUNS, CHANNELS,
         )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from ..emulated import EMULATED
 from ..launching import launch, relaunch
 from ..tensor_core import Quantized
 from . import reference
-from .encoding import BLOCK, PARAMETERS
+from .encoding import BLOCK, PARAMETERS, SCALE
 from .exponents import Records, follow, row_of, view_of
 from .reference import Layer
 
@@ -77,28 +77,24 @@ def parts_of(size: int, width: int) -> int:
     return (size + width - 1) // width
 
 
-def empty_layouts(x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
-    """Returns memory for the rows and columns of an operand (R, C), with their parameters."""
-    tokens, channels = padded(x.shape[0]), padded(x.shape[1])
-    return _layouts(x, (tokens, channels), PARAMETERS, row_gemm, column_gemm)
+def empty_layouts(
+    x: Tensor, row_gemm: int, column_gemm: int, matrices: int = 0, blocks: Tensor | None = None
+) -> Quantized:
+    """Returns memory for the rows and columns of an operand (R, C), with their parameters.
 
-
-def _layouts_of(x: Tensor, gemms: Sequence[int], matrices: int = 0, blocks: Tensor | None = None) -> Quantized:
-    """Returns `empty_layouts`, or for several matrices memory with one scale each and rows for all slots."""
-    if not matrices:
-        return empty_layouts(x, *gemms)
-    slots = x.shape[0] if blocks is None else blocks.shape[0] * BLOCK
-    return _layouts(x, (slots, x.shape[1]), matrices, *gemms)
-
-
-def _layouts(x: Tensor, shape: tuple[int, int], numbers: int, row_gemm: int, column_gemm: int) -> Quantized:
-    rows, columns = shape
-    has_rows, has_columns = int(row_gemm >= 0), int(column_gemm >= 0)
+    For several matrices: with the parameters of each, and with rows for all slots.
+    """
+    tokens, channels = x.shape
+    if matrices == 0:
+        tokens, channels = padded(tokens), padded(channels)
+    elif blocks is not None:
+        tokens = blocks.shape[0] * BLOCK
+    has_rows, has_columns, numbers = int(row_gemm >= 0), int(column_gemm >= 0), max(matrices, 1) * PARAMETERS
     fp8, fp32 = torch.float8_e4m3fn, torch.float32
     return (
-        x.new_empty(rows * has_rows, columns, dtype=fp8),
+        x.new_empty(tokens * has_rows, channels, dtype=fp8),
         x.new_empty(numbers * has_rows, dtype=fp32),
-        x.new_empty(columns * has_columns, rows, dtype=fp8),
+        x.new_empty(channels * has_columns, tokens, dtype=fp8),
         x.new_empty(numbers * has_columns, dtype=fp32),
     )
 
@@ -148,14 +144,14 @@ def _encode(
     blocks: Tensor | None = None,
 ) -> Quantized:
     row_gemm, column_gemm = gemms
-    outputs = _layouts_of(x, gemms, matrices, blocks)
+    outputs = empty_layouts(x, row_gemm, column_gemm, matrices, blocks)
     encode_into(x, (state, record, table), operand, (row_gemm, column_gemm), counts, outputs, matrices > 0, blocks)
     return outputs
 
 
 @torch.library.register_fake("snip_hf::encode_operand", lib=_library)
 def _(x: Tensor, state: Tensor, record: Tensor, table: Tensor, operand: int, gemms: Any, *rest: Any) -> Quantized:
-    return _layouts_of(x, gemms, *rest[2:])
+    return empty_layouts(x, *gemms, *rest[2:])
 
 
 encode_operand = torch.ops.snip_hf.encode_operand
@@ -170,12 +166,12 @@ Args:
         `gemms.GEMMS`; -1: there is none, and the layout is empty.
     counts: True in a pass that is trained on, so that the record is updated.
     after: not read; a compiled graph runs the operator after computing it.
-    matrices: 0: x belongs to one matrix. Otherwise the number of matrices, each with its own scale and random numbers
-        (`random_streams.matrix_keys`); C and the rows of each matrix are multiples of 32.
+    matrices: 0: x belongs to one matrix. Otherwise the number of matrices, each with its own parameters and random
+        numbers (`random_streams.matrix_keys`); C and the rows of each matrix are multiples of 32.
     blocks: of `Slots`, for tokens sorted by matrix; None: x holds the matrices, one after the other.
 
 Returns: rows (R', C') E4M3 and their parameters (`encoding`), columns (C', R') and theirs. For several matrices rows
-    (P, C) and the scale of each matrix (E,), columns (C, P) and theirs, with zeros in slots without a token.
+    (P, C) and columns (C, P), with zeros in slots without a token, and the parameters of one matrix after the other.
 """
 
 
@@ -232,7 +228,7 @@ def encoded(
     blocks: Tensor | None = None,
 ) -> Quantized:
     """Returns `encode_operand` by the kernels or by the reference; the records are updated."""
-    outputs = _layouts_of(x, gemms, matrices, blocks)
+    outputs = empty_layouts(x, *gemms, matrices, blocks)
     layer = state, records.record, records.table
     encode_into(x, layer, operand, gemms, True, outputs, matrices > 0, blocks, by_kernel)
     return outputs
@@ -324,9 +320,9 @@ def _launch_matrices(
     outputs: Sequence[Tensor],
 ) -> None:
     """Launches the kernels for several matrices; the layer's record is the operand's."""
-    rows, row_scales, columns, column_scales = outputs
+    rows, row_parameters, columns, column_parameters = outputs
     (state, record, table), channels = layer, x.shape[1]
-    matrices = max(row_scales.shape[0], column_scales.shape[0])
+    matrices = max(len(row_parameters), len(column_parameters)) // PARAMETERS
     count = x.shape[0] // BLOCK if blocks is None else blocks.shape[0]
     is_even, height = blocks is None, x.shape[0] // matrices if blocks is None else 0
     tokens_of = state if blocks is None else blocks
@@ -346,9 +342,9 @@ def _launch_matrices(
     launch(
         encode_matrices_kernel,
         (channels // width * count,),
-        (x, tokens_of, state, record, table, amaxes, row_scales, column_scales, rows, columns),
+        (x, tokens_of, state, record, table, amaxes, row_parameters, column_parameters, rows, columns),
         (height, channels, count * BLOCK, x.stride(0)),
-        (gemms[0] >= 0, gemms[1] >= 0, *gemms, needs, operand == GRADIENT, counts, is_even, width),
+        (gemms[0] >= 0, gemms[1] >= 0, *gemms, not needs, operand == GRADIENT, counts, is_even, width),
         num_warps=1,
         enable_fp_fusion=True,  # products with powers of two are exact
     )
@@ -480,7 +476,8 @@ def multiply_weight(
 def _grouped_product(
     operands: Sequence[Tensor], ends: Tensor, kind: int, record: Tensor | None = None, gemm: int = -1
 ) -> Tensor:
-    left, left_scales, right, right_scales = operands
+    left, left_parameters, right, right_parameters = operands
+    left_scales, right_scales = left_parameters[SCALE::PARAMETERS], right_parameters[SCALE::PARAMETERS]
     right = _by_matrix(right, ends.shape[0], kind)
     if not left.is_cuda:
         return reference.grouped_product(left, left_scales, right, right_scales, ends)
@@ -521,8 +518,8 @@ def multiply_grouped(
 
     Args:
         gemm: one of `gemms.GEMMS`.
-        left: E4M3 and the scale of each matrix: (P, K), or (M, P) if tokens are contracted.
-        right: E4M3 and the scale of each matrix: by rows (E * N, K), by columns (N, E * K), over tokens (N, P).
+        left: E4M3 and the parameters of each matrix: (P, K), or (M, P) if tokens are contracted.
+        right: E4M3 and the parameters of each matrix: by rows (E * N, K), by columns (N, E * K), over tokens (N, P).
         ends: matrix -> end of its slots, int32.
         kind: one of these three layouts.
         record: the layer's; None: sums are not fast (`sums_fast`).

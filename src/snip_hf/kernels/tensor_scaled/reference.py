@@ -14,7 +14,19 @@ from ...numerics.grids import round_to_grid
 from ...numerics.random_streams import matrix_keys, uniform
 from ...numerics.rounding import Quantized, tile_amax
 from ...numerics.scales import block_scales, fp32_scales
-from .encoding import BLOCK, INVERSE, LOST, MOST, SCALE, SPACING, encoding_of, exponents_of, has_one_scale, is_delayed
+from .encoding import (
+    BLOCK,
+    INVERSE,
+    LOST,
+    MOST,
+    PARAMETERS,
+    SCALE,
+    SPACING,
+    encoding_of,
+    exponents_of,
+    has_one_scale,
+    is_delayed,
+)
 from .exponents import BLOCKS, EXPONENT, LARGEST, LIMIT, SATURATED, SMALL, UNSET
 from .slots import FIRST, MATRIX, OFFSET, TOKENS
 
@@ -115,7 +127,7 @@ def encode_matrices(
 ) -> None:
     """Encodes the operands of several matrices, one by one, into outputs (`operators.encode_into`)."""
     state, record, table = layer
-    matrices = max(outputs[1].shape[0], outputs[3].shape[0])
+    matrices = max(len(outputs[1]), len(outputs[3])) // PARAMETERS
     keys = matrix_keys(int(state[len(GEMMS)]) % 2**64, matrices)
     for output in outputs:
         output.view(torch.uint8).zero_()
@@ -123,15 +135,15 @@ def encode_matrices(
         own = state.clone()
         own[len(GEMMS)] = keys[matrix] - 2**64 if keys[matrix] >= 2**63 else keys[matrix]
         count = tokens.stop - tokens.start
-        rows = x[tokens] if count else x.new_zeros(1, x.shape[1])  # a matrix without tokens needs scales, too
+        rows = x[tokens] if count else x.new_zeros(1, x.shape[1])  # a matrix without tokens needs parameters, too
         layouts = encode(rows, (own, record, table), operand, gemms, counts)
         slots = slice(start, start + count)
         for index, layout in enumerate(layouts):
             if layout is not None:
-                output, scales = outputs[2 * index : 2 * index + 2]
+                output, parameters = outputs[2 * index : 2 * index + 2]
                 target, values = (output, layout[0]) if index == 0 else (output.t(), layout[0].t())
                 target[slots].copy_(values[:count])
-                scales[matrix] = layout[1][SCALE]
+                parameters.view(matrices, PARAMETERS)[matrix] = layout[1]
 
 
 def _matrices(x: Tensor, blocks: Tensor | None, matrices: int) -> Iterator[tuple[int, slice, int]]:

@@ -1,5 +1,5 @@
 # ruff: noqa: SIM102  # a constant and a number of the device cannot be combined
-"""The Triton kernels that encode operands as E4M3, of one matrix or of several with a scale each.
+"""The Triton kernels that encode operands as E4M3, of one matrix or of several with parameters of their own.
 
 Legend: T tokens, C channels; for weights, read O for T and I for C. Formats are numbers that kernels read at run time,
 the same for all programs: the parameters of a layout (`encoding`). A program of the kernels for several matrices has 32
@@ -18,7 +18,6 @@ from ..triton_numerics import (
     amax_of,
     as_bf16,
     bits_of_key,
-    bits_of_runs,
     key_of_matrix,
     larger,
     load_runs,
@@ -97,20 +96,25 @@ def _power_of(exponent):
 
 
 @triton.jit
-def _scale_in_force(known, record, scale, inverse, FINDS: tl.constexpr):
-    """The tensor's scale and its inverse, powers of two, unless the format has one FP32 scale: then those given; and
-    the grid's spacing.
+def _scale_in_force(known, record, bits, scale, inverse, FINDS: tl.constexpr, HAS_AMAX: tl.constexpr):
+    """The tensor's scale and its inverse, powers of two, unless the format has one FP32 scale: then those given; the
+    grid's spacing; and the inverse of the layout's own scale, if not FINDS.
 
-    known: the layout's parameters, or if FINDS the format's row in the table; the exponent is then the record's.
+    known: the format's row in the table if FINDS or HAS_AMAX, else the layout's parameters. bits: of the amax.
     """
     spacing = tl.load(known + _SPACING)
+    own_inverse = inverse
     if FINDS:
         exponent = tl.load(record + _EXPONENT)
         scale, inverse = _power_of(exponent), _power_of(-exponent)
     else:
-        scale = tl.where(spacing != 0.0, tl.load(known + _SCALE), scale)
-        inverse = tl.where(spacing != 0.0, tl.load(known + _INVERSE), inverse)
-    return scale, inverse, spacing
+        if HAS_AMAX:
+            own_scale, own_inverse = _scale_of(spacing, tl.load(record + _EXPONENT), bits)
+        else:
+            own_scale, own_inverse = tl.load(known + _SCALE), tl.load(known + _INVERSE)
+        scale = tl.where(spacing != 0.0, own_scale, scale)
+        inverse = tl.where(spacing != 0.0, own_inverse, inverse)
+    return scale, inverse, spacing, own_inverse
 
 
 @triton.jit
@@ -120,22 +124,32 @@ def _find_parameters(
     table,
     row_parameters,
     column_parameters,
+    amax,
     is_first,
+    HAS_AMAX: tl.constexpr,
     ROW_GEMM: tl.constexpr,
     COLUMN_GEMM: tl.constexpr,
 ):
     """The table's rows for the formats of rows and columns; one program writes the parameters of both."""
     row_known, column_known = table, table
     exponent = tl.load(record + _EXPONENT)
+    bits = tl.load(amax).to(tl.int64) if HAS_AMAX else exponent * 0
     if ROW_GEMM >= 0:
         row_known = table + tl.load(state + ROW_GEMM) * _PARAMETERS
         if is_first:
-            _write_parameters(row_parameters, row_known, exponent, exponent * 0)
+            _write_parameters(row_parameters, row_known, exponent, bits)
     if COLUMN_GEMM >= 0:
         column_known = table + tl.load(state + COLUMN_GEMM) * _PARAMETERS
         if is_first:
-            _write_parameters(column_parameters, column_known, exponent, exponent * 0)
-    return row_known, column_known
+            _write_parameters(column_parameters, column_known, exponent, bits)
+    return row_known, column_known, bits
+
+
+@triton.jit
+def _factor(inverse, scale):
+    """The factor that replaces the scale by which a tensor was divided. It would be infinite for one of zeros only."""
+    factor = inverse * scale
+    return tl.where(factor == float("inf"), 1.0, factor)
 
 
 @triton.jit
@@ -266,14 +280,17 @@ def encode_tile(
     d,
     state,
     record,
-    table,  # read if FINDS
+    table,  # read if FINDS or GROUPED
+    amax,  # of the matrix, FP32 bits, read if GROUPED and not FINDS
+    matrix,  # read if GROUPED
     row_parameters,
     column_parameters,
     rows,
     columns,
     run,
+    stored_run,  # the same in the layouts
     channel,
-    is_first,  # of the operand's programs
+    is_first,  # of the programs with these parameters
     tokens,
     channels,
     padded_tokens,
@@ -283,30 +300,46 @@ def encode_tile(
     ROW_GEMM: tl.constexpr,
     COLUMN_GEMM: tl.constexpr,
     FINDS: tl.constexpr,
+    GROUPED: tl.constexpr,
     IS_GRADIENT: tl.constexpr,
     COUNTS: tl.constexpr,
     RUNS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Encodes both layouts of the runs of tokens a, b, c, d, as `encode_kernel`."""
+    """Encodes both layouts of the runs of tokens a, b, c, d, of one matrix, or of one of several if GROUPED.
+
+    FINDS: an exponent is in force, and no format has an FP32 scale. Otherwise the amax may be needed: one matrix has its
+    parameters from `scales_kernel`, several have their amaxes.
+    """
+    HAS_AMAX: tl.constexpr = GROUPED and not FINDS
     row_known, column_known = row_parameters, column_parameters
-    if FINDS:  # all formats are block formats, and an exponent is in force
-        row_known, column_known = _find_parameters(
-            state, record, table, row_parameters, column_parameters, is_first, ROW_GEMM, COLUMN_GEMM
+    amax_bits = 0
+    if FINDS or HAS_AMAX:
+        row_known, column_known, amax_bits = _find_parameters(
+            state, record, table, row_parameters, column_parameters, amax, is_first, HAS_AMAX, ROW_GEMM, COLUMN_GEMM
         )
     seen = tl.load(record + _LARGEST)  # by the programs so far; no need to wait for all
     largest = seen
     # Both layouts round with the same random numbers.
-    bits = bits_of_runs(state, run, channel, tokens, channels) if IS_GRADIENT else run
+    bits = run
+    if IS_GRADIENT:
+        key = tl.load(state + KEY)
+        if GROUPED:
+            key = key_of_matrix(key, matrix)
+        bits = bits_of_key(key, state, run, channel, tokens, channels)
     row_spacing, column_spacing, scale, inverse = 0.0, 0.0, 1.0, 1.0
     if HAS_COLUMNS:
-        scale, inverse, column_spacing = _scale_in_force(column_known, record, scale, inverse, FINDS)
+        scale, inverse, column_spacing, column_inverse = _scale_in_force(
+            column_known, record, amax_bits, scale, inverse, FINDS, HAS_AMAX
+        )
     if HAS_ROWS:
-        scale, inverse, row_spacing = _scale_in_force(row_known, record, scale, inverse, FINDS)
+        scale, inverse, row_spacing, row_inverse = _scale_in_force(
+            row_known, record, amax_bits, scale, inverse, FINDS, HAS_AMAX
+        )
     a, b, c, d = a * inverse, b * inverse, c * inverse, d * inverse  # exact
     if HAS_ROWS:
         # Each branch stores its own result: joining them would take more registers.
-        at = rows + (run * RUN)[:, None] * padded_channels + channel[None, :]
+        at = rows + (stored_run * RUN)[:, None] * padded_channels + channel[None, :]
         if row_spacing > 0.0:
             found = _encode_rows(
                 at, a, b, c, d, row_known, row_spacing, bits, scale, padded_channels, IS_GRADIENT, RUNS, CHANNELS
@@ -317,7 +350,7 @@ def encode_tile(
             if FINDS:
                 store_rows(at, _kept(a), _kept(b), _kept(c), _kept(d), padded_channels)
             else:
-                factor = tl.load(row_parameters + _INVERSE) * scale
+                factor = _factor(row_inverse, scale)
                 store_rows(
                     at, _kept(a * factor), _kept(b * factor), _kept(c * factor), _kept(d * factor), padded_channels
                 )
@@ -325,7 +358,7 @@ def encode_tile(
                 largest = _largest_of(a, b, c, d, scale)
     if HAS_COLUMNS:
         at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
-        at += channel.to(tl.int64)[None, :] * (padded_tokens // RUN) + run[:, None]
+        at += channel.to(tl.int64)[None, :] * (padded_tokens // RUN) + stored_run[:, None]
         if column_spacing > 0.0:
             found = _encode_columns(
                 at, a, b, c, d, column_known, column_spacing, bits, scale, IS_GRADIENT, RUNS, CHANNELS
@@ -336,7 +369,7 @@ def encode_tile(
             if FINDS:
                 tl.store(at, pack_fp8(_kept(a), _kept(b), _kept(c), _kept(d)))
             else:
-                factor = tl.load(column_parameters + _INVERSE) * scale
+                factor = _factor(column_inverse, scale)
                 tl.store(at, pack_fp8(_kept(a * factor), _kept(b * factor), _kept(c * factor), _kept(d * factor)))
             if COUNTS and not HAS_ROWS and column_spacing < 0.0:
                 largest = _largest_of(a, b, c, d, scale)
@@ -379,9 +412,9 @@ def encode_kernel(
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     a, b, c, d = load_runs(x, run, channel, tokens, channels, stride, RAGGED)
     encode_tile(
-        a, b, c, d, state, record, table, row_parameters, column_parameters, rows, columns, run, channel,
-        tl.program_id(0) + tl.program_id(1) == 0, tokens, channels, padded_tokens, padded_channels, HAS_ROWS,
-        HAS_COLUMNS, ROW_GEMM, COLUMN_GEMM, FINDS, IS_GRADIENT, COUNTS, RUNS, CHANNELS,
+        a, b, c, d, state, record, table, record, 0, row_parameters, column_parameters, rows, columns, run, run,
+        channel, tl.program_id(0) + tl.program_id(1) == 0, tokens, channels, padded_tokens, padded_channels, HAS_ROWS,
+        HAS_COLUMNS, ROW_GEMM, COLUMN_GEMM, FINDS, False, IS_GRADIENT, COUNTS, RUNS, CHANNELS,
     )  # fmt: skip
 
 
@@ -543,34 +576,15 @@ def matrix_scales_kernel(
 
 
 @triton.jit
-def _load_slots(x, first, rows, channel, stride):
-    """The first, second, third and fourth tokens of a block's runs, FP32, zeros after its tokens."""
-    token = tl.arange(0, _BLOCK_RUNS) * RUN
-    at = x + (first + token)[:, None] * stride + channel[None, :]
-    a = tl.load(at, (token < rows)[:, None], other=0.0)
-    b = tl.load(at + stride, (token + 1 < rows)[:, None], other=0.0)
-    c = tl.load(at + 2 * stride, (token + 2 < rows)[:, None], other=0.0)
-    d = tl.load(at + 3 * stride, (token + 3 < rows)[:, None], other=0.0)
-    return as_bf16(a), as_bf16(b), as_bf16(c), as_bf16(d)
-
-
-@triton.jit
-def _factor(inverse, scale, bits):
-    """The factor that replaces the scale by which a matrix's values were divided; 1 if all are zero, whose inverse
-    scale would make it infinite. bits: of the amax."""
-    return tl.where(bits == 0, 1.0, inverse * scale)
-
-
-@triton.jit
 def encode_matrices_kernel(
     x,
     blocks,  # not read if EVEN
     state,
     record,
     table,
-    amaxes,  # read if NEEDS
-    row_scales,
-    column_scales,
+    amaxes,  # read if not FINDS
+    row_parameters,
+    column_parameters,
     rows,
     columns,
     height,
@@ -581,78 +595,25 @@ def encode_matrices_kernel(
     HAS_COLUMNS: tl.constexpr,
     ROW_GEMM: tl.constexpr,
     COLUMN_GEMM: tl.constexpr,
-    NEEDS: tl.constexpr,  # the amaxes
+    FINDS: tl.constexpr,  # an exponent is in force, and no format has an FP32 scale
     IS_GRADIENT: tl.constexpr,
     COUNTS: tl.constexpr,
     EVEN: tl.constexpr,
     CHANNELS: tl.constexpr,  # a multiple of 32 that divides the channels
 ):
-    """Both layouts of 32 slots by CHANNELS channels, from one read of x, and each matrix's scales.
+    """Both layouts of 32 slots by CHANNELS channels, from one read of x, and each matrix's parameters.
 
     Programs have one axis: CUDA limits the others to 65,535.
     """
     across = channels // CHANNELS
     block, part = tl.program_id(0) // across, tl.program_id(0) % across
-    channel = part * CHANNELS + tl.arange(0, CHANNELS)
+    run, channel = tl.arange(0, _BLOCK_RUNS), part * CHANNELS + tl.arange(0, CHANNELS)
     matrix, first, count, offset, tokens = _block_of(blocks, block, height, EVEN)
-    a, b, c, d = _load_slots(x, first, count, channel, stride)
-    exponent, seen = tl.load(record + _EXPONENT), tl.load(record + _LARGEST)
-    largest, amax_bits = seen, exponent * 0
-    if NEEDS:
-        amax_bits = tl.load(amaxes + matrix).to(tl.int64)
-    writes_scales = (offset == 0) & (part == 0)
-    row_known, column_known = table, table
-    row_spacing, column_spacing, scale, inverse = 0.0, 0.0, 1.0, 1.0
-    row_inverse, column_inverse = 1.0, 1.0
-    if HAS_COLUMNS:
-        column_known = table + tl.load(state + COLUMN_GEMM) * _PARAMETERS
-        column_spacing = tl.load(column_known + _SPACING)
-        column_scale, column_inverse = _scale_of(column_spacing, exponent, amax_bits)
-        scale = tl.where(column_spacing != 0.0, column_scale, scale)
-        inverse = tl.where(column_spacing != 0.0, column_inverse, inverse)
-        tl.store(column_scales + matrix, column_scale, writes_scales)
-    if HAS_ROWS:
-        row_known = table + tl.load(state + ROW_GEMM) * _PARAMETERS
-        row_spacing = tl.load(row_known + _SPACING)
-        row_scale, row_inverse = _scale_of(row_spacing, exponent, amax_bits)
-        scale = tl.where(row_spacing != 0.0, row_scale, scale)
-        inverse = tl.where(row_spacing != 0.0, row_inverse, inverse)
-        tl.store(row_scales + matrix, row_scale, writes_scales)
-    # Both layouts round with the random numbers of the matrix.
-    run = offset // RUN + tl.arange(0, _BLOCK_RUNS)
-    bits = run
-    if IS_GRADIENT:
-        own = key_of_matrix(tl.load(state + KEY), matrix)
-        bits = bits_of_key(own, state, run, channel, tokens.to(tl.int32), channels)
-    a, b, c, d = a * inverse, b * inverse, c * inverse, d * inverse  # exact
-    slot = block.to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK_RUNS) * RUN
-    if HAS_ROWS:
-        at = rows + slot[:, None] * channels + channel[None, :]
-        if row_spacing > 0.0:
-            found = _encode_rows(
-                at, a, b, c, d, row_known, row_spacing, bits, scale, channels, IS_GRADIENT, _BLOCK_RUNS, CHANNELS
-            )
-            if COUNTS:
-                largest = found
-        else:
-            factor = _factor(row_inverse, scale, amax_bits)
-            store_rows(at, _kept(a * factor), _kept(b * factor), _kept(c * factor), _kept(d * factor), channels)
-            if COUNTS and row_spacing < 0.0:
-                largest = _largest_of(a, b, c, d, scale)
-    if HAS_COLUMNS:
-        at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
-        at += channel.to(tl.int64)[None, :] * (slots // RUN) + (slot // RUN)[:, None]
-        if column_spacing > 0.0:
-            found = _encode_columns(
-                at, a, b, c, d, column_known, column_spacing, bits, scale, IS_GRADIENT, _BLOCK_RUNS, CHANNELS
-            )
-            if COUNTS and not HAS_ROWS:
-                largest = found
-        else:
-            factor = _factor(column_inverse, scale, amax_bits)
-            tl.store(at, pack_fp8(_kept(a * factor), _kept(b * factor), _kept(c * factor), _kept(d * factor)))
-            if COUNTS and not HAS_ROWS and column_spacing < 0.0:
-                largest = _largest_of(a, b, c, d, scale)
-    if COUNTS:
-        if largest > seen:
-            tl.atomic_max(record + _LARGEST, largest)
+    a, b, c, d = load_runs(x + first * stride, run, channel, count, channels, stride, True)
+    encode_tile(
+        a, b, c, d, state, record, table, amaxes + matrix, matrix, row_parameters + matrix * _PARAMETERS,
+        column_parameters + matrix * _PARAMETERS, rows, columns, offset // RUN + run,
+        block.to(tl.int64) * _BLOCK_RUNS + run, channel, (offset == 0) & (part == 0), tokens.to(tl.int32), channels,
+        slots, channels, HAS_ROWS, HAS_COLUMNS, ROW_GEMM, COLUMN_GEMM, FINDS, True, IS_GRADIENT, COUNTS, _BLOCK_RUNS,
+        CHANNELS,
+    )  # fmt: skip

@@ -167,7 +167,7 @@ def test_infinities_and_nan_make_nan_of_their_blocks_alone(run: Run) -> None:
 
 @pytest.mark.slow
 def test_the_operators_encode_what_the_kernels_leave(interpreting: ProcessPoolExecutor) -> None:
-    """Through the operators' own functions, with and without exponents that the host knows of."""
+    """With and without exponents that the host knows of."""
     found = [load(interpreting.submit(through_operators, settled).result()) for settled in (False, True)]
     for one, other in zip(*found, strict=True):
         assert torch.equal(one.float(), other.float())
@@ -181,8 +181,9 @@ def through_operators(settled: bool) -> bytes:
         one = operand(number, formats, gate, (-1, 2), settled)
         layers.append(one.layer)
     with patch.object(gated.operators, "runs_kernels", lambda x: True):
-        found = [*gated.encoded_gated(gate, up, layers[2], True)]
-        found += gated.encoded_gated_gradients(grad, gate, up, layers, True, True)
+        found = [*gated.encode_gated(gate, up, layers[2], True)]
+        pairs = [tensor for layer in layers for tensor in layer[:2]]
+        found += gated.encode_gated_gradients(grad, gate, up, [*pairs, layers[2][2]], True, True)
     return dump(found)
 
 

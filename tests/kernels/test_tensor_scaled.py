@@ -61,6 +61,21 @@ def rising(rows: int, columns: int) -> Tensor:
     return (x * torch.exp2(torch.linspace(-2, 2, rows))[:, None]).bfloat16()
 
 
+def encoded(
+    x: Tensor,
+    state: Tensor,
+    records: Records,
+    operand: int,
+    gemms: tuple[int, int],
+    by_kernel: bool | None = None,
+    matrices: int = 0,
+    blocks: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """The layouts of an operand in a pass that is trained on."""
+    layer = state, records.record, records.table
+    return operators.encode(x, *layer, operand, gemms, True, None, matrices, blocks, by_kernel)
+
+
 def value(layout: Tensor, parameters: Tensor, shape: tuple[int, int]) -> Tensor:
     """Decodes a layout; checks that it is padded with zeros."""
     scaled = layout.float() * parameters[SCALE]
@@ -130,7 +145,7 @@ def test_an_encoded_operand_is_the_rounded_one_under_every_exponent_of_the_range
     for exponent in (UNSET, own, own + 3):
         found = Records.new(CPU)
         found.record[:, EXPONENT] = exponent
-        rows, row_scale, columns, column_scale = operators.encoded(x, state, found, OPERANDS.index(operand), gemms)
+        rows, row_scale, columns, column_scale = encoded(x, state, found, OPERANDS.index(operand), gemms)
         assert rows.shape == (128, 128) and columns.shape == (128, 128)
         key = KEY % 2**64 if operand == "gradient" else None
         expected = [round_operand(x, FORMATS[name], operand, contracts, key, 1, 3) for contracts in (1, 0)]
@@ -146,7 +161,7 @@ def test_blocks_above_the_range_are_cut_off_and_those_below_are_rounded_to_its_l
     x[0, :3] = torch.tensor([1024.0, 256.0, 100.0])
     x[1, :3] = torch.tensor([0.003, 0.001, 0.0009])  # the spacing of the lowest block is 2**-9, about 0.002
     x[2, :2] = torch.tensor([384.0, 64.0])
-    rows, *_ = operators.encoded(x, numbers(("mxfp4",) * 3), found, 0, (0, -1))
+    rows, *_ = encoded(x, numbers(("mxfp4",) * 3), found, 0, (0, -1))
     assert rows[0, :3].tolist() == [448.0, 256.0, 128.0]
     assert rows[1, :3].tolist() == [2.0**-8 if 0.003 > 1.5 * 2**-9 else 2.0**-9, 2.0**-9, 0.0]
     assert rows[2, :2].tolist() == [384.0, 64.0]
@@ -195,7 +210,7 @@ def test_a_gradient_below_the_range_keeps_its_mean() -> None:
     found = Records.new(CPU)
     found.record[:, EXPONENT] = 0
     x = torch.full((4096, 32), 2.0**-11, dtype=torch.bfloat16)  # a quarter of the lowest spacing
-    rows, *_ = operators.encoded(x, numbers(("mxfp4",) * 3), found, 1, (1, -1))
+    rows, *_ = encoded(x, numbers(("mxfp4",) * 3), found, 1, (1, -1))
     assert set(rows[:4096, :32].float().unique().tolist()) == {0.0, 2.0**-9}
     assert rows.float().sum() / x.numel() == pytest.approx(2.0**-11, rel=0.02)
 
@@ -212,7 +227,7 @@ def test_nan_and_infinities_reach_their_blocks_and_no_exponent() -> None:
     x[1, 40], x[40, 2] = torch.nan, torch.inf
     found = Records.new(CPU)
     found.record[:, EXPONENT] = 0
-    rows, _, columns, _ = operators.encoded(x, numbers(("mxfp4",) * 3), found, 0, (0, 2))
+    rows, _, columns, _ = encoded(x, numbers(("mxfp4",) * 3), found, 0, (0, 2))
     expected = [round_operand(x, FORMATS["mxfp4"], "activation", contracts).isnan() for contracts in (1, 0)]
     assert torch.equal(rows.float().isnan(), expected[0]) and torch.equal(columns.float().isnan().t(), expected[1])
     follow([found])
@@ -221,7 +236,7 @@ def test_nan_and_infinities_reach_their_blocks_and_no_exponent() -> None:
 
 def test_a_tensor_without_elements_gives_zeros() -> None:
     found = Records.new(CPU)
-    layouts = operators.encoded(torch.zeros(0, 40, dtype=torch.bfloat16), numbers(("mxfp4",) * 3), found, 0, (0, 2))
+    layouts = encoded(torch.zeros(0, 40, dtype=torch.bfloat16), numbers(("mxfp4",) * 3), found, 0, (0, 2))
     assert layouts[0].shape == (0, 64) and layouts[2].shape == (64, 0)
     product = operators.multiply("forward", layouts[:2], layouts[:2], (0, 0), torch.bfloat16)
     assert product.shape == (0, 0)
@@ -389,18 +404,18 @@ def test_a_trial_passes_where_all_is_well(name: str) -> None:
 
 
 def test_a_trial_notices_wrong_products_and_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    fault, encoded = trial.fault.__wrapped__, operators.encoded
+    fault, encode = trial.fault.__wrapped__, operators.encode
     with monkeypatch.context() as patch:
         patch.setattr(trials, "TOLERANCE", 0.0)
         assert "off the reference" in fault("fp8-tensor", CPU)
 
     def other(*arguments: Any, by_kernel: bool | None = None) -> Any:
-        layouts = encoded(*arguments, by_kernel=False)
+        layouts = encode(*arguments, by_kernel=False)
         if by_kernel is None:
             layouts[0].view(torch.uint8)[:1] ^= 1
         return layouts
 
-    monkeypatch.setattr(operators, "encoded", other)
+    monkeypatch.setattr(operators, "encode", other)
     assert fault("mxfp4", CPU) == (
         "the trial of 'mxfp4' failed: the kernel and the reference round differently (activation of forward, weight "
         "of forward, gradient of grad_input)"

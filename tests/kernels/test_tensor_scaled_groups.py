@@ -14,7 +14,7 @@ from configs import fp4_config
 from expert_models import tiny_gpt_oss, tiny_qwen3_moe
 from kernel_runs import dump, interpreting, load
 from kernels.test_hopper_layers import Operators, assert_close, assert_same, randn
-from kernels.test_tensor_scaled import numbers, rising
+from kernels.test_tensor_scaled import encoded, numbers, rising
 from kernels.test_tensor_scaled_layers import SNIP, everywhere, on_gpu  # noqa: F401
 from models import batch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from snip_hf.kernels.tensor_scaled import trial
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
 from snip_hf.kernels.tensor_scaled.encoding import PARAMETERS, SCALE, table_on
 from snip_hf.kernels.tensor_scaled.exponents import EXPONENT, LARGEST, UNSET, Records
-from snip_hf.kernels.tensor_scaled.operators import encoded
 from snip_hf.kernels.tensor_scaled.slots import slots_of
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import FORMATS, format_of_code

@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels.test_tensor_scaled import numbers, rising
+from kernels.test_tensor_scaled import encoded, numbers, rising
 
 from snip_hf.kernels.tensor_scaled import operators
 from snip_hf.kernels.tensor_scaled.encoding import table_on
@@ -39,7 +39,7 @@ def by_kernel(
         records.view.set_formats([format_of_code(code) for code in state[:3].tolist()])
         records.view.known[operand] = True
         assert not operators.needs_scales(record, operand, gemms, True)
-    return *operators.encoded(x, state, records, operand, gemms, by_kernel=True), records.record
+    return *encoded(x, state, records, operand, gemms, True), records.record
 
 
 def interpret(tensors: bytes, *arguments: Any) -> bytes:
@@ -81,7 +81,7 @@ def check(
 ) -> None:
     number = OPERANDS.index(operand)
     records = Records(record_with(exponent), table_on(torch.device("cpu")))
-    expected = operators.encoded(x, numbers(formats), records, number, gemms)
+    expected = encoded(x, numbers(formats), records, number, gemms)
     *got, record = run(x, numbers(formats), record_with(exponent), number, gemms, settled)
     for name, one, other in zip(("rows", "their scale", "columns", "their scale"), got, expected, strict=True):
         assert one.shape == other.shape, name

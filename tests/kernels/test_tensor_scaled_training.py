@@ -87,7 +87,7 @@ def test_gated_mlps_that_run_as_one_train_as_their_linears_do(tmp_path: Path, mo
     _, _, as_one = run(tmp_path / "one", compiled=True, formats=FORMATS, ties=TIES, backend="tensor-scaled")
     assert len(launched) == 2 * len(as_one)  # layers and steps
     assert launched[0] == 3 and 0 in launched  # in BF16, before the first exponents and later
-    monkeypatch.setattr(type(TENSOR_SCALED), "fuses_gates", False)
+    monkeypatch.setattr(type(TENSOR_SCALED), "runs_gates", False)
     _, _, apart = run(tmp_path / "apart", compiled=True, formats=FORMATS, ties=TIES, backend="tensor-scaled")
     assert len(launched) == 2 * len(as_one)
     assert all(abs(as_one[step] - apart[step]) < 1e-2 * apart[step] for step in apart)

@@ -248,7 +248,7 @@ class TensorCoreBackend(Backend):
     def three_gemms(self, *arguments: Any) -> Tensor:
         """Calls the autograd function that `tensor_core_linear` made for this backend."""
 
-    def layer_tensors(self, layer: Layer, x: Tensor, ends: Tensor | None) -> Layout:
+    def tensors_of(self, layer: Layer, x: Tensor, ends: Tensor | None) -> Layout:
         """Returns the tensors that describe the layer to `Kernels`, its state first."""
         return (layer.snip_state,)
 
@@ -265,7 +265,7 @@ class TensorCoreBackend(Backend):
         is_untied = cache.tied is None and torch.compiler.is_compiling()
         is_late = self.quantizes_late and is_untied and ends is None and weight.shape[1] >= weight.shape[0]
         gemms = -1 if high[0] else 0, 2 if keeps_x and not high[2] and not is_late else -1
-        tensors = self.layer_tensors(layer, x, ends)
+        tensors = self.tensors_of(layer, x, ends)
         quantized = self.shared_input(layer, input, x, tensors, gemms)
         options = PassOptions(high, keeps_x, has_backward, has_backward and x.requires_grad, len(tensors))
         return self.three_gemms(x, weight, bias, options, *tensors, *quantized, *weights_of(layer))
@@ -341,11 +341,15 @@ class TensorCoreBackend(Backend):
 
 
 def weights_of(layer: Layer) -> tuple[Tensor, ...]:
-    """Returns the kept layouts of the layer's weight if the current pass may read them, else ().
+    """Returns the kept layouts of the layer's weight if the current pass may read them, else ()."""
+    return layer.snip_cache.weights if reads_kept_weight(layer) else ()
+
+
+def reads_kept_weight(layer: Layer) -> bool:
+    """Returns True if the current pass may read the weight as `before_pass` quantized it.
 
     Only passes that are trained on may: before evaluation, and generation in training mode, weights may have changed
     unnoticed.
     """
-    cache: Cache = layer.snip_cache
-    is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
-    return cache.weights if layer.training and torch.is_grad_enabled() and is_kept else ()
+    is_kept = torch.compiler.is_compiling() or layer.snip_cache.weight_version == layer.weight._version
+    return layer.training and torch.is_grad_enabled() and is_kept

@@ -14,6 +14,7 @@ from ...numerics.gemms import CONTRACTIONS, GEMMS
 from ..backend import Backend, Layer, missing_for_kernels, not_in_bf16, register_backend
 from ..emulated import EMULATED
 from ..linear import Gradients, kept_for_backward, linear_function
+from ..tensor_core import reads_kept_weight
 from ..trials import fault_of, operands, products_of
 from . import operators
 from .packing import kind_of
@@ -86,11 +87,7 @@ class Blackwell(Backend):
         cache: Cache = layer.snip_cache
         if x.dtype != torch.bfloat16 or x.device.type != cache.device:
             return EMULATED.forward(layer, input, x, bias, ends)
-        # Before evaluation, and generation in training mode, weights may have changed without notice; not before a pass
-        # that is trained on.
-        is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
-        is_kept = is_kept and layer.training and torch.is_grad_enabled()
-        kept = cache.packed if is_kept else cache.packed.new_empty(0)
+        kept = cache.packed if reads_kept_weight(layer) else cache.packed.new_empty(0)
         y: Tensor = block_scaled_linear(x, layer.matrix, bias, None, layer.snip_state, cache.codes, kept)
         return y
 

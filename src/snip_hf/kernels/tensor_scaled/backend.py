@@ -17,7 +17,7 @@ from .encoding import BLOCK, encoding_of, has_one_scale, is_delayed
 from .exponents import Records
 from .linear import encode_tokens, encode_weight, encode_weight_into, tensor_scaled_linear
 from .operators import ACTIVATION, gemm_call
-from .reference import Layer as LayerTensors
+from .reference import LayerTensors
 from .slots import slots_of
 
 # Shares of blocks that deserve a line in the log.
@@ -34,8 +34,6 @@ class TensorScaled(TensorCoreBackend):
     arithmetic = "FP8 tensor cores with one scale per operand; values of 4 bits and their blocks' scales stored as FP8"
     quantizes_late = True
     runs_gates = True
-    fuses_gates = True
-    """False makes `gated_forward` return None, for timings without it."""
     measured_speeds = {2048: 1.30, 4096: 1.48}  # noqa: RUF012
 
     def lacks(self, device: torch.device) -> str | None:
@@ -47,7 +45,7 @@ class TensorScaled(TensorCoreBackend):
     def fails(self, format: NumberFormat, device: torch.device) -> str | None:
         return trial.fault(format.name, device)
 
-    def layer_tensors(self, layer: Layer, x: Tensor, ends: Tensor | None) -> Layout:
+    def tensors_of(self, layer: Layer, x: Tensor, ends: Tensor | None) -> Layout:
         return *_tensors(layer, x.device), *(() if ends is None else slots_of(ends, x.shape[0]))
 
     def quantize_input(self, x: Tensor, tensors: Layout, gemms: tuple[int, int]) -> Quantized:
@@ -59,7 +57,7 @@ class TensorScaled(TensorCoreBackend):
         device_type = input.device.type
         casts = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if casts else input.dtype
-        if not self.fuses_gates or dtype != torch.bfloat16:
+        if dtype != torch.bfloat16:
             return None
         if any(layer.snip_backend is not self or not _is_gated_here(layer, device_type) for layer in layers):
             return None

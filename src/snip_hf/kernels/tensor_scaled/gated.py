@@ -37,7 +37,7 @@ from .operators import (
     padded,
     parts_of,
 )
-from .reference import Layer
+from .reference import LayerTensors
 
 if TYPE_CHECKING or find_spec("triton") is not None:
     from .gated_tiles import encode_gated_gradients_kernel, encode_gated_kernel
@@ -63,7 +63,7 @@ _library.define(
 class Operand(NamedTuple):
     """The arguments of `operators.encode_into` for an operand of one layer, except its values."""
 
-    layer: Layer
+    layer: LayerTensors
     operand: int
     gemms: tuple[int, int]
     counts: bool
@@ -96,38 +96,6 @@ def gradients_of(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor
     silu = gate_fp32 * sigmoid
     slope = silu * (1.0 - sigmoid) + sigmoid
     return (grad_fp32 * up.float() * slope).to(torch.bfloat16), (grad_fp32 * silu).to(torch.bfloat16)
-
-
-def encoded_gated(gate: Tensor, up: Tensor, layer: Layer, counts: bool) -> tuple[Tensor, Tensor]:
-    """Returns `encode_gated` by the kernels or by torch, depending on the device."""
-    one = Operand(layer, ACTIVATION, (_FORWARD, -1), counts, one_layout(gate, _FORWARD, -1))
-    if _by_kernel(gate):
-        values = launch_forward(gate, up, one)
-        if values is not None:
-            one.encode(values, by_kernel=True)
-    else:
-        one.encode(activation_of(gate, up), by_kernel=False)
-    return one.outputs[:2]
-
-
-def encoded_gated_gradients(
-    grad: Tensor, gate: Tensor, up: Tensor, layers: Sequence[Layer], has_rows: bool, counts: bool
-) -> list[Tensor]:
-    """Returns `encode_gated_gradients` by the kernels or by torch, depending on the device."""
-    gemms = _GRAD_INPUT if has_rows else -1, _GRAD_WEIGHT
-    operands = [Operand(layer, GRADIENT, gemms, counts, empty_layouts(gate, *gemms)) for layer in layers[:-1]]
-    # The forward pass has already recorded the activation.
-    last = Operand(layers[-1], ACTIVATION, (-1, _GRAD_WEIGHT), False, one_layout(gate, -1, _GRAD_WEIGHT))
-    operands.append(last)
-    if _by_kernel(gate):
-        values = launch_backward((grad, gate, up), operands, has_rows, counts)
-        for one, plain in zip(operands, values, strict=True):
-            if plain is not None:
-                one.encode(plain, by_kernel=True)
-    else:
-        for one, plain in zip(operands, (*gradients_of(grad, gate, up), activation_of(gate, up)), strict=True):
-            one.encode(plain, by_kernel=False)
-    return [*operands[0].outputs, *operands[1].outputs, *last.outputs[2:]]
 
 
 def _by_kernel(x: Tensor) -> bool:
@@ -196,8 +164,16 @@ def _launch(
 
 @torch.library.impl(_library, "encode_gated", "CompositeExplicitAutograd")
 def _encode_gated(gate: Tensor, up: Tensor, layer: Sequence[Tensor], counts: bool) -> tuple[Tensor, Tensor]:
-    state, record, table = layer
-    return encoded_gated(gate.contiguous(), up.contiguous(), (state, record, table), counts)
+    gate, up, (state, record, table) = gate.contiguous(), up.contiguous(), layer
+    layouts = one_layout(gate, _FORWARD, -1)
+    one = Operand((state, record, table), ACTIVATION, (_FORWARD, -1), counts, layouts)
+    if _by_kernel(gate):
+        values = launch_forward(gate, up, one)
+        if values is not None:
+            one.encode(values, by_kernel=True)
+    else:
+        one.encode(activation_of(gate, up), by_kernel=False)
+    return one.outputs[:2]
 
 
 @torch.library.register_fake("snip_hf::encode_gated", lib=_library)
@@ -209,10 +185,23 @@ def _(gate: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _encode_gated_gradients(
     grad: Tensor, gate: Tensor, up: Tensor, layers: Sequence[Tensor], has_rows: bool, counts: bool
 ) -> list[Tensor]:
-    inputs = grad.contiguous(), gate.contiguous(), up.contiguous()
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     *pairs, table = layers
-    own = [(state, record, table) for state, record in zip(pairs[::2], pairs[1::2], strict=True)]
-    return encoded_gated_gradients(*inputs, own, has_rows, counts)
+    *own, down = [(state, record, table) for state, record in zip(pairs[::2], pairs[1::2], strict=True)]
+    gemms = _GRAD_INPUT if has_rows else -1, _GRAD_WEIGHT
+    operands = [Operand(layer, GRADIENT, gemms, counts, empty_layouts(gate, *gemms)) for layer in own]
+    # The forward pass has already recorded the activation.
+    last = Operand(down, ACTIVATION, (-1, _GRAD_WEIGHT), False, one_layout(gate, -1, _GRAD_WEIGHT))
+    operands.append(last)
+    if _by_kernel(gate):
+        values = launch_backward((grad, gate, up), operands, has_rows, counts)
+        for one, plain in zip(operands, values, strict=True):
+            if plain is not None:
+                one.encode(plain, by_kernel=True)
+    else:
+        for one, plain in zip(operands, (*gradients_of(grad, gate, up), activation_of(gate, up)), strict=True):
+            one.encode(plain, by_kernel=False)
+    return [*operands[0].outputs, *operands[1].outputs, *last.outputs[2:]]
 
 
 @torch.library.register_fake("snip_hf::encode_gated_gradients", lib=_library)

@@ -26,7 +26,7 @@ from ..tensor_core import Quantized
 from . import reference
 from .encoding import BLOCK, PARAMETERS, SCALE
 from .exponents import Records, follow, row_of, view_of
-from .reference import Layer
+from .reference import LayerTensors
 
 if TYPE_CHECKING or find_spec("triton") is not None:
     from .tiles import encode_kernel, encode_matrices_kernel, matrix_scales_kernel, scales_kernel
@@ -131,7 +131,7 @@ def is_captured(x: Tensor) -> bool:
 
 
 @torch.library.impl(_library, "encode_operand", "CompositeExplicitAutograd")
-def _encode(
+def encode(
     x: Tensor,
     state: Tensor,
     record: Tensor,
@@ -142,10 +142,12 @@ def _encode(
     after: Tensor | None = None,
     matrices: int = 0,
     blocks: Tensor | None = None,
+    by_kernel: bool | None = None,
 ) -> Quantized:
-    row_gemm, column_gemm = gemms
+    """Implements `encode_operand`; `by_kernel` as in `encode_into`."""
+    (row_gemm, column_gemm), layer = gemms, (state, record, table)
     outputs = empty_layouts(x, row_gemm, column_gemm, matrices, blocks)
-    encode_into(x, (state, record, table), operand, (row_gemm, column_gemm), counts, outputs, matrices > 0, blocks)
+    encode_into(x, layer, operand, (row_gemm, column_gemm), counts, outputs, matrices > 0, blocks, by_kernel)
     return outputs
 
 
@@ -177,7 +179,7 @@ Returns: rows (R', C') E4M3 and their parameters (`encoding`), columns (C', R') 
 
 def encode_into(
     x: Tensor,
-    layer: Layer,
+    layer: LayerTensors,
     operand: int,
     gemms: tuple[int, int],
     counts: bool,
@@ -215,23 +217,6 @@ def encode_into(
             if layout is not None:
                 outputs[2 * index].copy_(reference.padded(layout[0], MULTIPLE))
                 outputs[2 * index + 1].copy_(layout[1])
-
-
-def encoded(
-    x: Tensor,
-    state: Tensor,
-    records: Records,
-    operand: int,
-    gemms: tuple[int, int],
-    by_kernel: bool | None = None,
-    matrices: int = 0,
-    blocks: Tensor | None = None,
-) -> Quantized:
-    """Returns `encode_operand` by the kernels or by the reference; the records are updated."""
-    outputs = empty_layouts(x, *gemms, matrices, blocks)
-    layer = state, records.record, records.table
-    encode_into(x, layer, operand, gemms, True, outputs, matrices > 0, blocks, by_kernel)
-    return outputs
 
 
 def needs_scales(record: Tensor, operand: int, gemms: tuple[int, int], counts: bool) -> bool:
@@ -312,7 +297,7 @@ def launch_encode(
 def _launch_matrices(
     x: Tensor,
     blocks: Tensor | None,
-    layer: Layer,
+    layer: LayerTensors,
     operand: int,
     gemms: tuple[int, int],
     counts: bool,

@@ -31,12 +31,12 @@ from .exponents import BLOCKS, EXPONENT, LARGEST, LIMIT, SATURATED, SMALL, UNSET
 from .slots import FIRST, MATRIX, OFFSET, TOKENS
 
 _INFINITY = float("inf")
-Layer = tuple[Tensor, Tensor, Tensor]
+LayerTensors = tuple[Tensor, Tensor, Tensor]
 """A layer's state, record and table (`exponents.Records`)."""
 
 
 def encode(
-    x: Tensor, layer: Layer, operand: int, gemms: tuple[int, int], counts: bool
+    x: Tensor, layer: LayerTensors, operand: int, gemms: tuple[int, int], counts: bool
 ) -> list[tuple[Tensor, Tensor] | None]:
     """Returns rows and columns of an operand, (R, C) and (C, R) E4M3, each with its parameters; None if left out.
 
@@ -118,7 +118,7 @@ def padded(layout: Tensor, multiple: int) -> Tensor:
 
 def encode_matrices(
     x: Tensor,
-    layer: Layer,
+    layer: LayerTensors,
     operand: int,
     gemms: tuple[int, int],
     counts: bool,

@@ -40,8 +40,9 @@ def _encoded(format: NumberFormat, device: torch.device, by_kernel: bool | None)
     for gemm, pair in CONTRACTIONS.items():
         for operand, contracts in pair:
             gemms = (GEMMS.index(gemm), -1) if contracts == 1 else (-1, GEMMS.index(gemm))
-            arguments = given.by_name[operand], given.state, Records.new(device), OPERANDS.index(operand), gemms
-            layouts = operators.encoded(*arguments, by_kernel=by_kernel)
+            records, x = Records.new(device), given.by_name[operand]
+            arguments = x, given.state, records.record, records.table, OPERANDS.index(operand), gemms, True
+            layouts = operators.encode(*arguments, by_kernel=by_kernel)
             found[f"{operand} of {gemm}"] = layouts[:2] if contracts == 1 else layouts[2:]
     return found
 
@@ -77,8 +78,8 @@ def encoded_matrices(
     found: dict[str, tuple[Tensor, ...]] = {}
     for operand, gemms in _GEMMS.items():
         x, own_blocks = values[operand]
-        number = OPERANDS.index(operand)
-        found[operand] = operators.encoded(x, given.state, records, number, gemms, by_kernel, matrices, own_blocks)
+        arguments = x, given.state, records.record, records.table, OPERANDS.index(operand), gemms, True
+        found[operand] = operators.encode(*arguments, None, matrices, own_blocks, by_kernel)
     return found
 
 

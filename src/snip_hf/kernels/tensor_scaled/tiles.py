@@ -308,8 +308,8 @@ def encode_tile(
 ):
     """Encodes both layouts of the runs of tokens a, b, c, d, of one matrix, or of one of several if GROUPED.
 
-    FINDS: an exponent is in force, and no format has an FP32 scale. Otherwise the amax may be needed: one matrix has its
-    parameters from `scales_kernel`, several have their amaxes.
+    FINDS: an exponent is in force, and no format has an FP32 scale. Otherwise the amax may be needed: the parameters of
+    one matrix are those of `scales_kernel`, several have their amaxes.
     """
     HAS_AMAX: tl.constexpr = GROUPED and not FINDS
     row_known, column_known = row_parameters, column_parameters

@@ -24,11 +24,9 @@ GROUPS = {
 }
 # The kind says enough of these.
 _ROUTER = "router"
-# The end of the line of a family without a product that is not covered.
-_ALL = "100.0% | - |\n"
-_ROW = re.compile(r"\| `([\w-]+)` \| `(\w+)` \| .*\n")
-_NAMED = re.compile(r"`([\w-]+)`\s\(`(\w+)`\)")
-_WHOLE = {"break_long_words": False, "break_on_hyphens": False}
+# A family of which all is covered, or all but one router: as a line of the table, and as the page lists it.
+_LINE = re.compile(r"\| `([\w-]+)` \| `(\w+)` \| ([\d.]+)% \| (?:-|`([\w.]+)` ([\d.]+)% \(router\)) \|\n")
+_LISTED = re.compile(r"`([\w-]+)`\s\(`(\w+)`(?:,\s`([\w.]+)`\s([\d.]+)%)?\)")
 _HEADER = "| model type | class | covered | not covered |\n|---|---|---|---|\n"
 _WELL = 0.95
 # Smaller shares of the FLOPs are not named.
@@ -49,8 +47,8 @@ def row(family: str) -> str:
 def documented() -> dict[str, str]:
     """Family -> its line, as `row` makes it, of what the page says."""
     part = PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
-    full = {family: f"| `{family}` | `{name}` | {_ALL}" for family, name in _NAMED.findall(part)}
-    return full | {name: line for line in part.splitlines(keepends=True) for name in shares(line)}
+    lines = [*map(_line, _LISTED.finditer(part)), *part.splitlines(keepends=True)]
+    return {name: line for line in lines for name in shares(line)}
 
 
 def shares(text: str) -> dict[str, float]:
@@ -75,14 +73,35 @@ def table(rows: Mapping[str, str]) -> str:
     """The tables of the page, of family -> its line."""
     parts = []
     for title, group in GROUPS.items():
-        known = [family for family in sorted(group) if family in rows]
-        full = ", ".join(_ROW.sub(r"`\1` (`\2`)", rows[family]) for family in known if rows[family].endswith(_ALL))
-        others = "".join(rows[family] for family in known if not rows[family].endswith(_ALL))
-        names = textwrap.fill(f"Fully covered: {full}.", 120, **_WHOLE) + "\n\n" if full else ""
-        parts.append(f"**{title}**\n\n{names}{_HEADER}{others}")
+        known = {family: rows[family] for family in sorted(group) if family in rows}
+        lists: dict[str, list[str]] = {"Fully covered": [], "Covered but for the router": []}
+        for line in known.values():
+            if listed := _listed(line):
+                lists["Covered but for the router" if "%" in listed else "Fully covered"].append(listed)
+        texts = [_wrapped(f"{kind}: {', '.join(names)}.") for kind, names in lists.items() if names]
+        others = "".join(line for line in known.values() if not _listed(line))
+        parts.append("\n\n".join([f"**{title}**", *texts, _HEADER + others]))
     found = shares("".join(rows.values()))
     well = sum(share >= _WELL for share in found.values())
     return f"\n{well} of {len(found)} families have at least {_WELL:.0%}.\n\n" + "\n".join(parts) + "\n"
+
+
+def _listed(line: str) -> str:
+    """A family as the page lists it; empty for one that needs a line of the table."""
+    found = _LINE.fullmatch(line)
+    if found is None or round(float(found[3]) + float(found[5] or 0), 1) != 100:
+        return ""
+    router = f", `{found[4]}` {found[5]}%" if found[4] else ""
+    return f"`{found[1]}` (`{found[2]}`{router})"
+
+
+def _line(listed: re.Match[str]) -> str:
+    left = f"`{listed[3]}` {listed[4]}% ({_ROUTER})" if listed[3] else "-"
+    return f"| `{listed[1]}` | `{listed[2]}` | {100 - float(listed[4] or 0):.1f}% | {left} |\n"
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _short(name: str) -> str:

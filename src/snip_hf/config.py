@@ -290,7 +290,7 @@ class SnipConfig(_NamedFields):
         "runs the affected layers in more precise formats for a while, then refreshes the plan.",
     )
     backend: str = _field(
-        "auto", 'Kernels: the name of a backend (docs/hopper.md), or "auto", the fastest one available.'
+        "auto", 'Kernels: the name of a backend (docs/kernels.md), or "auto", the fastest one available.'
     )
     seed: int = _field(0, "Seed of stochastic rounding, of the probe's noise and of policies that draw lots.")
 

@@ -197,7 +197,7 @@ def compiled(backward: bool, capability: int) -> Any:
 
     kernel = gated_tiles.encode_gated_gradients_kernel if backward else gated_tiles.encode_gated_kernel
     runs, width, warps, registers = gated.TILES[int(backward)]
-    constants: dict[str, Any] = {"COUNTS": True, "RAGGED": False, "RUNS": runs, "CHANNELS": width}
+    constants: dict[str, Any] = {"COUNTS": True, "IN_BLOCKS": True, "RAGGED": False, "RUNS": runs, "CHANNELS": width}
     constants |= {"HAS_ROWS": True} if backward else {}
     kinds = {"state": "*i64", "record": "*i64", "parameters": "*fp32", "table": "*fp32", "values": "*bf16"}
     kinds |= {"rows": "*fp8e4nv", "columns": "*fp8e4nv"} | dict.fromkeys(("grad", "gate", "up"), "*bf16")

@@ -30,7 +30,7 @@ GATED |= of(FP8, "rows", "columns", "gate_rows", "gate_columns", "up_rows", "up_
 GATED |= of(INT64, "gate_state", "gate_record", "up_state", "up_record")
 GATED |= of(FP32, "gate_row_parameters", "gate_column_parameters", "up_row_parameters", "up_column_parameters")
 BOTH = {"ROW_GEMM": 1, "COLUMN_GEMM": 2}
-TILE = {"COUNTS": True, "RAGGED": True, "RUNS": 8, "CHANNELS": 64}
+TILE = {"COUNTS": True, "IN_BLOCKS": False, "RAGGED": True, "RUNS": 8, "CHANNELS": 64}
 SUMS = of(
     FP32, "first", "second", "errors", "sums", "parts", "factors", "x", "grad_output", "figures", "weight", "found"
 )
@@ -48,7 +48,7 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     ),
     *(
         (tiles.encode_kernel, ENCODING, BOTH | TILE | {"HAS_ROWS": True, "HAS_COLUMNS": True} | more)
-        for more in ({"FINDS": True, "IS_GRADIENT": True}, {"FINDS": False, "IS_GRADIENT": False})
+        for more in ({"FINDS": True, "IN_BLOCKS": True, "IS_GRADIENT": True}, {"FINDS": False, "IS_GRADIENT": False})
     ),
     (tiles.scales_kernel, ENCODING, BOTH | {"COUNTS": True, "COUNTING": 64, "HEIGHT": 8, "WIDTH": 512}),
     *(
@@ -65,7 +65,7 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
             ENCODING | of("*i32", "amaxes"),
             BOTH
             | {"HAS_ROWS": True, "HAS_COLUMNS": True, "FINDS": finds, "IS_GRADIENT": not finds}
-            | {"COUNTS": True, "EVEN": finds, "CHANNELS": 64},
+            | {"IN_BLOCKS": finds, "COUNTS": True, "EVEN": finds, "CHANNELS": 64},
         )
         for finds in (True, False)
     ),

@@ -174,7 +174,7 @@ def test_the_kernel_assembles_for_hopper_and_converts_to_fp8_in_hardware(operand
     row_gemm, column_gemm = GEMMS_OF[operand]
     constants: dict[str, Any] = dict.fromkeys(("HAS_ROWS", "HAS_COLUMNS", "COUNTS"), True)
     constants |= {"ROW_GEMM": row_gemm, "COLUMN_GEMM": column_gemm, "IS_GRADIENT": operand == "gradient"}
-    constants |= {"EVEN": operand == "weight", "FINDS": False, "CHANNELS": 32}
+    constants |= {"EVEN": operand == "weight", "FINDS": False, "IN_BLOCKS": False, "CHANNELS": 32}
     kinds = {"x": "*bf16", "table": "*fp32", "amaxes": "*i32", "rows": "*fp8e4nv", "columns": "*fp8e4nv"}
     kinds |= dict.fromkeys(("blocks", "state", "record"), "*i64") | dict.fromkeys(
         ("row_parameters", "column_parameters"), "*fp32"

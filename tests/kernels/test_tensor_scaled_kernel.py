@@ -159,7 +159,7 @@ def compiled(is_gradient: bool, capability: int, finds: bool) -> Any:
     runs, width, warps, registers = operators.TILES[int(is_gradient)]
     constants: dict[str, Any] = dict.fromkeys(("HAS_ROWS", "HAS_COLUMNS", "COUNTS"), True)
     constants |= {"FINDS": finds, "ROW_GEMM": int(is_gradient) if finds else -1, "COLUMN_GEMM": 2 if finds else -1}
-    constants |= {"IS_GRADIENT": is_gradient, "RAGGED": False, "RUNS": runs, "CHANNELS": width}
+    constants |= {"IS_GRADIENT": is_gradient, "IN_BLOCKS": finds, "RAGGED": False, "RUNS": runs, "CHANNELS": width}
     kinds = {"x": "*bf16", "state": "*i64", "record": "*i64", "row_parameters": "*fp32", "column_parameters": "*fp32"}
     kinds |= {"table": "*fp32"}
     kinds |= {"rows": "*fp8e4nv", "columns": "*fp8e4nv"}

@@ -52,8 +52,8 @@ class HostView:
 
     follows: list[bool] = field(default_factory=lambda: [False] * len(GEMMS))
     """GEMM -> True if its format's scale is the exponent in force."""
-    sums_fast: list[bool] = field(default_factory=lambda: [False] * len(GEMMS))
-    """GEMM -> True if it may sum in the tensor cores' 14 bits over the whole contraction (`operators.sums_fast`)."""
+    in_blocks: list[bool] = field(default_factory=lambda: [False] * len(GEMMS))
+    """GEMM -> True if its format is a block format."""
     known: list[bool] = field(default_factory=lambda: [False] * len(OPERANDS))
     """Operand -> True if an exponent is in force. It then stays in force until `load`."""
     steps: int = 0
@@ -65,15 +65,16 @@ class HostView:
 
     def set_formats(self, formats: Sequence[NumberFormat]) -> None:
         """Updates the formats of the three GEMMs."""
-        encoded = [encoding_of(format) is not None for format in formats]
-        delayed = [is_delayed(format) for format in formats]
-        self.follows = [either or other for either, other in zip(encoded, delayed, strict=True)]
-        self.sums_fast = [encoded[0] or delayed[0], *encoded[1:]]
+        self.in_blocks = [encoding_of(format) is not None for format in formats]
+        self.follows = [own or is_delayed(format) for own, format in zip(self.in_blocks, formats, strict=True)]
 
     def is_settled(self, operand: int, gemms: tuple[int, int]) -> bool:
         """Returns True if the exponent in force and the formats determine an operand's scales for these GEMMs."""
-        (row_gemm, column_gemm), follows = gemms, self.follows
-        return self.known[operand] and (row_gemm < 0 or follows[row_gemm]) and (column_gemm < 0 or follows[column_gemm])
+        return self.known[operand] and _all_of(self.follows, gemms)
+
+    def are_in_blocks(self, gemms: tuple[int, int]) -> bool:
+        """Returns True if these GEMMs have block formats."""
+        return _all_of(self.in_blocks, gemms)
 
     @property
     def counts_now(self) -> bool:
@@ -82,7 +83,12 @@ class HostView:
 
     def copy(self) -> HostView:
         """Returns the same view for another record."""
-        return HostView(list(self.follows), list(self.sums_fast), list(self.known), self.steps)
+        return HostView(list(self.follows), list(self.in_blocks), list(self.known), self.steps)
+
+
+def _all_of(flags: Sequence[bool], gemms: tuple[int, int]) -> bool:
+    row_gemm, column_gemm = gemms
+    return (row_gemm < 0 or flags[row_gemm]) and (column_gemm < 0 or flags[column_gemm])
 
 
 # A view lives as long as its records. `_register` overwrites the entry when an address is reused.

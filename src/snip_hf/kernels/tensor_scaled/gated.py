@@ -79,6 +79,11 @@ class Operand(NamedTuple):
         """True if it is written in BF16 first."""
         return needs_scales(self.layer[1], self.operand, self.gemms, self.counts)
 
+    @property
+    def is_in_blocks(self) -> bool:
+        """True if its GEMMs are known to have block formats."""
+        return operators.are_in_blocks(self.layer[1], self.gemms)
+
     def encode(self, values: Tensor, by_kernel: bool) -> None:
         operators.encode_into(values, *self, by_kernel=by_kernel)
 
@@ -109,7 +114,7 @@ def launch_forward(gate: Tensor, up: Tensor, one: Operand) -> Tensor | None:
     state, _, table = one.layer
     # If no values are written, any tensor fills the argument.
     tensors = gate, up, state, one.row, table, parameters, rows, gate if values is None else values
-    _launch(encode_gated_kernel, tensors, int(values is not None), gate.shape, (one.counts,), TILES[0])
+    _launch(encode_gated_kernel, tensors, int(values is not None), gate.shape, (one.counts, one.is_in_blocks), TILES[0])
     return values
 
 
@@ -133,7 +138,8 @@ def launch_backward(
         tensors += [one.layer[0], one.row, *ordered, gate if plain is None else plain]
     tensors.append(operands[0].layer[2])
     bits = sum(1 << index for index, plain in enumerate(values) if plain is not None)
-    _launch(encode_gated_gradients_kernel, tensors, bits, gate.shape, (has_rows, counts), TILES[1])
+    flags = has_rows, counts, all(one.is_in_blocks for one in operands)
+    _launch(encode_gated_gradients_kernel, tensors, bits, gate.shape, flags, TILES[1])
     return values
 
 

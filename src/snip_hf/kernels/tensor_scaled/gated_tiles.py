@@ -103,6 +103,7 @@ def _encode(
     COLUMN_GEMM: tl.constexpr,
     IS_GRADIENT: tl.constexpr,
     COUNTS: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
     RAGGED: tl.constexpr,
     RUNS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -115,7 +116,7 @@ def _encode(
             a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32), state, record, table, record, 0,
             row_parameters, column_parameters, rows, columns, run, run, channel,
             tl.program_id(0) + tl.program_id(1) == 0, tokens, channels, padded_tokens, padded_channels, HAS_ROWS,
-            HAS_COLUMNS, ROW_GEMM, COLUMN_GEMM, True, False, IS_GRADIENT, COUNTS, RUNS, CHANNELS,
+            HAS_COLUMNS, ROW_GEMM, COLUMN_GEMM, True, IN_BLOCKS, False, IS_GRADIENT, COUNTS, RUNS, CHANNELS,
         )  # fmt: skip
 
 
@@ -143,6 +144,7 @@ def encode_gated_kernel(
     padded_tokens,
     padded_channels,
     COUNTS: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,  # all formats are block formats; False if unknown
     RAGGED: tl.constexpr,
     RUNS: tl.constexpr,  # of 4 tokens, a multiple of 8
     CHANNELS: tl.constexpr,  # a multiple of 32
@@ -154,7 +156,8 @@ def encode_gated_kernel(
     a, b, c, d = _activation(ga, ua), _activation(gb, ub), _activation(gc, uc), _activation(gd, ud)
     _encode(
         a, b, c, d, values, state, record, table, parameters, parameters, rows, rows, run, channel, tokens, channels,
-        padded_tokens, padded_channels, plain != 0, True, False, _FORWARD, -1, False, COUNTS, RAGGED, RUNS, CHANNELS,
+        padded_tokens, padded_channels, plain != 0, True, False, _FORWARD, -1, False, COUNTS, IN_BLOCKS, RAGGED, RUNS,
+        CHANNELS,
     )  # fmt: skip
 
 
@@ -193,6 +196,7 @@ def encode_gated_gradients_kernel(
     padded_channels,
     HAS_ROWS: tl.constexpr,  # of the gradients
     COUNTS: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,  # all formats are block formats; False if unknown
     RAGGED: tl.constexpr,
     RUNS: tl.constexpr,  # of 4 tokens, a multiple of 8
     CHANNELS: tl.constexpr,  # a multiple of 32
@@ -210,16 +214,16 @@ def encode_gated_gradients_kernel(
     _encode(
         a, b, c, d, values, state, record, table, parameters, parameters, columns, columns, run, channel, tokens,
         channels, padded_tokens, padded_channels, (plain & _ACTIVATION) != 0, False, True, -1, _GRAD_WEIGHT, False,
-        False, RAGGED, RUNS, CHANNELS,
+        False, IN_BLOCKS, RAGGED, RUNS, CHANNELS,
     )  # fmt: skip
     ROW_GEMM: tl.constexpr = _GRAD_INPUT if HAS_ROWS else -1
     _encode(
         ga, gb, gc, gd, gate_values, gate_state, gate_record, table, gate_row_parameters, gate_column_parameters,
         gate_rows, gate_columns, run, channel, tokens, channels, padded_tokens, padded_channels, (plain & _GATE) != 0,
-        HAS_ROWS, True, ROW_GEMM, _GRAD_WEIGHT, True, COUNTS, RAGGED, RUNS, CHANNELS,
+        HAS_ROWS, True, ROW_GEMM, _GRAD_WEIGHT, True, COUNTS, IN_BLOCKS, RAGGED, RUNS, CHANNELS,
     )  # fmt: skip
     _encode(
         ua, ub, uc, ud, up_values, up_state, up_record, table, up_row_parameters, up_column_parameters, up_rows,
         up_columns, run, channel, tokens, channels, padded_tokens, padded_channels, (plain & _UP) != 0, HAS_ROWS, True,
-        ROW_GEMM, _GRAD_WEIGHT, True, COUNTS, RAGGED, RUNS, CHANNELS,
+        ROW_GEMM, _GRAD_WEIGHT, True, COUNTS, IN_BLOCKS, RAGGED, RUNS, CHANNELS,
     )  # fmt: skip

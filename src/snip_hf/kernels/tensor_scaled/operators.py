@@ -204,12 +204,14 @@ def encode_into(
         state, record, table = layer
         row, needs = row_of(record, operand), needs_scales(record, operand, gemms, counts)
         if is_grouped:
-            _launch_matrices(x, blocks, (state, row, table), operand, gemms, counts, needs, outputs)
+            in_blocks = not needs and are_in_blocks(record, gemms)
+            _launch_matrices(x, blocks, (state, row, table), operand, gemms, counts, needs, in_blocks, outputs)
         elif needs:
             find_scales(x, state, (row, table), gemms, counts, outputs)
             launch_encode(x, state, row, operand, counts, outputs)
         else:
-            launch_encode(x, state, row, operand, counts, outputs, known=(table, gemms))
+            known = table, gemms, are_in_blocks(record, gemms)
+            launch_encode(x, state, row, operand, counts, outputs, known)
     elif is_grouped:
         reference.encode_matrices(x, layer, operand, gemms, counts, outputs, blocks)
     else:
@@ -228,6 +230,12 @@ def needs_scales(record: Tensor, operand: int, gemms: tuple[int, int], counts: b
     if view is None or not view.is_settled(operand, gemms):
         return True
     return (counts and view.counts_now) or is_captured(record)
+
+
+def are_in_blocks(record: Tensor, gemms: tuple[int, int]) -> bool:
+    """Returns True if these GEMMs of a layer are known to have block formats."""
+    view = view_of(record)
+    return view is not None and view.are_in_blocks(gemms)
 
 
 def find_scales(
@@ -259,22 +267,22 @@ def launch_encode(
     operand: int,
     counts: bool,
     outputs: Sequence[Tensor],
-    known: tuple[Tensor, tuple[int, int]] | None = None,
+    known: tuple[Tensor, tuple[int, int], bool] | None = None,
 ) -> None:
     """Launches `encode_kernel`, with the parameters of the layouts in `outputs`.
 
     Args:
         x, state, operand, counts, outputs: as in `encode_into`.
         record: of the operand.
-        known: the table, and the row and the column GEMM: the kernel computes and writes the parameters from the
-            exponent in force. None: `scales_kernel` has written them.
+        known: the table, the row and the column GEMM, and True if both have block formats: the kernel computes and
+            writes the parameters from the exponent in force. None: `scales_kernel` has written them.
     """
     rows, row_parameters, columns, column_parameters = outputs
-    table, gemms = known or (row_parameters, (-1, -1))
+    table, gemms, in_blocks = known or (row_parameters, (-1, -1), False)
     tensors = x, state, record, table, row_parameters, column_parameters, rows, columns
     layouts, pitch = (rows.shape[0] > 0, columns.shape[0] > 0), x.stride(0)
     shape, is_known = x.shape, known is not None
-    key = encode_kernel.fn, x.get_device(), x.dtype, shape, pitch, operand, counts, layouts, is_known, gemms
+    key = encode_kernel.fn, x.get_device(), x.dtype, shape, pitch, operand, counts, layouts, is_known, gemms, in_blocks
     if relaunch(key, tensors):
         return
     tokens, channels = shape
@@ -286,7 +294,7 @@ def launch_encode(
         (parts_of(padded_channels, width), parts_of(padded_tokens, 4 * runs)),
         tensors,
         (tokens, channels, padded_tokens, padded_channels, pitch),
-        (*layouts, *gemms, is_known, operand == GRADIENT, counts, is_ragged, runs, width),
+        (*layouts, *gemms, is_known, in_blocks, operand == GRADIENT, counts, is_ragged, runs, width),
         key=key,
         num_warps=warps,
         maxnreg=registers,
@@ -302,6 +310,7 @@ def _launch_matrices(
     gemms: tuple[int, int],
     counts: bool,
     needs: bool,
+    in_blocks: bool,
     outputs: Sequence[Tensor],
 ) -> None:
     """Launches the kernels for several matrices; the layer's record is the operand's."""
@@ -329,7 +338,7 @@ def _launch_matrices(
         (channels // width * count,),
         (x, tokens_of, state, record, table, amaxes, row_parameters, column_parameters, rows, columns),
         (height, channels, count * BLOCK, x.stride(0)),
-        (gemms[0] >= 0, gemms[1] >= 0, *gemms, not needs, operand == GRADIENT, counts, is_even, width),
+        (gemms[0] >= 0, gemms[1] >= 0, *gemms, not needs, in_blocks, operand == GRADIENT, counts, is_even, width),
         num_warps=1,
         enable_fp_fusion=True,  # products with powers of two are exact
     )
@@ -346,7 +355,9 @@ def sums_fast(record: Tensor | None, gemm: int) -> bool:
     False while a graph is captured, which is replayed under other plans too.
     """
     view = None if record is None else view_of(record)
-    return record is not None and view is not None and view.sums_fast[gemm] and not is_captured(record)
+    if record is None or view is None or is_captured(record):
+        return False
+    return view.in_blocks[gemm] or (gemm == 0 and view.follows[0])
 
 
 @torch.library.impl(_library, "tensor_scaled_product", "CompositeExplicitAutograd")

@@ -300,6 +300,7 @@ def encode_tile(
     ROW_GEMM: tl.constexpr,
     COLUMN_GEMM: tl.constexpr,
     FINDS: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,  # all formats are block formats; False if unknown
     GROUPED: tl.constexpr,
     IS_GRADIENT: tl.constexpr,
     COUNTS: tl.constexpr,
@@ -340,7 +341,7 @@ def encode_tile(
     if HAS_ROWS:
         # Each branch stores its own result: joining them would take more registers.
         at = rows + (stored_run * RUN)[:, None] * padded_channels + channel[None, :]
-        if row_spacing > 0.0:
+        if IN_BLOCKS or row_spacing > 0.0:
             found = _encode_rows(
                 at, a, b, c, d, row_known, row_spacing, bits, scale, padded_channels, IS_GRADIENT, RUNS, CHANNELS
             )
@@ -359,7 +360,7 @@ def encode_tile(
     if HAS_COLUMNS:
         at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
         at += channel.to(tl.int64)[None, :] * (padded_tokens // RUN) + stored_run[:, None]
-        if column_spacing > 0.0:
+        if IN_BLOCKS or column_spacing > 0.0:
             found = _encode_columns(
                 at, a, b, c, d, column_known, column_spacing, bits, scale, IS_GRADIENT, RUNS, CHANNELS
             )
@@ -399,6 +400,7 @@ def encode_kernel(
     ROW_GEMM: tl.constexpr,
     COLUMN_GEMM: tl.constexpr,
     FINDS: tl.constexpr,  # finds and writes the parameters; else `scales_kernel` has written them
+    IN_BLOCKS: tl.constexpr,  # all formats are block formats; False if unknown
     IS_GRADIENT: tl.constexpr,
     COUNTS: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -414,7 +416,7 @@ def encode_kernel(
     encode_tile(
         a, b, c, d, state, record, table, record, 0, row_parameters, column_parameters, rows, columns, run, run,
         channel, tl.program_id(0) + tl.program_id(1) == 0, tokens, channels, padded_tokens, padded_channels, HAS_ROWS,
-        HAS_COLUMNS, ROW_GEMM, COLUMN_GEMM, FINDS, False, IS_GRADIENT, COUNTS, RUNS, CHANNELS,
+        HAS_COLUMNS, ROW_GEMM, COLUMN_GEMM, FINDS, IN_BLOCKS, False, IS_GRADIENT, COUNTS, RUNS, CHANNELS,
     )  # fmt: skip
 
 
@@ -596,6 +598,7 @@ def encode_matrices_kernel(
     ROW_GEMM: tl.constexpr,
     COLUMN_GEMM: tl.constexpr,
     FINDS: tl.constexpr,  # an exponent is in force, and no format has an FP32 scale
+    IN_BLOCKS: tl.constexpr,  # all formats are block formats; False if unknown
     IS_GRADIENT: tl.constexpr,
     COUNTS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -614,6 +617,6 @@ def encode_matrices_kernel(
         a, b, c, d, state, record, table, amaxes + matrix, matrix, row_parameters + matrix * _PARAMETERS,
         column_parameters + matrix * _PARAMETERS, rows, columns, offset // RUN + run,
         block.to(tl.int64) * _BLOCK_RUNS + run, channel, (offset == 0) & (part == 0), tokens.to(tl.int32), channels,
-        slots, channels, HAS_ROWS, HAS_COLUMNS, ROW_GEMM, COLUMN_GEMM, FINDS, True, IS_GRADIENT, COUNTS, _BLOCK_RUNS,
-        CHANNELS,
+        slots, channels, HAS_ROWS, HAS_COLUMNS, ROW_GEMM, COLUMN_GEMM, FINDS, IN_BLOCKS, True, IS_GRADIENT, COUNTS,
+        _BLOCK_RUNS, CHANNELS,
     )  # fmt: skip

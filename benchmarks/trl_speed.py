@@ -39,13 +39,12 @@ from transformers import PreTrainedTokenizerFast, logging
 from snip_hf import SnipCallback, SnipConfig
 
 OURS = "snip-hf"
-ALL = (BF16, TORCHAO, OURS)
 LARGE, SMALL = "TinyLlama-1.1B", "100M"
 # The most important first: --minutes cuts off the end.
 CELLS = (
-    ("SFT, packing", LARGE, ALL),
-    ("SFT, packing", SMALL, ALL),
-    ("SFT, LoRA", LARGE, ALL),
+    ("SFT, packing", LARGE, (BF16, TORCHAO, OURS)),
+    ("SFT, packing", SMALL, (BF16, TORCHAO, OURS)),
+    ("SFT, LoRA", LARGE, (BF16, TORCHAO, OURS)),
     ("DPO", LARGE, (BF16, OURS)),
     ("SFT, padding-free", SMALL, (BF16, OURS)),
     ("GRPO", SMALL, (BF16, OURS)),
@@ -72,8 +71,7 @@ COLUMNS = {
 def main() -> None:
     """Measures, prints and writes a line per run, then prints the table."""
     options = parse()
-    source = {**origin_of(options.device), "trl": trl.__version__}
-    rows: list[Line] = []
+    source, rows = {**origin_of(options.device), "trl": trl.__version__}, []
     for task, model, recipes in CELLS:
         if task not in options.tasks or model not in options.models:
             continue
@@ -81,14 +79,14 @@ def main() -> None:
         for recipe in recipes:
             print(f"{task}, {model}, {recipe}: {options.deadline - time.monotonic():.0f} s left", flush=True)
             identity = {"task": task, "model": model, "recipe": recipe}
-            rows_of_run = guarded(identity, partial(train, task, model, recipe, options), options.deadline)
-            found = compared([*found, *rows_of_run])
+            found += guarded(identity, partial(train, task, model, recipe, options), options.deadline)
+            found = compared(found)
             if "refresh_ms" in found[-1] and "step_ms" in found[0]:
                 found[-1]["refresh_steps"] = found[-1]["refresh_ms"] / found[0]["step_ms"]
             append_line(options.output, {**found[-1], **source})
         rows += found
     print(f"\n{source['machine']}, torch {source['torch']}, commit {source['commit']}, {source['command']}\n")
-    print(table(COLUMNS, rows), flush=True)
+    print(table(COLUMNS, rows))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -126,17 +124,16 @@ def train(task: str, model_name: str, recipe: str, options: argparse.Namespace) 
     if failed := [line["reason"] for line in refreshes if line["status"] != "applied"]:
         raise RuntimeError(f"a refresh failed: {failed[0]}")
     times = clock.milliseconds()
-    timed = [times[number] for number in steps]
-    row: Line = {
+    timed, peaks = ([figures[number] for number in steps] for figures in (times, clock.peaks))
+    row = {
         "step_ms": statistics.median(timed),
         "mean_step_ms": statistics.fmean(timed),
         "each_ms": [round(one, 2) for one in times.values()],
-        "peak_gib": (max(clock.peaks[number] for number in steps) - before) / 2**30,
-        "first_s": clock.first_s,
-        "graphs": clock.graphs,
-        "recompilations": graph_counts()["graphs"] - clock.graphs,
-        "loss": loss,
+        "peak_gib": (max(peaks) - before) / 2**30,
         "wall_s": time.monotonic() - began,
+        "recompilations": graph_counts()["graphs"] - clock.graphs,
+        "graphs": clock.graphs,
+        "loss": loss,
     }
     if ours:
         row["refresh_ms"] = times[PROBE] + times[PROBE + DELAY] - 2 * row["step_ms"]
@@ -181,8 +178,7 @@ def trainer_for(task: str, model: Any, folder: str, options: argparse.Namespace,
         return trl.DPOTrainer(args=args, ref_model=deepcopy(model), train_dataset=Dataset.from_dict(columns), **given)
     common["per_device_train_batch_size"] *= 4
     args = trl.GRPOConfig(folder, num_generations=4, max_completion_length=options.length // 64, **common)
-    given["reward_funcs"] = [sum_of_words]
-    return trl.GRPOTrainer(args=args, train_dataset=Dataset.from_dict(columns), **given)
+    return trl.GRPOTrainer(args=args, train_dataset=Dataset.from_dict(columns), reward_funcs=sum_of_words, **given)
 
 
 def sum_of_words(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:

@@ -28,18 +28,21 @@ FAILURES = "failures"
 _NCCL_SECONDS = 60.0  # after which a collective that nobody answers ends the rank
 
 
-def join(words: list[str], timeout: float | None = None) -> None:
+def join(words: list[str], timeout: float | None = None, offloads: bool = False) -> None:
     """Joins the process group of a script's ranks.
 
     Args:
         words: the script's arguments.
         timeout: seconds that a collective of the group waits; None: gloo's own default, a minute for NCCL.
+        offloads: whether ranks with a GPU exchange tensors in host memory, too, over gloo, as `accelerate launch` lets
+            them.
     """
     if NCCL not in words:
         dist.init_process_group("gloo", timeout=None if timeout is None else timedelta(seconds=timeout))
         return
     waiting = timedelta(seconds=_NCCL_SECONDS if timeout is None else timeout)
-    dist.init_process_group("nccl", timeout=waiting, device_id=_own_gpu())
+    backend = "cpu:gloo,cuda:nccl" if offloads else "nccl"
+    dist.init_process_group(backend, timeout=waiting, device_id=_own_gpu())
 
 
 @contextmanager
@@ -62,7 +65,7 @@ def _own_gpu() -> torch.device:
 
 
 def on_gpu() -> bool:
-    return dist.is_initialized() and dist.get_backend() == "nccl"
+    return dist.is_initialized() and "nccl" in dist.get_backend()
 
 
 def device() -> torch.device:

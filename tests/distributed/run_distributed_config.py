@@ -2,7 +2,8 @@
 
 Arguments: a folder with the model in `model/`, which gets rank<N>.pt with {name: what became of the run}; names of
 `SIZES` for loops, or with "trainer-" for runs of the Trainer, or with "compiled-" for loops with the default formats in
-BF16, compiled and not; "ddp" for the Trainer's DDP; "nccl" for GPUs, on which each rank first trains in one process.
+BF16, compiled and not; "ddp" for the Trainer's DDP; "one" for loops of each rank for itself, which come first; "nccl"
+for GPUs.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def _found(model: nn.Module, controller: SnipController, folder: Path) -> dict[s
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     return {
         "plan": plan_of(controller),
-        "weights": {key: whole(value.detach().to(device())).clone() for key, value in model.named_parameters()},
+        "weights": {key: whole(value.detach()).clone() for key, value in model.named_parameters()},
         "backend": controller.backend,
         "kinds": {type(parameter.data).__name__ for parameter in model.parameters()},
         "tables": read_run(folder / "snip")[2] if is_first else {},
@@ -237,9 +238,9 @@ def runs(folder: Path, name: str) -> dict[str, Callable[[], Any]]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    words = [word for word in sys.argv[2:] if word != NCCL]
+    words = [word for word in sys.argv[2:] if word not in ("one", NCCL)]
     found = Survivors(folder, survives=NCCL in sys.argv)
-    if NCCL in sys.argv:
+    if "one" in sys.argv:
         with without_others(sys.argv):
             found.add("one", lambda: one_process(folder))
     join(sys.argv)

@@ -21,14 +21,16 @@ from run_distributed_config import BY_TRAINER, COMPILED, by_trainer
 SHARDS = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
 OFFLOADS = {**SHARDS, "fsdp_config": {**SHARDS["fsdp_config"], "cpu_offload": True}}
 RULE = fp4_config(policy="layer-position", target_fp4_fraction=0.5, **COMPILED)
-# Without clipping, whose norm of offloaded gradients needs a process group of gloo, too.
-UNCLIPPED = {"bf16": True, "max_grad_norm": 0.0}
-# Each rank has half of every row.
-CONTEXT = {**SHARDS, "bf16": True, "per_device_train_batch_size": 4}
 
 
-def context(**options: Any) -> dict[str, Any]:
-    return {**CONTEXT, "parallelism_config": ParallelismConfig(cp_size=2), **options}
+def context() -> dict[str, Any]:
+    """Returns the arguments of a Trainer whose ranks have half of every row each."""
+    return {
+        **SHARDS,
+        "bf16": True,
+        "per_device_train_batch_size": 4,
+        "parallelism_config": ParallelismConfig(cp_size=2),
+    }
 
 
 def refusal(train: Callable[..., Any]) -> str:
@@ -52,8 +54,8 @@ RUNS: dict[str, Callable[[Path, str], Any]] = {
     "ddp": lambda folder, name: by_trainer(folder, name, {}),
     "dp-shard": dp_shard,
     "tp": tp,
-    "sharded-rule": lambda folder, name: by_trainer(folder, name, {}, RULE, **UNCLIPPED, **SHARDS),
-    "offloaded-rule": lambda folder, name: by_trainer(folder, name, {}, RULE, **UNCLIPPED, **OFFLOADS),
+    "sharded-rule": lambda folder, name: by_trainer(folder, name, {}, RULE, bf16=True, **SHARDS),
+    "offloaded-rule": lambda folder, name: by_trainer(folder, name, {}, RULE, bf16=True, **OFFLOADS),
     "cp-refused": lambda folder, name: refusal(partial(by_trainer, folder, name, {}, BY_TRAINER, **context())),
     "cp-plain": lambda folder, name: by_trainer(folder, name, {}, None, **context()),
     "cp-rule": lambda folder, name: by_trainer(folder, name, {}, RULE, **context()),
@@ -62,7 +64,7 @@ RUNS: dict[str, Callable[[Path, str], Any]] = {
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    join(sys.argv)
+    join(sys.argv, offloads=True)
     found = Survivors(folder, survives=NCCL in sys.argv)
     for name in sys.argv[2:]:
         if name != NCCL:

@@ -33,7 +33,7 @@ class Started(NamedTuple):
     """The scripts, each with its runs."""
 
     config: OnTwoGpus
-    compiled: OnTwoGpus
+    compiled: dict[str, OnTwoGpus]
     accelerate: OnTwoGpus
     zero3: OnTwoGpus | None
 
@@ -48,8 +48,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Started:
         return OnTwoGpus(folder, script, *words)
 
     return Started(
-        start("config", "run_distributed_config.py", *LOOPS, "ddp", *TRAINERS),
-        start("compiled", "run_distributed_config.py", "compiled-tp", "compiled-fsdp"),
+        start("config", "run_distributed_config.py", "one", *LOOPS, "ddp", *TRAINERS),
+        {name: start(f"compiled-{name}", "run_distributed_config.py", f"compiled-{name}") for name in LOOPS},
         start("accelerate", "run_parallelism_config.py", *RUNS),
         start("zero3", "run_zero3.py") if find_spec("deepspeed") else None,
     )
@@ -116,7 +116,8 @@ def test_the_trainer_plans_for_a_shared_model_as_under_ddp(started: Started, nam
 def test_compiled_layers_of_a_shared_model_lose_as_uncompiled_ones(started: Started, name: str) -> None:
     """A compiled graph keeps numbers in FP32 that are rounded to BF16 (by up to 0.4%) between single operations. On
     CPUs losses differed by up to 0.03%."""
-    for ours, theirs in zip(started.compiled[f"compiled-{name}"], started.compiled[f"plain-{name}"], strict=True):
+    found = started.compiled[name]
+    for ours, theirs in zip(found[f"compiled-{name}"], found[f"plain-{name}"], strict=True):
         assert ours["backend"] == theirs["backend"]
         if torch.cuda.get_device_capability() >= (8, 9):
             assert ours["backend"] == "tensor-scaled"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from transformers import Trainer
 from snip_hf import (
     SnipCallback,
     SnipConfig,
-    SnipController,
     convert_model,
     coverage,
     estimate_divergence,
@@ -168,27 +166,6 @@ def test_other_policies_work_on_a_frozen_base(policy: str, tmp_path: Path) -> No
     schedule = SCHEDULE if policy in ("fisher", "min-abs-err") else {}
     finished = run(tmp_path, adapted(), fp4_config(policy=policy, **schedule), max_steps=4)
     assert finished.callback.controller.plan.fp4_fraction >= 0.75  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("fields", "is_adapted", "is_said"),
-    [({}, True, True), ({}, False, False), ({"probes": 4}, True, False), ({"policy": "fisher"}, True, False)],
-)
-def test_the_log_says_that_one_direction_is_noisy_on_a_frozen_base(
-    fields: dict[str, Any], is_adapted: bool, is_said: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = adapted() if is_adapted else tiny_llama(hidden=32)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with caplog.at_level(logging.INFO, "snip_hf"):
-        SnipController(model, torch.optim.AdamW(trained), fp4_config(**fields)).close()
-    said = [record for record in caplog.records if record.getMessage().startswith("snip-hf: the swapped weights are")]
-    assert bool(said) == is_said
-    for record in said:
-        assert record.levelno == logging.INFO and record.getMessage() == (
-            "snip-hf: the swapped weights are frozen. The parameters trained beside them are few, so that weight "
-            "divergences along one random direction are noisy, though they rank layers much alike. "
-            "SnipConfig(probes=4) is nearer to the truth and costs six more passes per refresh (docs/adapters.md)."
-        )
 
 
 def test_a_resumed_run_is_the_whole_run_to_the_bit(tmp_path: Path) -> None:

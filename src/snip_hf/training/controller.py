@@ -247,7 +247,6 @@ class SnipController:
         self._source.note_step()
         self._calls.begin(self._source.is_late)
         is_left_out = self._guard is not None and self._guard.leaves_out(step)
-        self._schedule.log_if_left_out(step, run.refresher.is_planned(step))
         run.coverage.count_first(step, is_new=self._is_new)
         run.messages.begin(self.plan, self.coverage, self._forecast.text, self._schedule.first_refresh)
         watch = self._end_watch()

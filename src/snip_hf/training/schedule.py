@@ -7,9 +7,6 @@ import logging
 from ..config import SnipConfig
 from ..policies.registry import needs_probe
 
-# Steps in a row that a GradScaler may skip before a warning: its scale is then a thousandth.
-_MAX_SKIPPED = 10
-
 
 class Schedule:
     """Decides from the step number only, so that all ranks decide the same.
@@ -17,7 +14,7 @@ class Schedule:
     Args:
         config: of the run.
         max_steps: the last optimizer step, if it is known.
-        log: gets refreshes that are put off or left out.
+        log: gets refreshes that are put off, and runs that are too short for one.
     """
 
     def __init__(self, config: SnipConfig, max_steps: int | None, log: logging.Logger) -> None:
@@ -26,11 +23,9 @@ class Schedule:
         """The step of the last refresh."""
         self.postponed: int | None = None
         """The step to which a refresh was put off, until it is taken."""
-        self._put_off_from: int | None = None
         self._config = config
         self._needs_probe = needs_probe(config)
         self._log = log
-        self._has_logged_too_late = False
         self._has_warned_too_short = False
 
     def refreshes(self, step: int, is_planned: bool) -> bool:
@@ -48,33 +43,13 @@ class Schedule:
 
     def postpone(self, step: int) -> None:
         """Puts the refresh of this step off to the next one, since the GradScaler skips this one."""
-        if self.postponed is None or self._put_off_from is None:
-            self._put_off_from = step
+        if self.postponed is None:
             self._log.info(
                 "snip-hf: the gradients of step %d are not finite in the loss's scale, and the GradScaler leaves the "
                 "step out. The refresh is taken at the first step that is not left out.",
                 step,
             )
-        elif step - self._put_off_from == _MAX_SKIPPED:
-            self._log.warning(
-                "snip-hf: the refresh of step %d has waited for %d steps, since the GradScaler skipped all of them: "
-                "the gradients are not finite in any scale. Train in BF16 or FP32 if they stay so.",
-                self._put_off_from,
-                _MAX_SKIPPED,
-            )
         self.postponed = step + 1
-
-    def log_if_left_out(self, step: int, is_planned: bool) -> None:
-        """Logs, once, that a refresh is left out because training ends before its plan could be applied."""
-        if not self._has_logged_too_late and self._is_too_late(step) and self._is_scheduled(step, is_planned):
-            self._has_logged_too_late = True
-            self._log.info(
-                "snip-hf: the refresh of step %d is left out: its plan would be applied after step %d, and training "
-                "ends at step %d.",
-                step,
-                step + self._config.apply_delay,
-                self.max_steps,
-            )
 
     @property
     def first_refresh(self) -> int:

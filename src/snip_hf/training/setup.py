@@ -30,7 +30,7 @@ from ..parallel.ranks import Attempt, Processes, Ranks
 from ..parallel.sharding import compute_device, deepspeed_engine, unwrap
 from ..parallel.tensor_parallel import tensor_mesh
 from ..planning.solver.process import check_solver
-from ..policies.registry import aims_at_share, config_warnings, needs_probe, weighs_updates
+from ..policies.registry import aims_at_share, config_warnings, needs_probe
 from ..policies.setting import Setting, check_ties, find_stages
 from ..policies.target import check_attainable
 from ..records.run_folder import EventWriter
@@ -127,7 +127,7 @@ def set_up(
     check_split(bare, layers.present)
     keep_liger_out_of_graphs(bare, log)
     keep_states_apart([model] if isinstance(model, nn.Module) else model)
-    _check_for_probe(bare, config, source, accelerator, log)
+    _check_for_probe(bare, config, source, accelerator)
     setting = find_setting(bare, config, processes.pipeline)
     in_force = _first_in_force(bare, backend.name, setting, processes, events, log)
     finds_ties = config.ties == AUTO_TIES
@@ -142,24 +142,14 @@ def set_up(
     return RunParts(config, bare, backend.name, layers, source, in_force, refresher, coverage, guard, messages)
 
 
-def _check_for_probe(
-    model: nn.Module, config: SnipConfig, source: GradientSource, accelerator: Any, log: logging.Logger
-) -> None:
+def _check_for_probe(model: nn.Module, config: SnipConfig, source: GradientSource, accelerator: Any) -> None:
     """Refuses models and optimizers that cannot be probed."""
     if not needs_probe(config):
         return
     source.check()
     check_model(model, accelerator)
     check_parts(parts_of(model))
-    layers = snip_linears(model)
-    POLICIES[config.policy].criterion.check_layers(layers, source.trains())
-    is_frozen = not any(layer.weight.requires_grad for layer in layers.values())
-    if config.probes == 1 and weighs_updates(config) and is_frozen:
-        log.info(
-            "snip-hf: the swapped weights are frozen. The parameters trained beside them are few, so that weight "
-            "divergences along one random direction are noisy, though they rank layers much alike. "
-            "SnipConfig(probes=4) is nearer to the truth and costs six more passes per refresh (docs/adapters.md)."
-        )
+    POLICIES[config.policy].criterion.check_layers(snip_linears(model), source.trains())
 
 
 def _first_in_force(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig
-from snip_hf.integrations.trainer import _watch_losses
 from snip_hf.layers.state import snip_linears
 from snip_hf.records.events import Alarm, read_history
 from snip_hf.reporting.run_report import run_report
@@ -119,15 +116,6 @@ def test_alarms_are_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[
     run_report(tmp_path, tmp_path / "figures")
     text = " ".join(capsys.readouterr().out.split())
     assert "Step 3: guard. The loss is nan; raised the formats of 42 GEMMs, and skipped the step." in text
-
-
-def test_a_trainer_that_cannot_be_found_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    controller: Any = SimpleNamespace(config=config())
-    with caplog.at_level(logging.WARNING, "snip_hf"):
-        assert _watch_losses(None, controller) is None
-    assert caplog.messages == [
-        "snip-hf: the guard cannot find the Trainer, so it watches only the gradients, not the loss."
-    ]
 
 
 def test_the_callback_in_the_docs_goes_back_to_the_last_good_checkpoint(tmp_path: Path) -> None:

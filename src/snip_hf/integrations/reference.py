@@ -100,13 +100,11 @@ class Reference:
             self.follow()
 
 
-def find_reference(
-    trainer: Trainer | None, option: str, config: SnipConfig, controller: SnipController
-) -> Reference | None:
+def find_reference(trainer: Trainer, option: str, config: SnipConfig, controller: SnipController) -> Reference | None:
     """Makes the reference model of a Trainer follow the plan; returns None without one, or if it stays plain.
 
     Args:
-        trainer: the Trainer that has the `ref_model`, if known.
+        trainer: the Trainer, perhaps with a `ref_model`.
         option: "policy" or "high".
         config: the config of the run.
         controller: the controller of the trained model.

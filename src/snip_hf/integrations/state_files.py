@@ -113,7 +113,7 @@ class StateFiles:
         call = find_call(state)
         if call is not None and isinstance(call.resumes_from, str | os.PathLike):
             return Path(call.resumes_from)
-        return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"  # if `train` is overridden
+        return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
 
     def _find_state(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """Returns the file to resume from, or None to start a new plan; logs the choice."""
@@ -167,4 +167,5 @@ def _checkpoint(output_dir: str | None = None, _internal_call: bool = False, *re
 def output_folder(args: TrainingArguments, state: TrainerState) -> str:
     """Returns the output folder of a run; in a hyperparameter search, the trial's."""
     call = find_call(state)
-    return str(args.output_dir if call is None else call.trainer._get_output_dir(call.trial))
+    assert call is not None
+    return str(call.trainer._get_output_dir(call.trial))

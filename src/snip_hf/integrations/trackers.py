@@ -46,7 +46,7 @@ class Trackers:
         self._has_settings = False
         self._failed: set[TrainerCallback] = set()
 
-    def open(self, trainer: Trainer | None, controller: SnipController) -> None:
+    def open(self, trainer: Trainer, controller: SnipController) -> None:
         """Starts logging to the reports of a Trainer, and adds the FP4 shares to its logs with a loss."""
         self._trainer = trainer
 
@@ -55,8 +55,7 @@ class Trackers:
                 logs.update(quantities_in_force(controller.plan, controller.coverage))
             inner(logs, *args, **kwargs)
 
-        if trainer is not None:
-            self._logging = Wrapped(trainer, "log", log)
+        self._logging = Wrapped(trainer, "log", log)
 
     def close(self) -> None:
         """Undoes `open`."""

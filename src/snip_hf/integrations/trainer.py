@@ -13,6 +13,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..config import SnipConfig, check_config
+from ..estimation.batch import Labels
 from ..layers.convert import keep_states_apart, restore_model
 from ..layers.run_hooks import RunMark, marks_on
 from ..layers.state import snip_linears
@@ -28,7 +29,7 @@ from .messages import follow_transformers
 from .reference import AS_POLICY, Reference, check_reference, find_reference, give_back
 from .state_files import StateFiles, load_state, output_folder
 from .trackers import Trackers
-from .trainer_loss import LossSeam, Wrapped, computes_loss, find_trainer, labels_of
+from .trainer_loss import ADVICE, LossSeam, Wrapped, computes_loss, find_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,9 @@ class SnipCallback(TrainerCallback):
 
     def _begin(self, args: TrainingArguments, state: TrainerState, outer: nn.Module, optimizer: Any) -> None:
         """Starts the controller of a run, from a checkpoint if there is one."""
-        model = unwrap(outer)
+        model, trainer = unwrap(outer), find_trainer(state)
+        if trainer is None:
+            raise ValueError("SnipCallback works within Trainer.train(); a loop of your own needs a SnipController.")
         self._state, self._is_restored, self._logs = state, False, Trackers()
         output_dir = output_folder(args, state) if state.is_world_process_zero else None
         self.controller = SnipController(
@@ -126,15 +129,13 @@ class SnipCallback(TrainerCallback):
             output_dir,
             max_steps=state.max_steps,
         )
-        trainer = find_trainer(state)
-        if trainer is not None:  # DDP wraps the model before its layers are swapped
-            keep_states_apart([trainer.model_wrapped])
+        keep_states_apart([trainer.model_wrapped])  # DDP wraps the model before its layers are swapped
         for tracker in (*self._trackers, self._logs.note):
             self.controller.add_tracker(tracker)
         self._mark = RunMark(self._end_restored)
         self._mark.held = self  # keeps this callback alive if it is removed from the Trainer
         self._mark.put_on(model)
-        self._passes = TrainingPasses(outer, self.controller, self._mark, labels_of(trainer))
+        self._passes = TrainingPasses(outer, self.controller, self._mark, Labels(trainer.label_names, ADVICE))
         if gathering := gather_ahead(model):
             logger.info("snip-hf: FSDP2 gathers the weights of %d blocks while the one before each runs.", gathering)
         self._connect(trainer)
@@ -148,14 +149,13 @@ class SnipCallback(TrainerCallback):
         if self._reference is not None:
             self._reference.follow()
 
-    def _connect(self, trainer: Trainer | None) -> None:
+    def _connect(self, trainer: Trainer) -> None:
         """Connects the Trainer's loss, its checkpoints and its reference model."""
         assert self.controller is not None and self._passes is not None
         self._reference = find_reference(trainer, self._reference_option, self.config, self.controller)
         self._losses = _watch_losses(trainer, self.controller)
-        if trainer is not None:
-            self._files.follow(trainer, self.controller, functools.partial(SnipCallback.on_step_end, self))
-        if trainer is not None and self.controller.needs_probe and computes_loss(trainer):
+        self._files.follow(trainer, self.controller, functools.partial(SnipCallback.on_step_end, self))
+        if self.controller.needs_probe and computes_loss(trainer):
             self._seam = LossSeam(trainer, self._passes, self._reference)
 
     def on_step_begin(
@@ -307,15 +307,12 @@ def _ends_runs(train: Callable[..., Any]) -> Callable[..., Any]:
 Trainer.train = _ends_runs(Trainer.train)  # type: ignore[method-assign]
 
 
-def _watch_losses(trainer: Trainer | None, controller: SnipController) -> Wrapped | None:
+def _watch_losses(trainer: Trainer, controller: SnipController) -> Wrapped | None:
     """Passes the result of each `Trainer.training_step`, the raw loss of a micro-batch, to the guard.
 
     The log of the Trainer only has averages, without non-finite values (`logging_nan_inf_filter`).
     """
     if controller.config.guard == "off":
-        return None
-    if trainer is None:
-        logger.warning("snip-hf: the guard cannot find the Trainer, so it watches only the gradients, not the loss.")
         return None
 
     def note_loss(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerState
 
-from ..estimation.batch import Labels, Objective, label_name_of, labelled_tokens, token_ids
+from ..estimation.batch import Objective, label_name_of, labelled_tokens, token_ids
 from ..python_state import binding_kept
 from ..training.micro_batches import TrainingPasses
 from .reference import Reference
 
-_ADVICE = (
+ADVICE = (
     "compute it in an override of the Trainer's compute_loss, or by compute_loss_func, and have training_step call "
     "compute_loss (if it already does, name the input with the labels: TrainingArguments(label_names=[NAME]))"
 )
@@ -60,10 +60,6 @@ def find_trainer(state: TrainerState) -> Trainer | None:
     """Returns the Trainer of `find_call`."""
     call = find_call(state)
     return None if call is None else call.trainer
-
-
-def labels_of(trainer: Trainer | None) -> Labels:
-    return Labels(() if trainer is None else trainer.label_names, _ADVICE)
 
 
 def computes_loss(trainer: Trainer) -> bool:

@@ -4,7 +4,7 @@ Layers are quantized, and the model's gradients and the optimizer's next updates
 precision, on FP32 copies of the weights and without a trace in the model or the optimizer (see `probe`).
 
 An update is `optimizers.response.Response.update`. For Lion (smoothed sign) and Muon (FP32 Newton-Schulz) this models
-the real step; docs/limitations.md states the difference.
+the real step; docs/optimizers.md states the difference.
 """
 
 from __future__ import annotations

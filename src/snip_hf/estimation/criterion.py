@@ -58,7 +58,11 @@ class LayerCriterion:
 
     def rows(self, name: str) -> Deferred[Rows]:
         """Returns row -> value of the criterion for this format; None in all rows without a criterion."""
-        return Deferred(self.sums.x.new_zeros(0), lambda values: dict.fromkeys(ROWS))
+        return self.no_rows(self.sums.x)
+
+    @staticmethod
+    def no_rows(like: Tensor) -> Deferred[Rows]:
+        return Deferred(like.new_zeros(0), lambda values: dict.fromkeys(ROWS))
 
     def weight_divergences(self, name: str, keys: tuple[int, int]) -> Deferred[dict[str, Squares]]:
         """Returns row -> squared weight divergence, as `LayerSums.weight_divergences`; by default that of the sums."""

@@ -39,6 +39,7 @@ from .optimizer_step import OptimizerStep, RelativeUpdates, compared_parameters,
 from .passes import run_pass
 from .pooling import pooled
 from .probe import Probe, ProbeSettings, run_probe
+from .replayed_sums import DenseLayer, Replays, can_be_replayed, replayed_sums
 from .samples import LayerSample
 from .table import LAYER, ROWS, Divergence, DivergenceTable
 from .ties import Ties, ties_of
@@ -141,6 +142,7 @@ class _Estimate:
             noise=self._criterion.noise,
         )
         self._attempt = Attempt()
+        self._replays = Replays.on_cuda([layer.weight for layer in self._layers.values()])
         counts = list(zip(*processes.data.gather([*batch.counts, *batch.micro_batch]), strict=True))
         self._tokens, self._labelled, self._step_tokens = counts[0], counts[1], max(counts[2])
         self._sizes = BatchSizes(*map(sum, counts))
@@ -280,6 +282,12 @@ class _Estimate:
         config, micro_batches = self._config, self._optimizer_step.micro_batches
         key = config.seed, self._settings.step, 0, zlib.crc32(name.encode(errors="surrogatepass"))
         along_o, along_t = (stream_key(*key, operand) for operand in _OPERANDS)
+        replays = self._replays if self._criterion is LayerCriterion and can_be_replayed(matrices, sample) else None
+        if replays is not None and not callable(push):
+            layer = DenseLayer(matrices[0], push, sample, (along_o, along_t))
+            given = replays, layer, micro_batches, self._sizes
+            found = replayed_sums(*given, formats=config.quantized_formats, form=config.loss_estimator)
+            return [_Results(name, fmt, *sums, LayerCriterion.no_rows(sample.x)) for fmt, sums in found.items()]
         own = sample.without_dots() if self._criterion_takes_dots else sample
         sums = LayerSums(own, matrices, push, micro_batches, self._sizes, formats=config.quantized_formats)
         whole_layer, of_matrices = self._criteria(name, sums, sample)

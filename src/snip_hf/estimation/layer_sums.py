@@ -120,9 +120,7 @@ class LayerSums:
         self._tokens = _DenseRows(count, self._pieces(count))
         if sample.rows is not None:
             self._tokens = _RoutedRows(sample.rows, len(self.matrices), self._pieces(sample.rows.tokens))
-        # A part with its own mean loss counts as one of several micro-batches.
-        batches = micro_batches * self.batch.parts
-        self.sizes = Sizes(sample.tokens / max(1, count), sample.scale, self._tokens.pieces, batches)
+        self.sizes = sizes_of(sample, micro_batches, self.batch, self._tokens.pieces)
         # Largest magnitudes of the whole tensors that the sample is from, for scales of whole tensors.
         self._amaxes = dict(zip(("x", "g"), sample.amaxes, strict=True)) if sample.is_part and sample.amaxes else {}
         self._quantized: dict[tuple[str, str, int, int | None], Tensor] = {}
@@ -141,11 +139,11 @@ class LayerSums:
 
     def _pieces(self, tokens: int) -> int:
         """Returns the number of pieces, R; fewer for several matrices, whose products repeat for each piece."""
-        most = min(MOST_PIECES, tokens // TILE)
-        if self._sample.rows is not None:
-            held = max(1, self._shape.numel() * 2 * len(self._formats) * max(1, self._probes))
-            most = min(most, self.x.shape[0] // (_LEAST_ROWS * len(self.matrices)), AT_ONCE // held)
-        return min(max(1, tokens), max(2, most))
+        if self._sample.rows is None:
+            return pieces_of(tokens)
+        held = max(1, self._shape.numel() * 2 * len(self._formats) * max(1, self._probes))
+        most = min(self.x.shape[0] // (_LEAST_ROWS * len(self.matrices)), AT_ONCE // held)
+        return min(pieces_of(tokens), max(2, most))
 
     @cached_property
     def w(self) -> Tensor:
@@ -172,6 +170,11 @@ class LayerSums:
         if at not in self._quantized:
             self._quantized[at] = self._round(*at)
         return self._quantized[at]
+
+    def take_rounded_gradient(self, name: str, keys: Sequence[int], rounded: Sequence[Tensor]) -> None:
+        """Uses G as rounded elsewhere, along O and along T, in place of rounding it by these keys."""
+        for contracts, key, one in zip((1, 0), keys, rounded, strict=True):
+            self._quantized["g", name, contracts, key] = one
 
     def _round(self, operand: str, name: str, contracts: int, key: int | None) -> Tensor:
         x, format, kind = getattr(self, operand), FORMATS[name], OPERANDS[operand]
@@ -304,7 +307,7 @@ class LayerSums:
         on_tokens = [norms(figures).square_()] if figures else []
         on_update = self._update_sums(name, keys[1] if is_random else None)
         sums = torch.cat([*on_weight, *across, *on_tokens, on_update])
-        return Deferred(sums, partial(_squares, self.sizes, self._probes, is_random))
+        return Deferred(sums, finish_squares(name, self.sizes, self._probes))
 
     @cached_property
     def _gdot_w_prepared(self) -> list[ByChannels | ByTokens]:
@@ -416,10 +419,8 @@ class LayerSums:
             name: format.
             form: one of `SnipConfig.loss_estimator`.
         """
-        if form == "saliency":
-            return Deferred(self.saliency_sums[name], partial(_times, self.sizes.token_ratio))
-        # N^2 for the gradients of the tokens' own losses, 1 / N for the mean over their rises.
-        return Deferred(self._fisher_sum(name), partial(_times, self.batch.labelled / 2 * self.sizes.scale))
+        sums = self.saliency_sums[name] if form == "saliency" else self._fisher_sum(name)
+        return Deferred(sums, finish_loss(form, self.sizes, self.batch))
 
     @cached_property
     def saliency_sums(self) -> dict[str, Tensor]:
@@ -458,12 +459,7 @@ class LayerSums:
             error_norms(exact, [self.rounded(operand, name, contracts) for contracts in (1, 0)])
             for operand, exact in (("x", self.x), ("g", self.g))
         ]
-        # From the sample to all tokens of the batch, and from there to the micro-batch: X has more rows by its tokens,
-        # G also smaller ones, as a mean over more labels.
-        ratio, batch = self.sizes.token_ratio, self.batch
-        rows = max(1, batch.micro_batch_tokens) / max(1, batch.tokens)
-        factors = {"w": 1.0, "x": (ratio * rows) ** 0.5, "g": (ratio / batch.parts) ** 0.5}
-        return Deferred(torch.cat([of_weight, *of_operands, self._norms]), partial(_errors, factors))
+        return Deferred(torch.cat([of_weight, *of_operands, self._norms]), finish_errors(self.sizes, self.batch))
 
     @cached_property
     def _norms(self) -> Tensor:
@@ -500,6 +496,41 @@ class LayerSums:
                 )
                 matrix = [self.matrices[index]]
                 yield index, own, LayerSums(own.without_dots(), matrix, None, 1, self.batch, formats=self._formats)
+
+
+def pieces_of(tokens: int) -> int:
+    """Returns the number of pieces of a sample of one matrix, R."""
+    return min(max(1, tokens), max(2, min(MOST_PIECES, tokens // TILE)))
+
+
+def sizes_of(sample: LayerSample, micro_batches: int, batch: BatchSizes, pieces: int) -> Sizes:
+    """Returns the factors of a sample's sums; arguments as of `LayerSums`."""
+    # A part with its own mean loss counts as one of several micro-batches.
+    ratio = sample.tokens / max(1, sample.x.shape[0])
+    return Sizes(ratio, sample.scale, pieces, micro_batches * batch.parts)
+
+
+def finish_squares(name: str, sizes: Sizes, probes: int) -> Callable[[list[float]], dict[str, Squares]]:
+    """Returns what computes `LayerSums.weight_divergences` from its sums."""
+    return partial(_squares, sizes, probes, FORMATS[name].gradient.stochastic)
+
+
+def finish_loss(form: str, sizes: Sizes, batch: BatchSizes) -> Callable[[list[float]], float]:
+    """Returns what computes `LayerSums.loss_divergence` from its sums."""
+    if form == "saliency":
+        return partial(_times, sizes.token_ratio)
+    # N^2 for the gradients of the tokens' own losses, 1 / N for the mean over their rises.
+    return partial(_times, batch.labelled / 2 * sizes.scale)
+
+
+def finish_errors(sizes: Sizes, batch: BatchSizes) -> Callable[[list[float]], dict[str, tuple[float, float]]]:
+    """Returns what computes `LayerSums.errors` from its sums."""
+    # From the sample to all tokens of the batch, and from there to the micro-batch: X has more rows by its tokens, G
+    # also smaller ones, as a mean over more labels.
+    rows = max(1, batch.micro_batch_tokens) / max(1, batch.tokens)
+    return partial(
+        _errors, {"w": 1.0, "x": (sizes.token_ratio * rows) ** 0.5, "g": (sizes.token_ratio / batch.parts) ** 0.5}
+    )
 
 
 class _DenseRows:

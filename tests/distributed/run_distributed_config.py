@@ -93,7 +93,8 @@ def loop(
     for layer in model.model.layers if is_compiled else ():
         layer.compile()
     # A large eps: Adam makes whole steps of gradients that differ in their last bits alone where both are tiny.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    # foreach, torch's default on CUDA, refuses the norms' tensors beside DTensors.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, foreach=False)
     chosen = fp4_config(
         **{**SCHEDULE, "target_fp4_fraction": 0.5, "probe_tokens": None, "backend": "emulated", **config}
     )

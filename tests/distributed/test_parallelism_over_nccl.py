@@ -169,7 +169,8 @@ def test_zero3_plans_and_loses_as_zero2(zero3: OnTwoGpus) -> None:
         assert ours["coverage"] == theirs["coverage"] is not None
         for step, losses in theirs["losses"].items():
             assert ours["losses"][step] == pytest.approx(losses, rel=1e-2)
-        assert distance(ours["weights"], theirs["weights"]) < 1e-2
+        # A twentieth of one of Adam's steps, 1e-2, relative to weights of 0.02.
+        assert distance(ours["weights"], theirs["weights"]) < 0.025
     tables = [read_run(zero3.folder / name / "snip")[2] for name in ("zero3", "zero2")]
     for column, bound in ((LOSS, 1e-3), (WEIGHT, 2e-2)):
         assert max(errors(tables[0][1], tables[1][1], column)) < bound

@@ -79,6 +79,7 @@ WEIGHT_KINDS = {
     "fp8": _ROWS,
     "fp8-tensor": _TENSOR,
     "fp8-tensor-e5m2": _TENSOR,
+    "fp8-delayed": _TENSOR,
     "mxfp8": _ROWS,
     "int8": WeightKind("8-bit integers, a scale per row", _int8),
     **dict.fromkeys(("fp4", "fp4-46", "mxfp4", "mxfp4-32x32", "mxfp4-rht"), _BLOCKS),

@@ -88,22 +88,14 @@ def test_versions_that_are_none_are_refused(versions: Any, message: str) -> None
         Start.from_record(start_event().to_record() | {"versions": versions})
 
 
-def test_a_line_of_an_applied_refresh_has_these_entries_in_this_order() -> None:
-    record = APPLIED.to_record()
-    assert list(record) == [
-        *("event", "step", "loss", "divergence", "memory_mib", "seconds", "applied_step", "decided_step", "status"),
-        *("reason", "fp4_fraction", "stage_fp4_fractions", "changes", "layers_changed"),
-        *("objective", "bound", "gap", "solver", "solver_version"),
-    ]
-    assert (record["status"], record["layers_changed"], record["changes"]) == ("applied", 1, CHANGES)
+def test_a_line_of_a_refresh_has_all_its_fields_and_its_status() -> None:
+    names = [field.name for field in dataclasses.fields(Refresh)]
+    for event, status in ((APPLIED, "applied"), (RefreshBegun(step=6).kept(6, small_plan(), "no"), "kept")):
+        record = json.loads(json.dumps(event.to_record()))
+        assert list(record) == ["event", *names, "status"] and record["status"] == status
+    record = json.loads(json.dumps(APPLIED.to_record()))
+    assert (record["layers_changed"], record["changes"]) == (1, CHANGES)
     assert record["seconds"] == {"probe": 0.125, "solver": 0.75, "waited": 0.0}
-
-
-def test_a_line_of_a_refresh_that_failed_before_its_probe_ends_with_what_did_not_change() -> None:
-    assert RefreshBegun(step=6).kept(6, small_plan(), "no").to_record() == {
-        **{"event": "refresh", "step": 6, "applied_step": None, "decided_step": 6, "status": "kept", "reason": "no"},
-        **{"fp4_fraction": 1.0, "stage_fp4_fractions": [1.0], "changes": {}, "layers_changed": 0},
-    }
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,16 @@ Changes = Mapping[str, tuple[str, str]]
 Numbers = Mapping[str, float | None]
 
 
-class _FromLine:
-    """Reads an event whose entries are its fields."""
+class _Line:
+    """Writes and reads an event whose entries are its fields."""
 
     __slots__ = ()
 
     event: ClassVar[str]
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns JSON data."""
+        return {"event": self.event, **_values(self)}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Any:
@@ -104,7 +108,7 @@ class _StartLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RefreshBegun(_FromLine):
+class RefreshBegun(_Line):
     """The first part of a refresh, which a checkpoint holds while the solver works."""
 
     event: ClassVar[str] = "refresh"
@@ -123,12 +127,6 @@ class RefreshBegun(_FromLine):
     """"probe", "solver" and "waited"."""
     kernels: Numbers = field(default_factory=dict)
     """Numbers of the backend on the first rank since the last refresh (`Backend.counters`)."""
-
-    def to_record(self) -> dict[str, Any]:
-        """Returns JSON data without empty entries."""
-        values = {one.name: getattr(self, one.name) for one in fields(RefreshBegun)}
-        kept = {name: value for name, value in values.items() if value is not None and value != {}}
-        return {"event": self.event, **kept}
 
     def with_seconds(self, **seconds: float) -> RefreshBegun:
         """Returns a copy with further times."""
@@ -203,30 +201,7 @@ class Refresh(RefreshBegun):
         return "kept" if self.applied_step is None else "applied"
 
     def to_record(self) -> dict[str, Any]:
-        record = RefreshBegun.to_record(self) | {
-            "applied_step": self.applied_step,
-            "decided_step": self.decided_step,
-            "status": self.status,
-            "reason": self.reason,
-            "fp4_fraction": self.fp4_fraction,
-            "stage_fp4_fractions": list(self.stage_fp4_fractions),
-        }
-        for name, stages in _OPTIONAL_SHARES.items():
-            if getattr(self, name) is not None:
-                record |= {name: getattr(self, name), stages: list(getattr(self, stages))}
-        record["changes"] = {cell: list(pair) for cell, pair in self.changes.items()}
-        record["layers_changed"] = self.layers_changed
-        if self.applied_step is not None:
-            names = ("objective", "bound", "gap", "solver", "solver_version")
-            record |= {name: getattr(self, name) for name in names}
-        return record
-
-
-_OPTIONAL_SHARES = {
-    "forward_fp4_fraction": "stage_forward_fp4_fractions",
-    "fp4_time_fraction": "stage_fp4_time_fractions",
-    "linear_speedup": "stage_linear_speedups",
-}
+        return RefreshBegun.to_record(self) | {"status": self.status}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,7 +238,7 @@ class Counted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alarm(_FromLine):
+class Alarm(_Line):
     """The guard has seen a spike or a number that is not finite (`SnipConfig.guard`)."""
 
     event: ClassVar[str] = "guard"
@@ -288,12 +263,9 @@ class Alarm(_FromLine):
     """FP4 share of the plan now in force."""
     forward_fp4_fraction: float | None = None
 
-    def to_record(self) -> dict[str, Any]:
-        return {"event": self.event, **_values(self), "changes": {cell: list(x) for cell, x in self.changes.items()}}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Retarget(_FromLine):
+class Retarget(_Line):
     """A run was resumed with another target."""
 
     event: ClassVar[str] = "target"
@@ -302,10 +274,6 @@ class Retarget(_FromLine):
     """The first optimizer step with the new target."""
     fields: Mapping[str, tuple[Any, Any]]
     """Field of the config -> (value in the checkpoint, new value), as JSON data."""
-
-    def to_record(self) -> dict[str, Any]:
-        pairs = {name: list(pair) for name, pair in self.fields.items()}
-        return {"event": self.event, "step": self.step, "fields": pairs}
 
 
 LaterEvent = Refresh | Counted | Alarm | Retarget

@@ -69,7 +69,7 @@ EVENTS: list[Event] = [
 def test_an_event_comes_back_from_its_line(event: Event) -> None:
     record = json.loads(json.dumps(event.to_record()))
     again = read_event(record)
-    assert type(again) is type(event) and json.loads(json.dumps(again.to_record())) == record
+    assert type(again) is type(event) and again.to_record() == record
     assert isinstance(event, Start) or again == event
     # A tracker may hand it on.
     assert isinstance(event, Start) or pickle.loads(pickle.dumps(event)) == event
@@ -91,9 +91,9 @@ def test_versions_that_are_none_are_refused(versions: Any, message: str) -> None
 def test_a_line_of_a_refresh_has_all_its_fields_and_its_status() -> None:
     names = [field.name for field in dataclasses.fields(Refresh)]
     for event, status in ((APPLIED, "applied"), (RefreshBegun(step=6).kept(6, small_plan(), "no"), "kept")):
-        record = json.loads(json.dumps(event.to_record()))
+        record = event.to_record()
         assert list(record) == ["event", *names, "status"] and record["status"] == status
-    record = json.loads(json.dumps(APPLIED.to_record()))
+    record = APPLIED.to_record()
     assert (record["layers_changed"], record["changes"]) == (1, CHANGES)
     assert record["seconds"] == {"probe": 0.125, "solver": 0.75, "waited": 0.0}
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -39,8 +40,9 @@ class _Line:
     event: ClassVar[str]
 
     def to_record(self) -> dict[str, Any]:
-        """Returns JSON data."""
-        return {"event": self.event, **_values(self)}
+        """Returns JSON data, with lists for tuples."""
+        record: dict[str, Any] = json.loads(json.dumps({"event": self.event, **_values(self)}))
+        return record
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Any:

@@ -12,10 +12,12 @@ import torch
 from configs import fp4_config
 from models import batch, build
 from own_loop import CONFIG, Loop
-from small import tiny_llama, tokens
+from small import checkpoint_activations, tiny_llama, tokens
 from torch import Tensor, nn
 
 from snip_hf import SnipConfig, SnipController, convert_model, estimate_divergence
+from snip_hf.estimation import divergence
+from snip_hf.estimation.memory import Savings
 from snip_hf.estimation.ties import SharedInputs, ties_of, usual_ties
 from snip_hf.layers.state import snip_linears
 from snip_hf.policies.setting import Setting, siblings
@@ -46,6 +48,17 @@ def test_ties_are_found_in_the_models_of_a_family(family: str, expected: Ties) -
     assert as_sets(ties_in(model, batch())) == as_sets(expected)
     convert_model(model, fp4_config())
     assert as_sets(usual_ties(snip_linears(model))) == as_sets(expected)
+
+
+@pytest.mark.parametrize("by", ["the user", "the probe"])
+def test_ties_are_found_where_blocks_run_again_in_the_backward_pass(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama().train()
+    if by == "the user":
+        checkpoint_activations(model, reentrant=False)
+    else:
+        blocks = [f"model.layers.{index}" for index in range(len(model.model.layers))]
+        monkeypatch.setattr(divergence, "find_savings", lambda *given: Savings(blocks))
+    assert as_sets(ties_in(model, tokens())) == as_sets(LLAMA)
 
 
 class Crossed(nn.Module):

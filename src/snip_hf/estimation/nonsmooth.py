@@ -47,7 +47,7 @@ def _in_force(model: nn.Module, modes: Sequence[TorchFunctionMode]) -> Iterator[
 
     def entering(original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not _in_backward():
+            if not in_backward():
                 return original(*args, **kwargs)
             stack = _get_current_function_mode_stack()
             with ExitStack() as entered:
@@ -74,7 +74,8 @@ def _in_force(model: nn.Module, modes: Sequence[TorchFunctionMode]) -> Iterator[
                 vars(module)["forward"] = forward
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Returns True in a backward pass, where checkpointed blocks run forward again."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -218,7 +219,7 @@ class _Choosing(TorchFunctionMode):
         """Returns values and places of k elements along `dim`: those at the first pass's places, or `find`'s."""
         shape = list(scores.shape)
         shape[dim] = k
-        if _in_backward():  # a block that is recomputed: from the same scores as in the forward, in another order
+        if in_backward():  # a block that is recomputed: from the same scores as in the forward, in another order
             places = None if self._is_first else self._repeated(scores, shape)
         else:
             index = len(self._scores)
@@ -227,7 +228,7 @@ class _Choosing(TorchFunctionMode):
         if places is not None and list(places.shape) == shape:
             return scores.gather(dim, places), places
         values, places = find()
-        if self._is_first and not _in_backward():
+        if self._is_first and not in_backward():
             self._choices.append(places)
         return values, places
 

@@ -23,6 +23,7 @@ from ..numerics.gemms import TILE
 from ..numerics.random_streams import stream_key
 from ..parallel.sharding import whole
 from .noise import Noise
+from .nonsmooth import in_backward
 from .products import is_split, product
 from .ties import SharedInputs
 
@@ -294,7 +295,8 @@ def recording(layers: Mapping[str, SnipLayer], recorder: Recorder, noise: Noise 
         def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
             if torch.is_autocast_enabled(input.device.type):
                 raise ValueError("The probe's passes run in FP32; leave autocast out of what Pipeline.run does.")
-            recorder.inputs.add(name, input)
+            if not in_backward():
+                recorder.inputs.add(name, input)
             if torch.is_grad_enabled() and not input.requires_grad:
                 # No layer before it needs a gradient, but the layer's own output gradient is needed.
                 input = input.detach().requires_grad_()

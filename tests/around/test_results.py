@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,3 +74,51 @@ def test_speeds_through_the_trainer_are_those_of_the_lines() -> None:
     table = section("results-speed.md", "Through the Trainer, H200")
     rows = [line.replace("*", "").split("|") for line in table.splitlines() if line.startswith("|")][2:]
     assert [(row[2].strip(), row[3].strip()) for row in rows] == expected
+
+
+def lines_of(name: str) -> list[dict[str, Any]]:
+    with gzip.open(ROOT / f"benchmarks/results/{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def cells(page: str, heading: str) -> dict[str, list[str]]:
+    """Returns the first column of a section's table -> the others."""
+    rows = [line.replace("*", "").split("|")[1:-1] for line in section(page, heading).splitlines() if line[:1] == "|"]
+    return {first.strip(): [cell.strip() for cell in others] for first, *others in rows[2:]}
+
+
+DELAYED = {
+    "75% in MXFP4, 25% in `fp8-tensor`": ("0e89e583", "snip-hf 75%", "fp8-tensor"),
+    "75% in MXFP4, 25% in `fp8-delayed`": ("0e89e583", "snip-hf 75%", "fp8-delayed"),
+    "all in `fp8-delayed`": ("0e89e583", "snip-hf 0%", "fp8-delayed"),
+    "all in MXFP4": ("0e89e583", "snip-hf 100%", "fp8-tensor"),
+    "torchao tensorwise FP8": ("0e89e583", "torchao tensorwise", "fp8-tensor"),
+    "`0e8a7800`: 75% in MXFP4, 25% in `fp8-tensor`": ("0e8a7800", "snip-hf 75%", "fp8-tensor"),
+}
+
+
+def test_speeds_of_delayed_scales_are_those_of_the_lines() -> None:
+    runs = [run for run in lines_of("speed_delayed") if run["call"] == 1 and "mode" not in run]
+    written = cells("results-speed.md", "FP8 with delayed scales")
+    for row, key in DELAYED.items():
+        expected = []
+        for model in ("8B, 8 layers", "TinyLlama-1.1B"):
+            own = [run for run in runs if run["model"] == model]
+            bf16 = statistics.median(run["step_ms"] for run in own if run["recipe"] == "BF16")
+            steps = [run["step_ms"] for run in own if (run["commit"], run["recipe"], run["formats"][1]) == key]
+            expected += [", ".join(f"{one:.1f}" for one in steps), ", ".join(f"{bf16 / one:.3f}" for one in steps)]
+        assert written[row] == expected, row
+
+
+def test_speeds_under_trl_are_those_of_the_lines() -> None:
+    written, runs = cells("results-speed.md", "TRL"), lines_of("trl_speed")
+    names = {
+        "SFT, packed, TinyLlama-1.1B": ("SFT, packing", "TinyLlama-1.1B"),
+        "SFT, packed, 100M": ("SFT, packing", "100M"),
+        "SFT, LoRA of rank 16, TinyLlama-1.1B": ("SFT, LoRA", "TinyLlama-1.1B"),
+    }
+    for row, key in names.items():
+        bf16, torchao, ours = (run for run in runs if (run["task"], run["model"]) == key)
+        steps = [f"{one['step_ms']:.1f}, {bf16['step_ms'] / one['step_ms']:.3f}" for one in (torchao, ours)]
+        peaks = ", ".join(f"{one['peak_gib']:.1f}" for one in (bf16, torchao, ours))
+        assert [cell.removesuffix(" times") for cell in written[row]] == [f"{bf16['step_ms']:.1f}", *steps, peaks], row

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from torch.distributed import TCPStore
 
 TESTS = Path(__file__).parents[1]
 RECIPES = TESTS.parent / "recipes"
@@ -33,13 +33,6 @@ class Ended:
         return any(code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS) for code in self.codes)
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
-
-
 def start_ranks(script: str, *words: object, folder: Path, ranks: int = 2, timeout: float = 280) -> Ended:
     """Runs a script of this folder in so many processes with the environment that torchrun gives, each with its log.
 
@@ -54,7 +47,10 @@ def start_ranks(script: str, *words: object, folder: Path, ranks: int = 2, timeo
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     environment["PYTHONFAULTHANDLER"] = "1"  # says in the log where a crash was
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    # As torchrun does, this process keeps the store. A port that a rank is to open later may be taken by then.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, words)]
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"log-{rank}.txt" for rank in range(ranks)]

@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +30,8 @@ import torch
 import torch.distributed as dist
 from devices import NCCL, join
 from loops import CONFIG, Loop, history, replaced
-from rank_processes import free_port
 from torch import Tensor
+from torch.distributed import TCPStore
 from torch.distributed.tensor import DTensor
 
 from snip_hf import SnipConfig
@@ -403,7 +404,8 @@ def _is_stopped(pid: int) -> bool:
 def _fork(folder: Path, work: Callable[[Path], None]) -> _Group:
     """Starts two ranks. Returns in the parent only."""
     folder.mkdir(parents=True)
-    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
     pids = []
     for rank in (0, 1):
         pids.append(os.fork())
@@ -412,10 +414,16 @@ def _fork(folder: Path, work: Callable[[Path], None]) -> _Group:
         log = os.open(folder / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.environ |= {**settings, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        dist.init_process_group("gloo")
+        os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if rank == 0:
+            store = TCPStore("127.0.0.1", port, 2, is_master=True, master_listen_fd=listening.detach())
+        else:
+            listening.close()
+            store = TCPStore("127.0.0.1", port, 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         work(folder)
         sys.exit()  # as any program ends, with what is to be done then
+    listening.close()
     return _Group(pids, [None, None], [None, None])
 
 

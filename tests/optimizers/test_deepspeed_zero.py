@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,11 +33,8 @@ EXACT = [name for name, scenario in SCENARIOS.items() if not scenario.bf16]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
     """Returns rank -> scenario -> what `zero_worker.train` returned there."""
     folder = tmp_path_factory.mktemp("zero")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     settings = {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={RANKS}", f"--master_port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
     done = subprocess.run(
         [*command, str(Path(__file__).parents[1] / "support" / "zero_worker.py"), str(folder)],
         env=os.environ | settings,

@@ -46,6 +46,8 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "gpt-oss, sinks and windows of 5": (GptOssConfig, {"sliding_window": 5, "num_local_experts": 4}),
 }
 LENGTHS = (11, 3, 18)
+# Two ways to say the ends.
+ENDS = ("cu_seq_lens", "cu_seq_lens, and positions that go on")
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +83,10 @@ def packed(by: str) -> Batch:
         "position_ids and a mask of ones": {"position_ids": position_ids, "attention_mask": torch.ones_like(ids)},
         "cu_seq_lens": {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 18, "max_length_k": 18},
     }
+    says["cu_seq_lens, and positions that go on"] = {
+        **says["cu_seq_lens"],
+        "position_ids": torch.arange(sum(LENGTHS))[None],
+    }
     return {"input_ids": ids, "labels": labels, **says[by]}
 
 
@@ -101,7 +107,7 @@ def loss_one_by_one(model: PreTrainedModel, kept: tuple[int, ...] = (0, 1, 2)) -
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("by", ["padding", "position_ids", "position_ids and a mask of ones", "cu_seq_lens"])
+@pytest.mark.parametrize("by", ["padding", "position_ids", "position_ids and a mask of ones", *ENDS])
 def test_a_probe_pass_sees_what_training_sees(family: str, by: str, half: str) -> None:
     batch = padded() if by == "padding" else packed(by)
     truth = loss_one_by_one(model_of(family, "eager"))
@@ -188,6 +194,15 @@ def test_a_mask_that_only_trainings_attention_reads_is_refused(half: str) -> Non
     batch = {**packed("position_ids"), "attention_mask": {"full_attention": None}}
     with pytest.raises(ValueError, match="attention_mask is a dict, which only the attention that training uses"):
         run_forward(model_of("llama", half), ProbedBatch.of(batch))
+
+
+@pytest.mark.parametrize(("ends", "rows"), [([0, 11, 14], 1), ([0, 11, 14, 40], 1), ([0, 11, 14, 32], 2)])
+def test_ends_that_are_not_those_of_the_row_are_refused(ends: list[int], rows: int, half: str) -> None:
+    ids = text(rows, sum(LENGTHS) // rows)["input_ids"]
+    batch = ProbedBatch.of({"input_ids": ids, "labels": ids, "cu_seq_lens_q": torch.tensor(ends, dtype=torch.int32)})
+    found = rf"cu_seq_lens_q ends at {ends[-1]}, but the batch has {rows} row\(s\) of {ids.shape[1]} tokens"
+    with pytest.raises(ValueError, match=found):
+        run_forward(model_of("llama", half), batch)
 
 
 def test_a_model_that_cannot_switch_is_refused(half: str, monkeypatch: pytest.MonkeyPatch) -> None:

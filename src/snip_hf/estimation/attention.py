@@ -90,15 +90,24 @@ def _describe_packs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             "probe's passes need FP32. Give a tensor, or `position_ids` that begin again with each packed sequence, "
             f"or use {WITHOUT_PROBE}."
         )
-    if position_ids is None and ends is not None:
-        position_ids = positions(ends)
-    # Fused kernels look for packed sequences in single rows without padding only.
-    if position_ids is None or position_ids.shape[0] > 1 or not (mask is None or (mask.dim() == 2 and mask.all())):
+    # Fused kernels look for packed sequences in batches without padding only, and by `cu_seq_lens_q` before all else.
+    if not (mask is None or (mask.dim() == 2 and mask.all())):
+        return args, kwargs
+    packs = position_ids
+    if ends is not None:
+        packs = positions(ends)
+        ids = kwargs.get("input_ids")
+        shape = tuple((kwargs["inputs_embeds"] if ids is None else ids).shape[:2])
+        if shape != packs.shape:
+            raise ValueError(
+                f"cu_seq_lens_q ends at {packs.shape[1]}, but the batch has {shape[0]} row(s) of {shape[1]} tokens; "
+                "expected one row that ends there. Give the ends of all its sequences, padding being one of them."
+            )
+    if packs is None or packs.shape[0] > 1:
         return args, kwargs
     masks_of = getattr(model, "create_masks_for_generate", create_masks_for_generate)
-    shape = torch.empty(*position_ids.shape, 0, device=position_ids.device)
-    prepared = masks_of(model.config, shape, None, None, position_ids)
-    return args, {**kwargs, "position_ids": position_ids, "attention_mask": prepared}
+    prepared = masks_of(model.config, torch.empty(*packs.shape, 0, device=packs.device), None, None, packs)
+    return args, {**kwargs, "position_ids": packs if position_ids is None else position_ids, "attention_mask": prepared}
 
 
 def positions(ends: Tensor) -> Tensor:

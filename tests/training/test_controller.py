@@ -484,7 +484,7 @@ def test_several_processes_are_accepted_with_every_policy(setting: dict[str, Any
                 "distributed_type": "DistributedType.FSDP",
                 "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True),
             },
-            "FSDP2 with offloading to the CPU; turn fsdp_offload_params off",
+            "FSDP2 with offloading to the CPU; turn fsdp_offload_params off, or offload by DeepSpeed ZeRO",
         ),
         ({"distributed_type": "DistributedType.MEGATRON_LM"}, "Megatron-LM; use FSDP2 (fsdp_version: 2)"),
         *[

@@ -111,7 +111,8 @@ class Objective:
             if own is not None:
                 vars(model)["forward"] = own
         raise ValueError(
-            "The loss does not call the model as a whole, or gives its forward several inputs without names."
+            "The loss does not call the model as a whole, or gives its forward several inputs without names. Call "
+            "model(input_ids=..., ...)."
         )
 
 

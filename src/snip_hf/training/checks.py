@@ -186,7 +186,7 @@ def _unsupported(accelerator: Any) -> str | None:
             return "FSDP version 1, which flattens the weights; use version 2 (fsdp_version: 2)"
         # Without offloading, Accelerate's plugin has a policy too, which does nothing.
         if offloads(plugin.cpu_offload):
-            return "FSDP2 with offloading to the CPU; turn fsdp_offload_params off"
+            return "FSDP2 with offloading to the CPU; turn fsdp_offload_params off, or offload by DeepSpeed ZeRO"
         if accelerator.mixed_precision == "fp16":
             return "FSDP2 with mixed_precision='fp16', whose loss scale it does not know; use 'bf16', or DDP"
     if kind == "MEGATRON_LM":
@@ -218,7 +218,7 @@ def check_model(model: nn.Module, accelerator: Any = None) -> None:
     if getattr(sizes, "fsdp_cpu_offload", False):
         raise ValueError(
             "The model keeps its shards in host memory (fsdp_cpu_offload), where the probe cannot gather them. Load it "
-            f"with fsdp_cpu_offload=False, or use {WITHOUT_PROBE}."
+            f"with fsdp_cpu_offload=False, offload by DeepSpeed ZeRO, or use {WITHOUT_PROBE}."
         )
     parts = [name for name, layer in snip_linears(model).items() if is_sharded(layer.weight)]
     parallelism = getattr(getattr(accelerator, "state", accelerator), "parallelism_config", None)

@@ -47,6 +47,7 @@ ROUNDING = "tests/numerics/test_rounding.py"
 BLOCK_FORMATS = "tests/numerics/test_block_formats.py"
 ROUNDING_KERNELS = "tests/kernels/test_rounding_of_formats.py"
 ENCODING_KERNELS = "tests/kernels/test_tensor_scaled_kernel.py"
+REPLAYS = "tests/estimation/test_replayed_sums.py"
 RESPONSE = "tests/optimizers/test_response.py"
 CONTROLLER = "tests/training/test_controller.py"
 
@@ -408,6 +409,37 @@ MUTANTS = (
         "elif saved.pending is not None:",
         "elif False:",
         "tests/invariants/test_resume.py::test_resuming_after_any_step_gives_the_uninterrupted_run",
+    ),
+    # Delayed scales, replayed sums, ties.
+    Mutant(
+        "delayed-infinity-cut-off",
+        "return tl.fma(x, 0.0, x)",
+        "return x",
+        ENCODING_KERNELS,
+    ),
+    Mutant(
+        "delayed-largest-not-recorded",
+        "if COUNTS and row_spacing < 0.0:",
+        "if COUNTS and row_spacing > 1.0:",
+        f"{ENCODING_KERNELS}::test_one_launch_writes_them_where_the_exponent_and_encoded_formats_are_known",
+    ),
+    Mutant(
+        "replays-keep-their-first-inputs",
+        "torch._foreach_copy_(captured.inputs, list(inputs))",
+        "pass",
+        REPLAYS,
+    ),
+    Mutant(
+        "replays-take-scale-of-the-captured-layer",
+        "sizes = sizes_of(sample, micro_batches, batch, pieces_of(sample.x.shape[0]))",
+        "sizes = sizes_of(replace(sample, energies=None), micro_batches, batch, pieces_of(sample.x.shape[0]))",
+        REPLAYS,
+    ),
+    Mutant(
+        "ties-count-recomputation",
+        "if not in_backward():\n                recorder",
+        "if True:\n                recorder",
+        "tests/estimation/test_ties.py",
     ),
 )
 

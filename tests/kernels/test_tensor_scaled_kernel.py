@@ -136,6 +136,8 @@ def test_they_do_for_zeros_nan_and_infinities(run: Run) -> None:
     x[3, 5], x[40, 7], x[50] = torch.nan, -torch.inf, 0.0
     check(run, x, MXFP4, "gradient", (1, 2), 2)
     check(run, x, MIXED[0], "activation", (0, 2), 2)
+    for settled in (False, True):
+        check(run, x, DELAYED[0], "gradient", (1, 2), 2, settled=settled)
     zeros = torch.zeros(64, 64, dtype=torch.bfloat16)
     check(run, zeros, MXFP4, "activation", (0, 2))
     check(run, zeros, MIXED[1], "activation", (0, 2), 5)

@@ -25,7 +25,6 @@ from .encoding import (
     encoding_of,
     exponents_of,
     has_one_scale,
-    is_delayed,
 )
 from .exponents import BLOCKS, EXPONENT, LARGEST, LIMIT, SATURATED, SMALL, UNSET
 from .slots import FIRST, MATRIX, OFFSET, TOKENS
@@ -67,14 +66,11 @@ def encode(
         if has_one_scale(format):
             scale = fp32_scales(amax, E4M3.max)[0]
             parameters[SCALE], parameters[INVERSE] = scale, scale.reciprocal()
-            values = round_to_grid(x_fp32 * parameters[INVERSE], E4M3)
         else:
             parameters[SCALE], parameters[INVERSE] = torch.exp2(exponent), torch.exp2(-exponent)
-        if is_delayed(format):
-            scaled = x_fp32 * parameters[INVERSE]
-            values = round_to_grid(scaled, E4M3).clamp(-E4M3.max, E4M3.max)
-            values = torch.where(scaled.isfinite(), values, torch.nan)
-        elif encoding_of(format) is not None:
+        if encoding_of(format) is None:
+            values = round_to_grid(x_fp32 * parameters[INVERSE], E4M3)
+        else:
             values = _encoded_blocks(x_fp32, format, OPERANDS[operand], contracts, parameters, state)
         values = values if contracts == 1 else values.t()
         found.append((values.to(torch.float8_e4m3fn), parameters))

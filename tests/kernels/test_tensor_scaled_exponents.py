@@ -38,7 +38,7 @@ def train(layer: SnipLinear) -> None:
 def launches(layer: SnipLinear, counts: bool = False) -> list[bool]:
     """Operand -> whether its scales need a launch."""
     record = layer.snip_cache.records.record
-    return [operators.needs_scales(record, operand, gemms, counts) for operand, gemms in ALL.items()]
+    return [operators.facts_of(record, operand, gemms, counts).needs_scales for operand, gemms in ALL.items()]
 
 
 def test_scales_need_a_launch_until_there_are_exponents(layer: SnipLinear) -> None:
@@ -50,7 +50,7 @@ def test_they_do_for_gemms_whose_format_does_not_encode(layer: SnipLinear) -> No
     layer.set_formats(dict(zip(GEMMS, WITH_FP8, strict=True)))
     assert launches(layer) == [False, True, True]
     record = layer.snip_cache.records.record
-    assert not operators.needs_scales(record, GRADIENT, (-1, 2), False)
+    assert not operators.facts_of(record, GRADIENT, (-1, 2), False).needs_scales
     layer.set_formats(dict(zip(GEMMS, MXFP4, strict=True)))
     assert launches(layer) == [False] * 3
 
@@ -107,7 +107,7 @@ def scale_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     def encoded(*arguments: Any) -> Any:
         (_, record, _), operand, gemms, counts = arguments[1:]
-        found.append(operand + 10 * operators.needs_scales(record, operand, gemms, bool(counts)))
+        found.append(operand + 10 * operators.facts_of(record, operand, gemms, bool(counts)).needs_scales)
         return reference(*arguments)
 
     monkeypatch.setattr(operators.reference, "encode", encoded)

@@ -38,7 +38,7 @@ def by_kernel(
     if settled:
         records.view.set_formats([format_of_code(code) for code in state[:3].tolist()])
         records.view.known[operand] = True
-        assert not operators.needs_scales(record, operand, gemms, True)
+        assert not operators.facts_of(record, operand, gemms, True).needs_scales
     return *encoded(x, state, records, operand, gemms, True), records.record
 
 

@@ -108,12 +108,6 @@ def view_of(record: Tensor) -> HostView | None:
     return _VIEWS.get(record.data_ptr())
 
 
-def row_of(record: Tensor, operand: int) -> Tensor:
-    """Returns an operand's row of a layer's record."""
-    view = view_of(record)
-    return record[operand] if view is None else view.rows[operand]
-
-
 @dataclass
 class Records:
     """A layer's record with its table and its host view."""

@@ -23,16 +23,16 @@ from ..launching import launch, relaunch
 from ..linear import is_differentiated_again, refusal
 from ..tensor_core import Layout, Quantized
 from . import operators
-from .exponents import row_of
 from .linear import forward_product, grad_input_product
 from .operators import (
     ACTIVATION,
     GRADIENT,
+    Facts,
     Tile,
     empty_layouts,
     encode_operand,
+    facts_of,
     multiply,
-    needs_scales,
     one_layout,
     padded,
     parts_of,
@@ -70,19 +70,9 @@ class Operand(NamedTuple):
     outputs: Quantized
 
     @property
-    def row(self) -> Tensor:
-        """The operand's row of the record."""
-        return row_of(self.layer[1], self.operand)
-
-    @property
-    def is_plain(self) -> bool:
-        """True if it is written in BF16 first."""
-        return needs_scales(self.layer[1], self.operand, self.gemms, self.counts)
-
-    @property
-    def is_in_blocks(self) -> bool:
-        """True if its GEMMs are known to have block formats."""
-        return operators.are_in_blocks(self.layer[1], self.gemms)
+    def facts(self) -> Facts:
+        """The host's knowledge; it is written in BF16 first if it needs scales."""
+        return facts_of(self.layer[1], self.operand, self.gemms, self.counts)
 
     def encode(self, values: Tensor, by_kernel: bool) -> None:
         operators.encode_into(values, *self, by_kernel=by_kernel)
@@ -109,12 +99,13 @@ def _by_kernel(x: Tensor) -> bool:
 
 def launch_forward(gate: Tensor, up: Tensor, one: Operand) -> Tensor | None:
     """Launches `encode_gated_kernel`; returns silu(gate) * up in BF16 if that is still to be encoded, else None."""
-    values = torch.empty_like(gate) if one.is_plain else None
+    facts = one.facts
+    values = torch.empty_like(gate) if facts.needs_scales else None
     rows, parameters, *_ = one.outputs
     state, _, table = one.layer
     # If no values are written, any tensor fills the argument.
-    tensors = gate, up, state, one.row, table, parameters, rows, gate if values is None else values
-    _launch(encode_gated_kernel, tensors, int(values is not None), gate.shape, (one.counts, one.is_in_blocks), TILES[0])
+    tensors = gate, up, state, facts.row, table, parameters, rows, gate if values is None else values
+    _launch(encode_gated_kernel, tensors, int(values is not None), gate.shape, (one.counts, facts.in_blocks), TILES[0])
     return values
 
 
@@ -130,15 +121,16 @@ def launch_backward(
         counts: True in a pass that is trained on.
     """
     _, gate, _ = inputs
-    values = [torch.empty_like(gate) if one.is_plain else None for one in operands]
+    every = [one.facts for one in operands]
+    values = [torch.empty_like(gate) if facts.needs_scales else None for facts in every]
     tensors = list(inputs)
-    for one, plain in zip(operands, values, strict=True):
+    for one, facts, plain in zip(operands, every, values, strict=True):
         layouts = one.outputs if one.operand == GRADIENT else one.outputs[2:]
         ordered = [*layouts[1::2], *layouts[::2]]  # parameters first
-        tensors += [one.layer[0], one.row, *ordered, gate if plain is None else plain]
+        tensors += [one.layer[0], facts.row, *ordered, gate if plain is None else plain]
     tensors.append(operands[0].layer[2])
     bits = sum(1 << index for index, plain in enumerate(values) if plain is not None)
-    flags = has_rows, counts, all(one.is_in_blocks for one in operands)
+    flags = has_rows, counts, all(facts.in_blocks for facts in every)
     _launch(encode_gated_gradients_kernel, tensors, bits, gate.shape, flags, TILES[1])
     return values
 

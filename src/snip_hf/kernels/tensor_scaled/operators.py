@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from ..launching import launch, relaunch
 from ..tensor_core import Quantized
 from . import reference
 from .encoding import BLOCK, PARAMETERS, SCALE
-from .exponents import Records, follow, row_of, view_of
+from .exponents import Records, follow, view_of
 from .reference import LayerTensors
 
 if TYPE_CHECKING or find_spec("triton") is not None:
@@ -202,16 +202,15 @@ def encode_into(
     elif runs_kernels(x) if by_kernel is None else by_kernel:
         x = x if x.stride(1) == 1 else x.contiguous()
         state, record, table = layer
-        row, needs = row_of(record, operand), needs_scales(record, operand, gemms, counts)
+        row, needs, in_blocks = facts_of(record, operand, gemms, counts)
         if is_grouped:
-            in_blocks = not needs and are_in_blocks(record, gemms)
+            in_blocks = not needs and in_blocks
             _launch_matrices(x, blocks, (state, row, table), operand, gemms, counts, needs, in_blocks, outputs)
         elif needs:
             find_scales(x, state, (row, table), gemms, counts, outputs)
             launch_encode(x, state, row, operand, counts, outputs)
         else:
-            known = table, gemms, are_in_blocks(record, gemms)
-            launch_encode(x, state, row, operand, counts, outputs, known)
+            launch_encode(x, state, row, operand, counts, outputs, (table, gemms, in_blocks))
     elif is_grouped:
         reference.encode_matrices(x, layer, operand, gemms, counts, outputs, blocks)
     else:
@@ -221,21 +220,25 @@ def encode_into(
                 outputs[2 * index + 1].copy_(layout[1])
 
 
-def needs_scales(record: Tensor, operand: int, gemms: tuple[int, int], counts: bool) -> bool:
-    """Returns True if an operand's scales need a separate launch, or its blocks are counted in this step.
+class Facts(NamedTuple):
+    """The host's knowledge of an operand for two GEMMs."""
 
-    True while a graph is captured, which is replayed under other plans too.
-    """
+    row: Tensor
+    """The operand's row of the layer's record."""
+    needs_scales: bool
+    """True if its scales need a separate launch, or its blocks are counted in this step; while a graph is captured,
+    too, which is replayed under other plans."""
+    in_blocks: bool
+    """True if both GEMMs are known to have block formats."""
+
+
+def facts_of(record: Tensor, operand: int, gemms: tuple[int, int], counts: bool) -> Facts:
+    """Returns the facts of an operand from one look at the layer's view; arguments as of `encode_into`."""
     view = view_of(record)
-    if view is None or not view.is_settled(operand, gemms):
-        return True
-    return (counts and view.counts_now) or is_captured(record)
-
-
-def are_in_blocks(record: Tensor, gemms: tuple[int, int]) -> bool:
-    """Returns True if these GEMMs of a layer are known to have block formats."""
-    view = view_of(record)
-    return view is not None and view.are_in_blocks(gemms)
+    if view is None:
+        return Facts(record[operand], True, False)
+    needs = not view.is_settled(operand, gemms) or (counts and view.counts_now) or is_captured(record)
+    return Facts(view.rows[operand], needs, view.are_in_blocks(gemms))
 
 
 def find_scales(

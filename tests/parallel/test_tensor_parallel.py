@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,9 +65,9 @@ def plain_llama() -> Any:
     return model
 
 
-def split_llama(ranks: int = 1) -> Any:
+def split_llama(ranks: int = 1, names: tuple[str, ...] | None = ("tp",)) -> Any:
     """Returns a tiny Llama that transformers' styles split over so many ranks, as loading it would."""
-    model, mesh = plain_llama(), init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    model, mesh = plain_llama(), init_device_mesh("cpu", (ranks,), mesh_dim_names=names)
     for name, module in model.named_modules():
         style = STYLES.get(name.rpartition(".")[2])
         if style is None:
@@ -139,6 +140,12 @@ def test_ranks_draw_other_numbers_for_other_output_features_only(second_of_four:
         assert layer.in_features * layer.out_features == layer.weight.numel()
 
 
+@pytest.mark.parametrize("names", [("tp",), None])
+def test_the_mesh_is_found_with_and_without_names(names: tuple[str, ...] | None, second_of_four: None) -> None:
+    mesh = tensor_mesh([split_llama(2, names)])
+    assert mesh is not None and mesh.size() == 2 and mesh.mesh_dim_names == names
+
+
 def test_a_tp_size_that_does_not_divide_the_features_is_refused(second_of_four: None) -> None:
     model = split_llama(4)
     convert_model(model, fp4_config())
@@ -162,11 +169,19 @@ def test_parts_of_a_tensor_are_counted(second_of_four: None) -> None:
     assert number_of_parts(whole) == 1
 
 
-@pytest.mark.parametrize("name", ["ep_size", "pp_size"])
+# transformers 5.17 has a flag for expert parallelism, 5.24 also a number of ranks, and a later version only that.
+SPREAD: dict[str, Any] = {
+    "ep_size, by a flag": SimpleNamespace(enable_expert_parallel=True, tp_size=2),
+    "ep_size, by a number": SimpleNamespace(ep_size=2, tp_size=2),
+    "pp_size": DistributedConfig(pp_size=2),
+}
+
+
+@pytest.mark.parametrize("name", SPREAD)
 def test_models_of_which_no_rank_runs_all_are_refused(name: str) -> None:
     model = tiny_llama(hidden=16)
-    model.config.distributed_config = DistributedConfig(**{name: 2}, tp_size=2)
-    with pytest.raises(ValueError, match=rf"-parallel \({name}\): no rank runs all of it.*Load it with tp_size"):
+    model.config.distributed_config = SPREAD[name]
+    with pytest.raises(ValueError, match=rf"-parallel \({name[:7]}\): no rank runs all of it.*Load it with tp_size"):
         check_model(model)
 
 

@@ -207,7 +207,8 @@ def check_model(model: nn.Module, accelerator: Any = None) -> None:
     """
     sizes = getattr(getattr(model, "config", None), "distributed_config", None)
     is_spread = {
-        "expert-parallel (ep_size)": getattr(sizes, "enable_expert_parallel", False),  # true for ep_size above 1
+        "expert-parallel (ep_size)": (getattr(sizes, "ep_size", None) or 1) > 1
+        or getattr(sizes, "enable_expert_parallel", False),  # the only sign before transformers 5.24
         "pipeline-parallel (pp_size)": (getattr(sizes, "pp_size", None) or 1) > 1,
     }
     for kind in [kind for kind, applies in is_spread.items() if applies]:

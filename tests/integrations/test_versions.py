@@ -1,0 +1,109 @@
+"""Does each branch on a version of transformers or torch do its work, whichever version is installed?
+
+Other branches are tested beside what they belong to: meshes without names and expert parallelism in
+tests/parallel/test_tensor_parallel.py, Liger under older torch in tests/training/test_setup.py, Adagrad's state in
+tests/optimizers/test_response.py, models that cannot switch their attention in tests/estimation/test_attention.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small import tiny_llama
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from snip_hf.estimation.attention import switched_attention
+from snip_hf.estimation.coverage import _packet
+from snip_hf.estimation.passes import recomputes_already
+from snip_hf.integrations.trainer_loss import _is_scaled_for_step
+from snip_hf.parallel import sharding
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_shards_are_gathered_by_either_name_of_the_collective(
+    new: bool, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.13 renamed it."""
+    calls: list[str] = []
+
+    def all_gather(result: torch.Tensor, part: torch.Tensor, group: Any = None) -> None:
+        calls.append("new" if new else "old")
+        result.copy_(part)
+
+    monkeypatch.setattr(dist, "all_gather_single", all_gather if new else None, raising=False)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", None if new else all_gather)
+    spec = importlib.util.find_spec(sharding.__name__)
+    assert spec is not None and spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    part = torch.arange(6.0).reshape(3, 2)
+    shard = distribute_tensor(part, init_device_mesh("cpu", (1,)), [Shard(0)])
+    assert torch.equal(fresh.whole(shard), part)
+    fresh.all_gather(torch.empty(3, 2), part)
+    assert set(calls) == {"new" if new else "old"}
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_.*able. is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_models_that_recompute_are_known_under_either_name(name: str) -> None:
+    """transformers 5.24 has both names."""
+    model = tiny_llama(hidden=16)
+    enable, disable = (getattr(model, f"{name}_{what}", None) for what in ("enable", "disable"))
+    if enable is None or disable is None:
+        pytest.skip(f"this transformers has no {name}_enable")
+    assert not recomputes_already(model)
+    enable()
+    assert recomputes_already(model)
+    disable()
+    assert not recomputes_already(model)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "is_scaled"),
+    [
+        (SimpleNamespace(compute_loss_func=None), False),
+        (SimpleNamespace(compute_loss_func=print), True),
+        (SimpleNamespace(compute_loss_func=print, loss_is_scaled_for_ga=None), True),
+        (SimpleNamespace(compute_loss_func=print, loss_is_scaled_for_ga=False), False),
+        (SimpleNamespace(compute_loss_func=None, loss_is_scaled_for_ga=True), True),
+    ],
+)
+def test_what_a_trainer_declares_about_its_loss_goes_before_what_older_ones_imply(
+    trainer: Any, is_scaled: bool
+) -> None:
+    """Trainers declare it from transformers 5.19 on."""
+    assert _is_scaled_for_step(trainer) is is_scaled
+
+
+@pytest.mark.parametrize("supports_sdpa", [True, False])
+def test_a_model_with_soft_caps_is_probed_under_eager_whatever_it_says_of_sdpa(
+    supports_sdpa: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.17 says that "sdpa" can compute Gemma 2."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    model = Gemma2ForCausalLM(Gemma2Config(vocab_size=16, hidden_size=16, intermediate_size=16, **sizes))
+    for kind in (Gemma2ForCausalLM, type(model.model)):
+        monkeypatch.setattr(kind, "_supports_sdpa", supports_sdpa)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    assert {plain for _, _, plain in switched_attention(model)} == {"eager"}
+
+
+def test_operators_that_this_torch_lacks_are_not_counted() -> None:
+    assert _packet("aten::mm") is torch.ops.aten.mm
+    assert _packet("aten::of_another_torch") is _packet("no_such_library::mm") is None

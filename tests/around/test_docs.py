@@ -202,3 +202,27 @@ def test_every_command_of_a_page_runs_a_script_that_has_its_options(page: Path) 
             options = [word.partition("=")[0] for word in words[place:] if word.startswith("--")]
             missing = [option for option in options if f'"{option}"' not in text]
             assert missing == [], shlex.join(words)
+
+
+def stacks() -> list[list[str]]:
+    """The cells of the table of what ran, row by row."""
+    section = (ROOT / "docs/distributed.md").read_text(encoding="utf-8").partition("\n## What ran\n")[2]
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+@pytest.mark.parametrize("row", stacks(), ids=lambda row: ", ".join(row[:2]))
+def test_what_ran_is_said_by_a_test_for_cpus_and_by_a_test_and_a_commit_for_gpus(row: list[str]) -> None:
+    _, _, *cpu, gpu = row
+    for cell in cpu:
+        named = re.findall(r"tests/[\w/]+\.py", cell)
+        assert named or cell in ("not run", "needs a GPU", "refused"), cell
+        for path in named:
+            source = (ROOT / path).read_text(encoding="utf-8")
+            assert not re.search(r"^pytestmark = (on_two_gpus|\[?\s*pytest\.mark\.gpu)", source, re.MULTILINE), path
+    for path in re.findall(r"tests/[\w/]+\.py", gpu):
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(r"mark\.gpu|on_two_gpus", source), path
+        assert re.search(r"^\([123]\)", gpu), gpu
+    if "tests/" not in gpu:
+        assert gpu in ("not run", "refused") or "results-speed.md" in gpu, gpu

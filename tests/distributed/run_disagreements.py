@@ -41,6 +41,7 @@ setup.RANK_GRACE = 1.0
 HAS_SIZE = "ep_size" in DistributedConfig.__dataclass_fields__
 EXPERT_PARALLEL: dict[str, int] = {"ep_size": 2} if HAS_SIZE else {"enable_expert_parallel": True}
 CONFIG = fp4_config(first_refresh=2, apply_delay=0, **QUICK)
+RULE = fp4_config(policy="layer-position")
 
 
 def controller(config: SnipConfig = CONFIG, frozen: str | None = None, **options: Any) -> SnipController:
@@ -133,14 +134,35 @@ def without_a_controller() -> None:
         controller(fp4_config(**QUICK | {"solver_time_limit": 2.5}))
 
 
-def shared(folder: Path, config: PretrainedConfig, attention: str = "sdpa", **sizes: int) -> None:
+def shared(
+    folder: Path, config: PretrainedConfig, attention: str = "sdpa", snip: SnipConfig = CONFIG, **sizes: int
+) -> SnipController:
     """Lets two ranks share a model from a checkpoint by transformers' `DistributedConfig`."""
     if dist.get_rank() == 0:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     dist.barrier()
-    how = DistributedConfig(tp_size=2, **sizes)
+    how = DistributedConfig(**{"tp_size": 2, **sizes})
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=how, attn_implementation=attention)
-    SnipController(model, torch.optim.SGD(model.parameters()), CONFIG).close()
+    return SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), snip)
+
+
+def spread_by_a_rule(folder: Path) -> None:
+    """Trains a model whose experts are spread over the ranks under a policy without a probe."""
+    run = shared(folder, CONFIGS["qwen3-moe"], snip=RULE, **EXPERT_PARALLEL)
+    assert snip_linears(run.model)
+    batch = {name: ids % run.model.config.vocab_size for name, ids in text(2, 32).items()}
+    losses = []
+    for step in (1, 2, 3):
+        run.capture(batch)
+        loss = run.model(**batch).loss
+        loss.backward()
+        run.before_optimizer_step(step)
+        run._source._optimizer.step()
+        run._source._optimizer.zero_grad()
+        run.after_step(step)
+        losses.append(loss.item())
+    run.close()
+    assert losses == sorted(losses, reverse=True)
 
 
 def changed(**values: int) -> PretrainedConfig:
@@ -179,6 +201,8 @@ def main() -> None:
         "attention": lambda: shared(folder / "attention", changed(), "eager" if rank else "sdpa"),
         "three experts": lambda: shared(folder / "experts", three_experts(), **EXPERT_PARALLEL),
         "experts": lambda: shared(folder / "experts", CONFIGS["qwen3-moe"], **EXPERT_PARALLEL),
+        "stages": lambda: shared(folder / "stages", changed(), snip=RULE, tp_size=1, pp_size=2),
+        "experts by a rule": lambda: spread_by_a_rule(folder / "experts"),
         # Last, since who is waited for in vain is lost to the other.
         "batches": too_few_batches,
         "callback": without_a_controller,

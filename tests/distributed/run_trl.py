@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import half_attention
 import torch
 import torch.distributed as dist
 from devices import trainers_that_shard
@@ -27,6 +28,8 @@ class Case(NamedTuple):
     has_adapters: bool = False
     shards: bool = False
     """By FSDP2; the ranks have copies otherwise, under DDP."""
+    has_packs: bool = False
+    """In single rows, as long as the texts of a rank are together."""
 
 
 # Refreshes at step 2, applied after step 4, and at step 6.
@@ -36,6 +39,8 @@ CASES = {
     "DPO of adapters": Case("DPO", has_adapters=True),
     "SFT in shards": Case("SFT", shards=True),
     "DPO in shards of adapters": Case("DPO", has_adapters=True, shards=True),
+    "SFT of packs": Case("SFT", has_packs=True),
+    "SFT in shards of packs": Case("SFT", shards=True, has_packs=True),
 }
 SAVED = 3
 """The step of the checkpoint, in the middle of a refresh."""
@@ -44,7 +49,7 @@ STEPS = 8
 
 def train(folder: Path, case: str, model: str, resume: Path | None = None) -> dict[str, Any]:
     """Trains to the end, from the beginning or from a checkpoint."""
-    trainer, has_adapters, shards = CASES[case]
+    trainer, has_adapters, shards, has_packs = CASES[case]
     callback = SnipCallback(CONFIG, keep_formats=True)
     how: dict[str, Any] = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED}
     if has_adapters:
@@ -53,7 +58,11 @@ def train(folder: Path, case: str, model: str, resume: Path | None = None) -> di
         how["more"] = {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
     if shards:
         how |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
-    with trainers_that_shard() if shards else nullcontext():
+    if has_packs:
+        how |= {"padding_free": True, "max_length": None}
+    if has_packs and not shards:  # which have no autocast on CPUs
+        how |= {"bf16": True, "model_init_kwargs": {"attn_implementation": half_attention.NAME}}
+    with half_attention.registered(), trainers_that_shard() if shards else nullcontext():
         return _found(run(folder, trainer, callback=callback, model=model, resume=resume, **how), callback)
 
 

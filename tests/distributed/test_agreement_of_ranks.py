@@ -38,6 +38,9 @@ SHARING = {
     "experts": "The model is expert-parallel (ep_size): no rank runs all of it, so that it cannot be probed. Load it "
     "with tp_size, fsdp_size or dp_replicate_size instead, or use a policy that needs no probe, such as "
     "policy='layer-position'.",
+    "stages": "The model is pipeline-parallel (pp_size), so that each rank knows only some of its layers. Load it with "
+    "tp_size, fsdp_size or dp_replicate_size instead, or run stages by torch.distributed.pipelining and give "
+    "SnipController(..., pipeline=Pipeline(run)).",
 }
 
 
@@ -56,6 +59,11 @@ def test_models_that_cannot_be_shared_are_refused_on_all_ranks(two: Found, scena
     for found in two:
         assert found[scenario]["error"] == f"ValueError: {SHARING[scenario]}"
         assert found[scenario]["seconds"] < BOUND
+
+
+def test_experts_that_are_spread_train_by_a_rule(two: Found) -> None:
+    for found in two:
+        assert (found["experts by a rule"]["error"], found["experts by a rule"]["messages"]) == ("", [])
 
 
 def test_what_one_rank_refuses_is_refused_by_all_at_once(two: Found) -> None:

@@ -1,4 +1,4 @@
-"""TRL's trainers train, refresh, save and resume on two ranks, with adapters and without, copied or sharded."""
+"""TRL's trainers train, refresh, save and resume on two ranks, with adapters, packs and shards, and without."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_ranks_train_alike_under_one_plan_of_two_refreshes(case: str, two: F
 def test_every_parameter_is_sharded_under_fsdp2_and_none_under_ddp(case: str, two: Found) -> None:
     for found in two:
         for run in found[case].values():
-            assert run["are_sharded"] == {case in SHARDED}
+            assert run["are_sharded"] == {CASES[case].shards}
 
 
 @pytest.mark.parametrize(("sharded", "copied"), SHARDED.items())
@@ -59,7 +59,7 @@ def test_shards_train_under_the_plan_and_with_the_losses_of_copies(sharded: str,
     assert distance(ours["weights"], theirs["weights"]) < 1e-3
 
 
-@pytest.mark.parametrize(("sharded", "copied"), SHARDED.items())
+@pytest.mark.parametrize(("sharded", "copied"), [*SHARDED.items(), ("SFT in shards of packs", "SFT of packs")])
 def test_shards_are_counted_as_copies(sharded: str, copied: str, two: Found) -> None:
     assert two[0][sharded]["whole"]["coverage"] == two[0][copied]["whole"]["coverage"] is not None
 

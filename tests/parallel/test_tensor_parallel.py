@@ -171,18 +171,24 @@ def test_parts_of_a_tensor_are_counted(second_of_four: None) -> None:
 
 # transformers 5.17 has a flag for expert parallelism, 5.24 also a number of ranks, and a later version only that.
 SPREAD: dict[str, Any] = {
-    "ep_size, by a flag": SimpleNamespace(enable_expert_parallel=True, tp_size=2),
-    "ep_size, by a number": SimpleNamespace(ep_size=2, tp_size=2),
-    "pp_size": DistributedConfig(pp_size=2),
+    "by a flag": SimpleNamespace(enable_expert_parallel=True, tp_size=2),
+    "by a number": SimpleNamespace(ep_size=2, tp_size=2),
 }
 
 
 @pytest.mark.parametrize("name", SPREAD)
-def test_models_of_which_no_rank_runs_all_are_refused(name: str) -> None:
+def test_expert_parallel_models_are_not_probed(name: str) -> None:
     model = tiny_llama(hidden=16)
     model.config.distributed_config = SPREAD[name]
-    with pytest.raises(ValueError, match=rf"-parallel \({name[:7]}\): no rank runs all of it.*Load it with tp_size"):
+    with pytest.raises(ValueError, match=r"expert-parallel \(ep_size\): no rank runs all of it.*Load it with tp_size"):
         check_model(model)
+
+
+def test_pipeline_parallel_models_are_refused() -> None:
+    model = tiny_llama(hidden=16)
+    model.config.distributed_config = DistributedConfig(pp_size=2)
+    with pytest.raises(ValueError, match=r"\(pp_size\), so that each rank knows only some .*Load it with tp_size"):
+        check_split(model, {})
 
 
 def test_offloaded_shards_are_refused() -> None:

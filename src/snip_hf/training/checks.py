@@ -203,20 +203,14 @@ def check_model(model: nn.Module, accelerator: Any = None) -> None:
 
     Raises:
         ValueError: an attention that does not support FP32 and cannot be switched, FSDP version 1, transformers'
-            offloading, expert or pipeline parallelism, or tensor parallelism by anything but transformers.
+            offloading or expert parallelism, or tensor parallelism by anything but transformers.
     """
-    sizes = getattr(getattr(model, "config", None), "distributed_config", None)
-    is_spread = {
-        "expert-parallel (ep_size)": (getattr(sizes, "ep_size", None) or 1) > 1
-        or getattr(sizes, "enable_expert_parallel", False),  # the only sign before transformers 5.24
-        "pipeline-parallel (pp_size)": (getattr(sizes, "pp_size", None) or 1) > 1,
-    }
-    for kind in [kind for kind, applies in is_spread.items() if applies]:
+    if is_expert_parallel(model):
         raise ValueError(
-            f"The model is {kind}: no rank runs all of it, so that it cannot be probed. Load it with tp_size, "
-            f"fsdp_size or dp_replicate_size instead, or use {WITHOUT_PROBE}."
+            "The model is expert-parallel (ep_size): no rank runs all of it, so that it cannot be probed. Load it "
+            f"with tp_size, fsdp_size or dp_replicate_size instead, or use {WITHOUT_PROBE}."
         )
-    if getattr(sizes, "fsdp_cpu_offload", False):
+    if getattr(_sizes(model), "fsdp_cpu_offload", False):
         raise ValueError(
             "The model keeps its shards in host memory (fsdp_cpu_offload), where the probe cannot gather them. Load it "
             f"with fsdp_cpu_offload=False, offload by DeepSpeed ZeRO, or use {WITHOUT_PROBE}."
@@ -240,12 +234,31 @@ def check_model(model: nn.Module, accelerator: Any = None) -> None:
     check_attention(model)
 
 
+def is_expert_parallel(model: nn.Module) -> bool:
+    """Returns True if transformers spread the experts over ranks."""
+    sizes = _sizes(model)
+    # The flag is the only sign before transformers 5.24.
+    return (getattr(sizes, "ep_size", None) or 1) > 1 or bool(getattr(sizes, "enable_expert_parallel", False))
+
+
+def _sizes(model: nn.Module) -> Any:
+    """Returns the `DistributedConfig` that the model was loaded with; None: none."""
+    return getattr(getattr(model, "config", None), "distributed_config", None)
+
+
 def check_split(model: nn.Module, layers: Mapping[str, SnipLayer]) -> None:
-    """Refuses tensor parallelism with parts of unequal size or of cut heads, on which attention fails in transformers.
+    """Refuses parts of a model that cannot train.
 
     Raises:
-        ValueError: names a layer.
+        ValueError: transformers' pipelines, under which each rank has other layers; or tensor parallelism with parts of
+            unequal size or of cut heads, on which attention fails in transformers.
     """
+    if (getattr(_sizes(model), "pp_size", None) or 1) > 1:
+        raise ValueError(
+            "The model is pipeline-parallel (pp_size), so that each rank knows only some of its layers. Load it with "
+            "tp_size, fsdp_size or dp_replicate_size instead, or run stages by torch.distributed.pipelining and give "
+            "SnipController(..., pipeline=Pipeline(run))."
+        )
     modules = {plain_name(name): module for name, module in model.named_modules()}
     for name, layer in layers.items():
         split = split_of(layer)

@@ -2,15 +2,17 @@
 
     python -m eval.compare run eval/compare.yaml --output runs/compare.jsonl --workers 2
     python -m eval.compare report eval/compare.yaml runs/compare.jsonl
+    python -m eval.compare text eval/compare.yaml --cache runs/text    # only prepares the tokens
 
 A cell is one contender with one seed. All contenders of a seed start from the same weights and optimizer state, and see
 the same sequences in the same order. The start is a checkpoint or a new model, trained for `base_steps` unquantized
 steps; a seed decides the weights of a new model, the order of the data and all random rounding.
 
 `run` trains the cells that have no line in the output yet and appends one JSON line per cell, so that the same command
-goes on after an interruption. Any number of processes may share an output: each takes the next free cell, under a lock
-that ends with its process. `report` prints two Markdown tables: each contender against the reference, corrected by Holm
-over the contenders, and the planned comparisons of the config, with a test of equivalence if they have a margin.
+goes on after an interruption; a cell that was cut off goes on from its last state in the cache. Any number of processes
+may share an output: each takes the next free cell, under a lock that ends with its process. `report` prints two
+Markdown tables: each contender against the reference, corrected by Holm over the contenders, and the planned
+comparisons of the config, with a test of equivalence if they have a margin.
 
 The config has the sections `model`, `tokenizer` and `data` of a recipe (recipes/README.md), and:
 
@@ -230,8 +232,9 @@ def load_text(config: Config, cache: Path) -> Text:
             data, model = _expanded(config.data), _expanded(config.model)
             documents = load_documents(data)
             tokenizer = load_tokenizer(_expanded(config.tokenizer), model.name_or_path, documents[0])
+            dtype = np.uint16 if len(tokenizer) <= 2**16 else np.int32
             for name, rows in zip(("train", "held_out"), pack(*documents, tokenizer, data), strict=True):
-                np.save(folder / f"{name}.npy", np.array(rows.with_format("numpy")["input_ids"][:], np.int32))
+                np.save(folder / f"{name}.npy", np.array(rows.with_format("numpy")["input_ids"][:], dtype))
             tokenizer.save_pretrained(folder / "tokenizer")
     train, held_out = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("train", "held_out"))
     return Text(train, held_out, AutoTokenizer.from_pretrained(folder / "tokenizer"))
@@ -262,14 +265,18 @@ class Trainee:
         )
         self._compiled = False
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path) -> dict[str, Any]:
+        """Loads a state and returns what `save` got beside it."""
         state = torch.load(path, map_location=self._device, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.model.load_state_dict(state.pop("model"))
+        self.optimizer.load_state_dict(state.pop("optimizer"))
+        return state
 
-    def save(self, path: Path) -> None:
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, unfinished)
+    def save(self, path: Path, **more: Any) -> None:
+        """Saves the state and what else is given. One process at a time, under the lock of the start or the cell."""
+        unfinished = path.with_suffix(".new")
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save({**state, **more}, unfinished)
         unfinished.replace(path)
 
     def step(self, number: int, controller: SnipController | None = None) -> Tensor:
@@ -366,30 +373,57 @@ def fingerprint(model: nn.Module) -> str:
 # ------------------------------------------------------------------------------------------------ cells
 
 
-def train_cell(config: Config, contender: str, seed: int, text: Text, options: argparse.Namespace) -> Line:
-    """Trains one cell and returns its line.
+def state_path(config: Config, contender: str, seed: int, cache: Path) -> Path:
+    return cache / f"cell-{config.cell_key(contender, seed)}.pt"
+
+
+def train_cell(config: Config, contender: str, seed: int, text: Text, options: argparse.Namespace) -> Line | None:
+    """Trains one cell, from its last state if it was cut off, and returns its line; None: the time was over.
 
     Raises:
         RuntimeError: the contender decides by a probe, and no refresh gave a plan.
     """
-    trainee = started(config, text, seed, options)
-    start = fingerprint(trainee.model)
     snip, training, began = config.snip_config(contender, seed), config.training, time.monotonic()
+    kept = state_path(config, contender, seed, options.cache)
+    if kept.exists():
+        trainee = Trainee(config, text, seed, options.device)
+        done = trainee.load(kept)
+    else:
+        trainee = started(config, text, seed, options)
+        done = {"step": 0, "start": fingerprint(trainee.model), "losses": {}, "shares": [], "reasons": [], "seconds": 0}
     controller, events = None, []
     if snip is not None:
         controller = SnipController(trainee.model, trainee.optimizer, snip, max_steps=training.steps)
         controller.add_tracker(events.append)
-    losses: dict[str, Any] = {}
-    shares, trained = [], []
+    losses, shares, trained = done["losses"], done["shares"], list(done.get("training_losses", ()))
     try:
-        for number in range(1, training.steps + 1):
+        if done["step"]:
+            set_random_states(done["random"], options.device)
+            if controller is not None:
+                controller.load_state_dict(done["controller"])
+        for number in range(done["step"] + 1, training.steps + 1):
             trained.append(trainee.step(training.base_steps + number, controller))
             shares.append(0.0 if controller is None else controller.plan.fp4_fraction)
-            if number in training.measure_at:
+            if number in (*training.measure_at, training.steps):
                 losses[str(number)] = _finite(trainee.held_out_loss())
-        losses[str(training.steps)] = _finite(trainee.held_out_loss())
+            is_over = time.monotonic() > options.deadline
+            if number < training.steps and (is_over or number % options.keep_every == 0):
+                trainee.save(
+                    kept,
+                    step=number,
+                    start=done["start"],
+                    losses=losses,
+                    shares=shares,
+                    training_losses=torch.stack(trained[-25:]),
+                    reasons=done["reasons"] + _reasons(events),
+                    seconds=done["seconds"] + time.monotonic() - began,
+                    controller=None if controller is None else controller.state_dict(),
+                    random=random_states(options.device),
+                )
+                if is_over:
+                    return None
         backend = None if controller is None else controller.backend
-        reasons = [event.reason for event in events if isinstance(event, Refresh) and event.reason]
+        reasons = done["reasons"] + _reasons(events)
         if controller is not None and controller.needs_probe and controller.plan.provenance.step == 0:
             raise RuntimeError(f"No refresh gave a plan: {reasons[0] if reasons else 'the cell has too few steps'}.")
     finally:
@@ -404,7 +438,7 @@ def train_cell(config: Config, contender: str, seed: int, text: Text, options: a
         "key": config.cell_key(contender, seed),
         "contender": contender,
         "seed": seed,
-        "start": start,
+        "start": done["start"],
         "losses": losses,
         "loss_unquantized": _finite(trainee.held_out_loss()),
         "training_loss": _finite(float(torch.stack(trained[-25:]).mean())),
@@ -412,9 +446,24 @@ def train_cell(config: Config, contender: str, seed: int, text: Text, options: a
         "failed_refreshes": reasons,
         "backend": backend,
         "snip": None if snip is None else snip.to_dict(),
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(done["seconds"] + time.monotonic() - began, 1),
         **_origin(options.device),
     }
+
+
+def _reasons(events: Sequence[Any]) -> list[str]:
+    return [event.reason for event in events if isinstance(event, Refresh) and event.reason]
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    """Returns the states of torch's generators, which dropout draws from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def set_random_states(states: Sequence[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0].cpu())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1].cpu(), device)
 
 
 def _finite(value: float) -> float | None:
@@ -476,8 +525,7 @@ def run_cells(config: Config, options: argparse.Namespace) -> int:
             if key in failed or (not waits and is_busy(start_path(config, seed, options.cache))):
                 continue
             if time.monotonic() > options.deadline:
-                print("The time is over; the same command goes on.", flush=True)
-                return len(failed)
+                return _time_is_over(failed)
             with claimed(options.cache, key) as mine:
                 if not mine or any(line["key"] == key for line in read_lines(options.output)):
                     continue
@@ -487,9 +535,17 @@ def run_cells(config: Config, options: argparse.Namespace) -> int:
                     print(f"{contender}, seed {seed}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                     failed.add(key)
                 else:
+                    if line is None:
+                        return _time_is_over(failed)
                     append(options.output, line)
+                    state_path(config, contender, seed, options.cache).unlink(missing_ok=True)
                     print(f"{contender}, seed {seed}: {line['losses']}, {line['seconds']:.0f} s", flush=True)
             release(options.device)
+    return len(failed)
+
+
+def _time_is_over(failed: set[str]) -> int:
+    print("The time is over; the same command goes on.", flush=True)
     return len(failed)
 
 
@@ -590,6 +646,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "report":
             print(report(config, read_lines(options.lines), options.step))
             return 0
+        if options.command == "text":
+            options.cache.mkdir(parents=True, exist_ok=True)
+            text = load_text(config, options.cache)
+            print(f"{len(text.train)} sequences for training, {text.train.nbytes / 2**20:.1f} MiB: {options.cache}")
+            return 0
         if unknown := [name for name in options.only or () if name not in config.contenders]:
             raise ValueError(f"--only: {unknown[0]!r} is not a contender; known are {', '.join(config.contenders)}.")
         return start_workers(options) if options.workers > 1 else int(run_cells(config, options) > 0)
@@ -608,14 +669,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     run.add_argument("--only", nargs="+", metavar="CONTENDER", help="train these (default all)")
     run.add_argument("--seeds", nargs="+", type=int, help="train these (default all)")
     run.add_argument("--workers", type=int, default=1, help="processes, spread over the GPUs (default 1)")
-    run.add_argument("--minutes", type=float, default=math.inf, help="begin no cell later than this")
+    run.add_argument("--minutes", type=float, default=math.inf, help="stop after this; cells keep their states")
+    run.add_argument("--keep-every", type=int, default=500, metavar="N", help="keep a state of a cell every N steps")
     run.add_argument("--save", type=Path, help="folder that gets the trained models, to be scored by eval/run.py")
     run.add_argument("--device", help="default: the first GPU if there is one, else cpu")
     show = commands.add_parser("report", help="print the tables")
     show.add_argument("config", type=Path)
     show.add_argument("lines", type=Path)
     show.add_argument("--step", type=int, help="a step of training.measure_at (default: the last step)")
-    for command in (run, show):
+    prepare = commands.add_parser("text", help="prepare only the tokens, for runs with this cache")
+    prepare.add_argument("config", type=Path)
+    prepare.add_argument("--cache", type=Path, required=True)
+    for command in (run, show, prepare):
         command.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="change the config")
     options = parser.parse_args(arguments)
     options.given = list(sys.argv[1:] if arguments is None else arguments)

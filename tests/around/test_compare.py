@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 from pathlib import Path
@@ -114,6 +115,54 @@ def test_a_cell_that_runs_again_gives_the_same_losses_and_what_is_done_is_left(
     assert (tmp_path / "models" / "snip-3" / "model.safetensors").is_file()
     assert run(config, fresh, "--minutes", "0") == 0 and len(compare.read_lines(fresh)) == 1
     assert "The time is over" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("contender", ["bf16", "snip"])
+@pytest.mark.parametrize("cut", ["killed", "time is over"])
+def test_a_cell_that_was_cut_off_goes_on_bit_for_bit(
+    contender: str, cut: str, files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A refresh is under way at the cut, and dropout draws random numbers.
+    options = ["--seeds", "3", "--only", contender, "--keep-every", "4"]
+    for override in ("training.steps=8", "snip.refresh_every=3", "snip.apply_delay=2"):
+        options += ["--override", override]
+    options += ["--override", "model.config.attention_dropout=0.2"]
+    assert run(files[0], tmp_path / "whole.jsonl", "--save", str(tmp_path / "whole"), *options) == 0
+    step, steps, now = compare.Trainee.step, [], [0.0]
+
+    def cut_off(trainee: Any, number: int, *rest: Any) -> Any:
+        steps.append(number)
+        if number - 2 == 5 and cut == "killed":  # after two steps of the base
+            raise KeyboardInterrupt
+        now[0] = 90.0 if number - 2 == 4 and cut != "killed" else 0.0
+        return step(trainee, number, *rest)
+
+    output = tmp_path / "parts.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(compare.Trainee, "step", cut_off)
+        patch.setattr(compare, "time", argparse.Namespace(monotonic=lambda: now[0]))
+        with pytest.raises(KeyboardInterrupt) if cut == "killed" else contextlib.nullcontext():
+            assert run(files[0], output, "--minutes", "1", *options) == 0
+        assert compare.read_lines(output) == [] and len(list(Path(f"{output}.cache").glob("cell-*.pt"))) == 1
+        steps.clear()
+        patch.setattr(compare.Trainee, "step", lambda *args: steps.append(args[1]) or step(*args))
+        assert run(files[0], output, "--save", str(tmp_path / "parts"), *options) == 0
+    assert steps == [7, 8, 9, 10] and not list(Path(f"{output}.cache").glob("cell-*.pt"))
+    whole, parts = compare.read_lines(tmp_path / "whole.jsonl")[0], compare.read_lines(output)[0]
+    where = {"command", "date", "seconds"}
+    assert {k: v for k, v in whole.items() if k not in where} == {k: v for k, v in parts.items() if k not in where}
+    weights = [tmp_path / name / f"{contender}-3" / "model.safetensors" for name in ("whole", "parts")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_tokens_are_prepared_once_for_runs_elsewhere(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.main(["text", str(files[0]), "--cache", str(tmp_path / "text")]) == 0
+    assert "sequences for training" in capsys.readouterr().out
+    monkeypatch.setenv("COMPARE_TEXT", "/nowhere")
+    text = compare.load_text(compare.load_config(files[0]), tmp_path / "text")
+    assert text.train.dtype == np.uint16 and text.train.shape[1] == 32 and len(text.held_out) == 4
 
 
 def test_a_cell_that_another_process_trains_is_left_to_it(files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -268,6 +317,18 @@ def test_the_shipped_config_is_one() -> None:
     assert config.reference == "bf16" and len(config.contenders) == 5
     options: argparse.Namespace = compare.parse(["run", "eval/compare.yaml", "--output", "runs/a.jsonl"])
     assert options.cache == Path("runs/a.jsonl.cache")
+
+
+def test_the_planned_comparisons_are_fresh_and_share_their_reference() -> None:
+    probe, frontier, smollm2 = (
+        compare.load_config(ROOT / "eval" / "proof" / f"{name}.yaml") for name in ("probe", "frontier", "smollm2")
+    )
+    assert probe.seeds == list(range(8, 32)) and frontier.seeds == probe.seeds[:8]
+    assert [(pair.contender, pair.against, pair.margin) for pair in probe.comparisons] == [
+        ("snip", "backward-first", 0.1)
+    ]
+    assert probe.cell_key("bf16", 8) == frontier.cell_key("bf16", 8)
+    assert len(smollm2.contenders) == 15 and smollm2.snip_config("snip-paper", 0).target_fp4_fraction == 0.75
 
 
 # --- scores

@@ -1,7 +1,7 @@
 """Trains by the Trainer under Accelerate's `ParallelismConfig`. Started by the tests in several processes.
 
 Arguments: a folder with the model in `model/`, which gets rank<N>.pt with {name: what became of the run}; names of
-`RUNS`; "nccl" for GPUs.
+`RUNS` or `OF_FOUR`; "nccl" for GPUs.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ def dp_shard(folder: Path, name: str) -> Any:
     return by_trainer(folder, name, {}, parallelism_config=ParallelismConfig(dp_shard_size=2), **SHARDS)
 
 
+def replicated(folder: Path, name: str) -> Any:
+    sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    return by_trainer(folder, name, {}, parallelism_config=sizes, **SHARDS)
+
+
 def tp(folder: Path, name: str) -> Any:
     return by_trainer(folder, name, {"tp_size": 2}, parallelism_config=ParallelismConfig(tp_size=2))
 
@@ -60,6 +65,8 @@ RUNS: dict[str, Callable[[Path, str], Any]] = {
     "cp-plain": lambda folder, name: by_trainer(folder, name, {}, None, **context()),
     "cp-rule": lambda folder, name: by_trainer(folder, name, {}, RULE, **context()),
 }
+OF_FOUR: dict[str, Callable[[Path, str], Any]] = {"replicated": replicated}
+"""Runs of four processes."""
 
 
 def main() -> None:
@@ -68,7 +75,7 @@ def main() -> None:
     found = Survivors(folder, survives=NCCL in sys.argv)
     for name in sys.argv[2:]:
         if name != NCCL:
-            found.add(name, lambda name=name: RUNS[name](folder, name))
+            found.add(name, lambda name=name: (RUNS | OF_FOUR)[name](folder, name))
     dist.destroy_process_group()
 
 

@@ -143,14 +143,25 @@ def configured(tmp_path_factory: pytest.TempPathFactory, one: tuple[Path, dict[s
     return run(folder, 2, "ddp", "dp-shard", "tp", "cp-refused", script="run_parallelism_config.py")
 
 
-@pytest.mark.parametrize("name", ["dp-shard", "tp"])
-def test_models_under_accelerates_parallelism_plan_and_lose_as_under_ddp(configured: Found, name: str) -> None:
-    for rank in configured:
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory: pytest.TempPathFactory, one: tuple[Path, dict[str, Any]]) -> Found:
+    """Returns what four ranks found."""
+    folder = tmp_path_factory.mktemp("replicated")
+    (folder / "model").symlink_to(one[0] / "model")
+    return run(folder, 4, "ddp", "replicated", script="run_parallelism_config.py")
+
+
+@pytest.mark.parametrize("name", ["dp-shard", "tp", "replicated"])
+def test_models_under_accelerates_parallelism_plan_and_lose_as_under_ddp(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    found: Found = request.getfixturevalue("replicated" if name == "replicated" else "configured")
+    for rank in found:
         ours, theirs = rank[name], rank["ddp"]
         assert "DTensor" in ours["kinds"] and theirs["kinds"] == {"Tensor"}
         assert ours["plan"] == theirs["plan"]
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
-    assert max(errors(configured[0][name]["tables"][1], configured[0]["ddp"]["tables"][1], LOSS)) < 1e-5
+    assert max(errors(found[0][name]["tables"][1], found[0]["ddp"]["tables"][1], LOSS)) < 1e-5
 
 
 def test_context_parallelism_is_refused_with_policies_that_probe(configured: Found) -> None:

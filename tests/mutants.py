@@ -441,6 +441,18 @@ MUTANTS = (
         "if True:\n                recorder",
         "tests/estimation/test_ties.py",
     ),
+    Mutant(
+        "masks-by-positions-before-ends",
+        "packs = positions(ends)\n",
+        "packs = positions(ends) if position_ids is None else position_ids\n",
+        "tests/estimation/test_attention.py::test_a_probe_pass_sees_what_training_sees",
+    ),
+    Mutant(
+        "parts-of-packs-keep-their-ends",
+        "cut[name] = lengths.cumsum(0).to(value)",
+        "cut[name] = value",
+        "tests/estimation/test_attention.py::test_a_part_of_a_pack_ends_where_sequences_end",
+    ),
 )
 
 

@@ -156,6 +156,11 @@ def report(console: Console, output: Path, trainer: Trainer, final: dict[str, fl
         console.print("Validation loss by step: " + ", ".join(curve))
     for name, loss in final.items():
         console.print(f"Final validation loss, {name}: {loss:.4f} (perplexity {math.exp(loss):.2f})")
+    if snip:
+        console.print(
+            "Both losses are of the model that was trained under the plan; only the evaluation differs. "
+            "To compare with a run without SNIP, train recipes/bf16.yaml, then use snip-hf compare."
+        )
 
 
 def run_benchmarks(console: Console, output: Path, section: EvalSection | None) -> None:

@@ -51,7 +51,7 @@ def test_a_run_with_log_level_info_says_what_it_begins_with_each_refresh_and_wha
     text = stderr.getvalue()
     begin = text[text.index("snip-hf: training under SNIP.") :].splitlines()[1:8]
     assert begin == [
-        "  plan       policy snip, 0.0% of the linear FLOPs in FP4 (per stage: 0.0%)",
+        "  plan       policy snip, 0.0% of the linear FLOPs in FP4",
         "  target     at least 75.0% of the linears' FLOPs in FP4",
         "  formats    FP4, FP8, decided per gemm",
         "  backend    emulated",
@@ -60,7 +60,7 @@ def test_a_run_with_log_level_info_says_what_it_begins_with_each_refresh_and_wha
         "  refreshes  at step 2, then every 4 steps; a plan is applied 2 steps later; until then BF16",
         "  speed      slower than BF16: the backend emulates",
     ]
-    shares = "75.4% of the linear FLOPs in FP4 (per stage: 75.4%)"
+    shares = "75.4% of the linear FLOPs in FP4"
     assert text.count("snip-hf: training under SNIP.") == 1
     assert (
         text.count(f"snip-hf: plan of step 2 applied after step 4: {shares}, 14 layers changed; the probe took ") == 1

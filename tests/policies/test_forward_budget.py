@@ -129,7 +129,7 @@ def test_with_measured_time_the_share_is_one_of_the_forward_gemms_time() -> None
     found = forward_shares(plan_of(setting, assignment))
     assert found is not None
     assert (found.fp4_fraction, found.fp4_time_fraction) == (0.5, 0.8)
-    assert found.describe() == "50.0% of the forward GEMMs only (per stage: 50.0%) and 80.0% of their time"
+    assert found.describe() == "50.0% of the forward GEMMs only and 80.0% of their time"
 
 
 def test_a_policy_of_ones_own_that_decides_on_backward_gemms_is_refused() -> None:
@@ -146,6 +146,24 @@ def test_a_policy_of_ones_own_that_decides_on_backward_gemms_is_refused() -> Non
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             rule_assignment(setting)
         assert rule_assignment(setting_of(plain_flops(1.0), policy="all-in-fp8")) == all_in_fp8(setting)
+
+
+def test_a_policy_of_ones_own_that_separates_tied_layers_is_refused() -> None:
+    def by_layer(setting: Setting) -> dict[str, dict[str, str]]:
+        return {layer: dict.fromkeys(row, "fp8" if "q_proj" in layer else "fp4") for layer, row in setting.flops.items()}
+
+    flops = {f"layers.0.{name}": dict.fromkeys(GEMMS, 1.0) for name in ("q_proj", "k_proj")}
+    with restored(POLICIES):
+        register_policy(Policy(name="by-layer", assign=by_layer))
+        tied = setting_of(flops, policy="by-layer", ties=(("q_proj", "k_proj"),))
+        message = (
+            "policy='by-layer' put the forward of the tied layers layers.0.q_proj, layers.0.k_proj into fp8, fp4; "
+            "expected one format for them, or ties=()."
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            rule_assignment(tied)
+        untied = setting_of(flops, policy="by-layer", ties=())
+        assert rule_assignment(untied) == by_layer(untied)
 
 
 def test_a_plan_that_decides_on_all_gemms_has_no_shares_of_its_own_for_forward_ones() -> None:

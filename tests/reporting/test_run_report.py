@@ -175,6 +175,17 @@ def test_a_run_that_ended_before_its_first_refresh_has_a_plain_report(tmp_path: 
     assert write_figures(load_run(tmp_path)) == [tmp_path / "snip" / "plan.png"]
 
 
+def test_a_run_under_a_fixed_plan_has_no_refreshes(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(1))
+    path = tmp_path / "snip" / "history.jsonl"
+    start, *rest = path.read_text().splitlines(keepends=True)
+    record = json.loads(start)
+    record["config"] |= {"fixed_plan": "plan.json"}
+    path.write_text("".join([json.dumps(record) + "\n", *rest]))
+    text = " ".join(printed(tmp_path).split())
+    assert "The plan is fixed, so there are no refreshes." in text and "first refresh due" not in text
+
+
 def test_a_history_whose_last_line_is_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
     write_run(tmp_path, random_assignments(4))
     path = tmp_path / "snip" / "history.jsonl"
@@ -443,14 +454,14 @@ def test_a_run_by_measured_time_shows_both_shares_of_every_gemm_and_of_the_plan(
         assert ["down_proj", gemm, "0.2222", "0.1111", "0.50", "6", "3", "3"] in rows(text)
     sentences = " ".join(text.split())
     assert (
-        "target at least 50.0% of the linears' measured time in FP4, attained 22.2% of the linear FLOPs in FP4 (per "
-        "stage: 22.2%), linears at 2.000 times BF16's speed (measured), 44.4% of their time (44.4%)." in sentences
+        "target at least 50.0% of the linears' measured time in FP4, attained 22.2% of the linear FLOPs in FP4, "
+        "linears at 2.000 times BF16's speed (measured), 44.4% of their time." in sentences
     )
     assert (
         "All GEMMs of the linears take 54 ms in BF16, 27 ms in FP8, 27 ms in FP4 per micro-batch of 8192 tokens "
         "(hopper backend, a GPU); by measured time q_proj forward counts 2.00 times what it counts by FLOPs (22.2% "
         "against 11.1%), down_proj forward 0.50 times (11.1% against 22.2%). The plan runs 0.2222 of the linear FLOPs "
-        "and 0.4444 of their time in FP4 (per stage: 0.4444)." in sentences
+        "and 0.4444 of their time in FP4." in sentences
     )
 
 
@@ -532,7 +543,7 @@ def test_a_run_in_stages_has_their_shares_and_times(tmp_path: Path) -> None:
 def test_a_run_of_one_stage_says_so(tmp_path: Path) -> None:
     write_run(tmp_path, random_assignments(2))
     text = printed(tmp_path)
-    assert "One stage, so no pipeline bubble: " in text
+    assert "of the plan's linear FLOPs are in FP4" in text
     assert "Pipeline of" not in text
 
 

@@ -145,7 +145,7 @@ def test_times_of_a_plan_with_a_format_that_was_not_timed_are_modelled_and_say_s
 
 def test_one_stage_is_a_sentence_and_no_table() -> None:
     text = printed(plan("a", stages=(tuple(FLOPS),)))
-    assert text == "One stage, so no pipeline bubble: 0.3000 of its linear FLOPs are in FP4.\n"
+    assert text == "0.3000 of the plan's linear FLOPs are in FP4.\n"
 
 
 def test_the_stages_of_scattered_layers_are_listed_in_their_own_order() -> None:

@@ -203,7 +203,7 @@ def test_a_run_says_what_it_begins_with_and_what_it_came_to_once(caplog: pytest.
     assert list(lines(begin)) == ["plan", "target", "formats", "backend", "coverage", "refreshes", "speed"]
     assert lines(begin)["plan"].startswith("policy snip, 0.0% of the linear FLOPs in FP4")
     assert lines(begin)["refreshes"].endswith("every 4 steps; a plan is applied 2 steps later; until then FP8")
-    assert end.startswith("snip-hf: ended after step 8: 75.4% of the linear FLOPs in FP4 (per stage: 75.4%). New plans")
+    assert end.startswith("snip-hf: ended after step 8: 75.4% of the linear FLOPs in FP4. New plans")
     assert ". New plans: 2; refreshes that kept the plan: 0. Probes took " in end
 
 
@@ -221,6 +221,7 @@ def test_a_run_that_took_no_step_came_to_nothing(caplog: pytest.LogCaptureFixtur
     [
         ({"policy": "uniform-fp8"}, "target", "none"),
         ({"policy": "uniform-fp8"}, "refreshes", "none: this policy does not probe"),
+        ({"policy": "uniform-fp8"}, "plan", "policy uniform-fp8, 0.0% of the linear FLOPs in FP4"),
         ({"target_fp4_fraction": ((1, 0.9), (5, 0.5))}, "target", "at least 90.0% from step 1, 50.0% from step 5 of "),
         ({"decides": "forward", "granularity": "gemm"}, "target", "at least 75.0% of the forward GEMMs' FLOPs in FP4"),
         ({"refresh_every": None}, "refreshes", "at step 2, no more; a plan is applied 2 steps later; until then FP8"),
@@ -233,6 +234,18 @@ def test_the_begin_names_what_was_asked_for(
     settings = SCHEDULE | options if "policy" not in options else options
     begin, _ = begin_and_end(Loop(fp4_config(**settings)), caplog, until=1)  # type: ignore[arg-type]
     assert text in lines(begin)[name]
+
+
+def test_the_begin_names_the_fixed_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "plan.json"
+    first = Loop(fp4_config(policy="uniform-fp8"))
+    begin_and_end(first, caplog, until=1)
+    assert first.controller is not None
+    first.controller.plan.save(path)
+    caplog.clear()
+    begin, _ = begin_and_end(Loop(fp4_config(fixed_plan=str(path))), caplog, until=1)
+    assert lines(begin)["plan"].startswith(f"fixed plan {path}, 0.0% of the linear FLOPs in FP4")
+    assert lines(begin)["refreshes"] == "none: the plan is fixed"
 
 
 def test_the_begin_names_the_speed_that_was_measured(

@@ -340,8 +340,7 @@ class PrecisionPlan:
         """Returns the FP4 shares, and the speed if it is known, for logs, reports and model cards."""
         if not self.is_share_known:
             return "an unknown FP4 share (no micro-batch was counted, and experts do not see every token)"
-        stages = ", ".join(f"{share:.1%}" for share in self.stage_fp4_fractions)
-        text = f"{self.fp4_fraction:.1%} of the linear FLOPs in FP4 (per stage: {stages})"
+        text = f"{self.fp4_fraction:.1%} of the linear FLOPs in FP4{_by_stage(self.stage_fp4_fractions)}"
         forward = forward_shares(self)
         if forward is not None:
             text = f"{text}, {forward.describe()}"
@@ -351,7 +350,7 @@ class PrecisionPlan:
         times = self.stage_fp4_time_fractions
         if times is None:
             return text
-        return f"{text}, {self.fp4_time_fraction:.1%} of their time ({', '.join(f'{share:.1%}' for share in times)})"
+        return f"{text}, {self.fp4_time_fraction:.1%} of their time{_by_stage(times)}"
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON data, layers in the order of the stages; "measured" and "tokens" only if they are."""
@@ -474,9 +473,13 @@ class ForwardShares:
 
     def describe(self) -> str:
         """Returns text for the log, to follow the shares of all GEMMs."""
-        stages = ", ".join(f"{share:.1%}" for share in self.stage_fp4_fractions)
         time = "" if self.fp4_time_fraction is None else f" and {self.fp4_time_fraction:.1%} of their time"
-        return f"{self.fp4_fraction:.1%} of the forward GEMMs only (per stage: {stages}){time}"
+        return f"{self.fp4_fraction:.1%} of the forward GEMMs only{_by_stage(self.stage_fp4_fractions)}{time}"
+
+
+def _by_stage(shares: Sequence[float]) -> str:
+    """Returns the shares of several stages in brackets; nothing for one stage."""
+    return f" (per stage: {', '.join(f'{share:.1%}' for share in shares)})" if len(shares) > 1 else ""
 
 
 def forward_shares(plan: PrecisionPlan) -> ForwardShares | None:

@@ -14,7 +14,8 @@ from ..config import ALL, DEFAULT_FP4_FRACTION, POLICIES, Granularity, SnipConfi
 from ..estimation.criterion import LayerCriterion
 from ..estimation.table import LAYER, Divergence, DivergenceTable
 from ..numerics.formats import FORMATS, UNQUANTIZED
-from .setting import Setting
+from ..numerics.gemms import GEMMS
+from .setting import Setting, siblings
 
 Cost = Callable[[Divergence], float]
 
@@ -105,7 +106,8 @@ def rule_assignment(setting: Setting) -> dict[str, dict[str, str]]:
     """Returns the assignment of a policy that needs no probe.
 
     Raises:
-        ValueError: the policy changes the format of a GEMM that is not to be decided on (`SnipConfig.decides`).
+        ValueError: the policy changes the format of a GEMM that is not to be decided on (`SnipConfig.decides`), or
+            gives tied layers different formats.
     """
     policy: Policy = POLICIES[setting.config.policy]
     assert policy.assign is not None
@@ -118,6 +120,14 @@ def rule_assignment(setting: Setting) -> dict[str, dict[str, str]]:
                     f"policy={policy.name!r} with decides={setting.config.decides!r} put the {gemm} of layer {layer!r} "
                     f"into {name}; expected {low}. Decide on `setting.groups(stage)`, and return "
                     "`setting.assignment(choices)`."
+                )
+    for tied in siblings(setting):
+        for gemm in GEMMS:
+            chosen = {layer: assignment[layer][gemm] for layer in tied if gemm in assignment[layer]}
+            if len(set(chosen.values())) > 1:
+                raise ValueError(
+                    f"policy={policy.name!r} put the {gemm} of the tied layers {', '.join(chosen)} into "
+                    f"{', '.join(chosen.values())}; expected one format for them, or ties=()."
                 )
     return assignment
 

@@ -119,6 +119,8 @@ def share_table(compared: Sequence[Compared]) -> Table:
             table.add_row(one.letter, "-", str(max(one.losses)), *["-"] * 6)
             continue
         policy = plan.provenance.policy if run is None else short(run.config.get("policy")).strip("'")
+        if run is not None and run.config.get("fixed_plan"):
+            policy = "fixed plan"
         applied = 0 if run is None else sum(refresh.applied_step is not None for refresh in run.refreshes)
         table.add_row(
             one.letter,

@@ -94,6 +94,8 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         say(console, coverage_text(run.counted[-1].coverage, plan))
     if run.refreshes:
         console.print(refresh_table(run))
+    elif config.get("fixed_plan"):
+        say(console, "The plan is fixed, so there are no refreshes.")
     else:
         say(
             console,

@@ -95,11 +95,11 @@ def print_cost(plan: PrecisionPlan, console: Console) -> None:
     assert times is not None
     console.print(cost_table(plan))
     shares = plan.stage_fp4_time_fractions or ()
-    stages = listed([f"{share:.4f}" for share in shares])
+    stages = f" (per stage: {listed([f'{share:.4f}' for share in shares])})" if len(shares) > 1 else ""
     say(
         console,
         f"{describe_cost(plan.executed, times)} The plan runs {plan.fp4_fraction:.4f} of the linear FLOPs and "
-        f"{plan.fp4_time_fraction:.4f} of their time in FP4 (per stage: {stages}).",
+        f"{plan.fp4_time_fraction:.4f} of their time in FP4{stages}.",
     )
 
 
@@ -125,8 +125,7 @@ def print_stages(plan: PrecisionPlan, console: Console, micro_batches: int | Non
     times, forward = pipeline_times(plan, micro_batches), forward_shares(plan)
     if len(plan.stages) == 1:
         of_forward = "" if forward is None else f", and {forward.fp4_fraction:.4f} of its forward ones"
-        share = f"{plan.fp4_fraction:.4f} of its linear FLOPs are in FP4{of_forward}"
-        say(console, f"One stage, so no pipeline bubble: {share}.")
+        say(console, f"{plan.fp4_fraction:.4f} of the plan's linear FLOPs are in FP4{of_forward}.")
         return
     console.print(stage_table(plan))
     slowest = max(range(len(times.stages)), key=lambda index: times.stages[index].time)

@@ -194,9 +194,8 @@ class CoverageCounter:
     def _warn_if_little(self, coverage: Coverage) -> None:
         if coverage.share < LITTLE:
             self._log.warning(
-                "snip-hf: the plan decides on less than %.0f%% of the model's matmul FLOPs. FP4 shares are of that part"
-                " only; the rest stays in high precision: %s.",
-                100 * LITTLE,
+                "snip-hf: the plan decides on only %s. FP4 shares are of that part, and the rest stays in high "
+                "precision.",
                 coverage.describe(),
             )
 

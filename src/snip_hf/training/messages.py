@@ -21,6 +21,7 @@ from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
 from ..policies.target import describe_target
 from ..records.events import Event, Refresh
+from ..text import printable
 
 BY_REGIONS = "compiled by regions"
 AS_A_WHOLE = "compiled as a whole (by regions is faster, and compiles sooner)"
@@ -67,8 +68,9 @@ class RunMessages:
             return
         self._has_begun = True
         config = self._config
+        origin = f"policy {config.policy}" if config.fixed_plan is None else f"fixed plan {printable(config.fixed_plan)}"
         lines = {
-            "plan": f"policy {config.policy}, {plan.describe()}",
+            "plan": f"{origin}, {plan.describe()}",
             "target": describe_target(config.to_dict()) or "none",
             "formats": f"{', '.join(FORMATS[name].label for name in config.formats)}, decided per {config.granularity}",
             "backend": self._backend,
@@ -100,6 +102,8 @@ class RunMessages:
 
 
 def _refreshes(config: SnipConfig, first_refresh: int) -> str:
+    if config.fixed_plan is not None:
+        return "none: the plan is fixed"
     if not needs_probe(config):
         return "none: this policy does not probe"
     every = "no more" if config.refresh_every is None else f"then every {config.refresh_every} steps"

@@ -150,7 +150,8 @@ def test_a_policy_of_ones_own_that_decides_on_backward_gemms_is_refused() -> Non
 
 def test_a_policy_of_ones_own_that_separates_tied_layers_is_refused() -> None:
     def by_layer(setting: Setting) -> dict[str, dict[str, str]]:
-        return {layer: dict.fromkeys(row, "fp8" if "q_proj" in layer else "fp4") for layer, row in setting.flops.items()}
+        formats = {layer: "fp8" if "q_proj" in layer else "fp4" for layer in setting.flops}
+        return {layer: dict.fromkeys(row, formats[layer]) for layer, row in setting.flops.items()}
 
     flops = {f"layers.0.{name}": dict.fromkeys(GEMMS, 1.0) for name in ("q_proj", "k_proj")}
     with restored(POLICIES):

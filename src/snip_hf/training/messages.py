@@ -68,7 +68,9 @@ class RunMessages:
             return
         self._has_begun = True
         config = self._config
-        origin = f"policy {config.policy}" if config.fixed_plan is None else f"fixed plan {printable(config.fixed_plan)}"
+        origin = (
+            f"policy {config.policy}" if config.fixed_plan is None else f"fixed plan {printable(config.fixed_plan)}"
+        )
         lines = {
             "plan": f"{origin}, {plan.describe()}",
             "target": describe_target(config.to_dict()) or "none",

@@ -148,6 +148,7 @@ def test_inspect_shows_blocks_stages_and_provenance(plan_path: Path, capsys: pyt
     for shown in ("step: 40", "policy: snip", "solver: cbc", "gap: 0.001", "model_name: [tiny]"):
         assert shown.split() in lines
     assert not any(line[:1] == ["objective:"] for line in lines)
+    assert ["config,", "other", "than", "the", "defaults:"] in [line[:5] for line in lines]
 
 
 def test_inspect_shows_what_a_plan_attains_by_measured_time(

@@ -292,7 +292,7 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
         (
             "target_fp4_fraction",
             value,
-            f"target_fp4_fraction={value!r} has type {type(value).__name__}; expected float | tuple[Share, ...] | "
+            f"target_fp4_fraction={value!r} has type {type(value).__name__}; expected a number from 0 to 1, or "
             f"None. {CHANGING}",
         )
         for value in ("0.75", True, {1: 0.9})
@@ -314,8 +314,8 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
         )
         for value in ("2", [[1, 2.0], [800, 1.5]])
     ),
-    ("decides", None, "decides=None has type NoneType; expected str."),
-    ("guard", True, "guard=True has type bool; expected str."),
+    ("decides", None, "decides=None has type NoneType; expected 'all' or 'forward'."),
+    ("guard", True, "guard=True has type bool; expected 'off' or 'raise'."),
     ("guard_patience", None, "guard_patience=None has type NoneType; expected int."),
     (
         "rates",
@@ -323,11 +323,11 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
         "rates={'fp4': 4} has type dict; expected str | None. Give the name of a table; register your own with "
         "`snip_hf.costs.rates.register_rates`.",
     ),
-    ("budget", None, "budget=None has type NoneType; expected str."),
+    ("budget", None, "budget=None has type NoneType; expected 'flops' or 'measured'."),
     ("timing_file", 1, "timing_file=1 has type int; expected str | None."),
     ("timing_tokens", 4096.0, "timing_tokens=4096.0 has type float; expected int | None."),
-    ("granularity", 1, "granularity=1 has type int; expected str | None."),
-    ("decides", None, "decides=None has type NoneType; expected str."),
+    ("granularity", 1, "granularity=1 has type int; expected 'layer' or 'gemm' or None."),
+    ("decides", None, "decides=None has type NoneType; expected 'all' or 'forward'."),
     ("policy", ["snip"], "policy=['snip'] has type list; expected str."),
     ("fixed_plan", 3, "fixed_plan=3 has type int; expected str | None."),
     ("refresh_every", 10.0, "refresh_every=10.0 has type float; expected int | None."),
@@ -339,8 +339,8 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("probes", None, "probes=None has type NoneType; expected int."),
     ("probe_tokens", 256.0, "probe_tokens=256.0 has type float; expected int | None."),
     ("probe_batch_tokens", "4096", "probe_batch_tokens='4096' has type str; expected int | None."),
-    ("objective", 1, "objective=1 has type int; expected str."),
-    ("loss_estimator", None, "loss_estimator=None has type NoneType; expected str."),
+    ("objective", 1, "objective=1 has type int; expected 'additive' or 'paper'."),
+    ("loss_estimator", None, "loss_estimator=None has type NoneType; expected 'saliency' or 'token-fisher'."),
     (
         "skip_modules",
         "*.q_proj",
@@ -360,7 +360,7 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("stages", True, "stages=True has type bool; expected int | tuple[tuple[str, ...], ...] | None."),
     ("stages", 2.0, "stages=2.0 has type float; expected int | tuple[tuple[str, ...], ...] | None."),
     ("stages", ["a", "b"], "stages: got 'a'; expected a list of names."),
-    ("solver", None, "solver=None has type NoneType; expected str."),
+    ("solver", None, "solver=None has type NoneType; expected 'auto' or 'cbc' or 'highs' or 'greedy'."),
     ("solver_time_limit", "60", "solver_time_limit='60' has type str; expected float."),
     ("backend", 1, "backend=1 has type int; expected str."),
     ("seed", 0.5, "seed=0.5 has type float; expected int."),

@@ -691,8 +691,13 @@ def _check_type(name: str, value: object, annotation: str) -> None:
         or ("tuple" in annotation and isinstance(value, list | tuple))
     )
     if not fits:
+        expected = annotation
+        if name in _CHOICES:
+            expected = " or ".join(map(repr, get_args(_CHOICES[name]))) + (" or None" if "None" in annotation else "")
+        elif name == "target_fp4_fraction":
+            expected = "a number from 0 to 1, or None"
         raise TypeError(
-            f"{name}={value!r} has type {type(value).__name__}; expected {annotation}.{_ADVICE.get(name, '')}"
+            f"{name}={value!r} has type {type(value).__name__}; expected {expected}.{_ADVICE.get(name, '')}"
         )
 
 

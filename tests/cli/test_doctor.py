@@ -71,6 +71,12 @@ def test_a_model_that_cannot_be_built_is_a_problem(capsys: pytest.CaptureFixture
     assert "Cannot build the model" in capsys.readouterr().err
 
 
+def test_the_folder_of_an_adapter_names_its_base_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    main(["doctor", str(tmp_path)])
+    assert "is the folder of an adapter, not of a model. Give its base model, 'some/base'." in capsys.readouterr().err
+
+
 def test_a_missing_extra_is_no_error_and_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     problems: list[str] = []

@@ -12,6 +12,7 @@ from tiny_runs import SCHEDULE, train
 
 from snip_hf.planning.plan import PrecisionPlan
 from snip_hf.records.load import load_recorded, load_run
+from snip_hf.reporting.run_report import run_contents
 
 # Steps of the checkpoints: after the first refresh, and in the middle of the second one.
 CHECKPOINTS = (5, 6)
@@ -47,6 +48,14 @@ def test_a_checkpoint_is_its_run_up_to_its_step(data: Path, name: str, step: int
     assert found.plans[-1][1].assignment == saved_plan(folder).assignment
     assert found.measured == saved_plan(folder).measured
     assert not any("differs" in note for note in found.notes)
+
+
+def test_a_checkpoint_between_a_probe_and_its_plan_tells_of_it(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data / "gemm" / "checkpoint-6", tmp_path / "checkpoint-6")  # alone, so without earlier refreshes
+    for folder in (data / "gemm" / "checkpoint-6", tmp_path / "checkpoint-6"):
+        contents = " ".join(str(content) for content in run_contents(load_recorded(folder)))
+        assert "Step 6 was probed; its plan is due after step 8." in contents
+        assert "No refresh was recorded" not in contents
 
 
 def test_a_checkpoint_alone_has_its_plan_and_its_configuration(data: Path, tmp_path: Path) -> None:

@@ -81,6 +81,19 @@ def test_another_target_refreshes_at_once_and_keeps_the_plan_until_then(
     assert sum("another target" in message for message in caplog.messages) == 1
 
 
+def test_another_target_too_near_the_end_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, state = saved(4, config(), tmp_path)
+    second = Loop(config(target_fp4_fraction=0.25), tmp_path)
+    second.model.load_state_dict(first.model.state_dict())
+    assert second.controller is not None
+    second.controller._schedule.max_steps = 6
+    second.controller.load_state_dict(state)
+    assert (
+        "snip-hf: training ends at step 6, before the plan for the new target would be applied after step 7: the plan "
+        "in force stays."
+    ) in caplog.messages
+
+
 @pytest.mark.slow
 def test_a_plan_for_the_old_target_that_still_waits_is_left_out(tmp_path: Path) -> None:
     first, state = saved(3, config(), tmp_path)

@@ -16,7 +16,7 @@ from torch import nn
 from ..config import SnipConfig
 from ..costs.flops import linear_flops
 from ..integrations.export import NotExpressible, export_plan
-from ..json_io import write_atomic
+from ..json_io import read_json, write_atomic
 from ..layers.convert import convert_model
 from ..planning.plan import PrecisionPlan
 from ..records.run_folder import FOLDER
@@ -27,6 +27,8 @@ from . import fail
 _MAX_LISTED = 20
 _MAX_PATH = 4096
 _MAX_VALUE = 4000
+# What `inspect` calls a field of the provenance, if not by its name.
+_NAMES = {"seconds": "solver's seconds", "config": "config, other than the defaults"}
 # Seconds to wait for the Hub.
 _HUB_TIMEOUT = 5
 
@@ -50,8 +52,12 @@ def inspect(arguments: argparse.Namespace) -> int:
     for field in dataclasses.fields(plan.provenance):
         value = getattr(plan.provenance, field.name)
         if value is not None:
-            shown = json.dumps(dict(value)) if field.name == "config" else value
-            say(console, f"{field.name}: {shown}", _MAX_VALUE)
+            name, shown = _NAMES.get(field.name, field.name), value
+            if field.name == "config":
+                usual = SnipConfig().to_dict()
+                others = [f"{key}={json.dumps(one)}" for key, one in value.items() if one != usual.get(key)]
+                shown = ", ".join(others) or "SnipConfig()"
+            say(console, f"{name}: {shown}", _MAX_VALUE)
     return 0 if arguments.model is None else compare_with_model(plan, arguments.model)
 
 
@@ -136,6 +142,9 @@ def empty_model(name: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     is_folder = Path(name).is_dir()
+    if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
+        base = read_json(Path(name) / "adapter_config.json").get("base_model_name_or_path")
+        raise ValueError(f"{name!r} is the folder of an adapter, not of a model. Give its base model, {base!r}.")
     is_reached = not is_folder and _is_reached(name)
     try:
         # Without a connection, transformers would retry for half a minute.

@@ -52,6 +52,8 @@ class Checkpoint:
     """The plan in force, with the configuration of the run."""
     counted: list[Counted]
     """Coverage in the first micro-batch, with the tokens of the plan; empty if it was not counted."""
+    pending: tuple[int, int] | None
+    """Steps of the last probe and of its plan, if that is not in force yet."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class Run:
     """Alarms of the guard."""
     retargets: list[Retarget] = dataclasses.field(default_factory=list)
     """Changes of the target when the run was resumed."""
+    pending: tuple[int, int] | None = None
+    """Of a checkpoint: step of the probe whose plan is not in force yet, and the step after which it will be."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -161,7 +165,8 @@ def load_run(run_dir: str | os.PathLike[str], checkpoint: Checkpoint | None = No
     facts = {**start.versions, **log.facts}
     retargets = _of(Retarget, events)
     contents = plans, measured, refreshes, counted, divergences, log.losses, facts
-    return Run(source_folder, *contents, notes, alarms, retargets)
+    pending = None if checkpoint is None else checkpoint.pending
+    return Run(source_folder, *contents, notes, alarms, retargets, pending)
 
 
 def load_recorded(path: str | os.PathLike[str]) -> Run:
@@ -180,7 +185,8 @@ def load_recorded(path: str | os.PathLike[str]) -> Run:
         return load_run(around, checkpoint)
     notes = ["There is no history beside the checkpoint, so only its plan is known."]
     log, plans = read_log(folder, notes), [(checkpoint.step, checkpoint.plan)]
-    return Run(folder, plans, checkpoint.plan.measured, [], checkpoint.counted, {}, log.losses, log.facts, notes)
+    contents = plans, checkpoint.plan.measured, [], checkpoint.counted, {}, log.losses, log.facts
+    return Run(folder, *contents, notes, pending=checkpoint.pending)
 
 
 def thinned(items: Sequence[T], count: int) -> list[T]:
@@ -350,13 +356,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         plan = PrecisionPlan.from_dict(state["plan"])
         config: Mapping[str, Any] = from_json(Mapping[str, Any], state["config"], "config")
         coverage: Coverage | None = from_json(Coverage | None, state["coverage"], "coverage")
+        waits = from_json(Mapping[str, Any], state.get("pending") or {}, "pending")
+        pending = (from_json(int, waits["step"], "step"), from_json(int, waits["due"], "due")) if waits else None
     except UnknownName as error:
         raise UnknownName(f"{path} cannot be read: {error}") from error
     except ValueError as error:
         raise ValueError(f"{path} is not a usable state of a checkpoint: {error}") from error
     counted = [] if coverage is None else [Counted(step=step, coverage=coverage, tokens=plan.tokens)]
     provenance = dataclasses.replace(plan.provenance, config=config)
-    return Checkpoint(folder, step, dataclasses.replace(plan, provenance=provenance), counted)
+    return Checkpoint(folder, step, dataclasses.replace(plan, provenance=provenance), counted, pending)
 
 
 @dataclass(frozen=True)

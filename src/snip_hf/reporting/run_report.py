@@ -96,13 +96,15 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         console.print(refresh_table(run))
     elif config.get("fixed_plan"):
         say(console, "The plan is fixed, so there are no refreshes.")
-    else:
+    elif run.pending is None:
         say(
             console,
             f"No refresh was recorded ({policy}, first refresh due at step "
             f"{value_text(config.get('first_refresh') or '100 or earlier')} if it probes): the initial plan is in "
             "force.",
         )
+    if run.pending is not None:
+        say(console, f"Step {run.pending[0]} was probed; its plan is due after step {run.pending[1]}.")
     kept = [refresh for refresh in run.refreshes if refresh.applied_step is None]
     _say_some(console, [f"Step {refresh.step}: plan kept. {refresh.reason}" for refresh in kept])
     for sentences in (alarm_sentences(run.alarms), retarget_sentences(run.retargets)):

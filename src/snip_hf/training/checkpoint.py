@@ -237,6 +237,7 @@ def _change_target(
     else:
         text = f"step {step} refreshes the plan for it"
         schedule.postponed = step
+        schedule.warn_if_too_late(step)
     if saved.pending is not None:
         text = f"{text}; the refresh of step {saved.pending.step}, whose plan was for the old one, is left out"
     changed = "; ".join(f"{name} was {old!r} and is {new!r}" for name, (old, new) in targets.items())

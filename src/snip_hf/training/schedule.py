@@ -77,6 +77,16 @@ class Schedule:
                 self._config.start_format,
             )
 
+    def warn_if_too_late(self, step: int) -> None:
+        """Warns if training ends before the plan of a refresh at this step could be applied."""
+        if self._is_too_late(step):
+            self._log.warning(
+                "snip-hf: training ends at step %d, before the plan for the new target would be applied after step %d: "
+                "the plan in force stays.",
+                self.max_steps,
+                step + self._config.apply_delay,
+            )
+
     def warn_if_ended_early(self, step: int) -> None:
         """Warns, once, if training has ended before the first refresh, unless `warn_if_too_short` did."""
         is_short = self._needs_probe and self.last_probe is None and 0 < step < self.first_refresh

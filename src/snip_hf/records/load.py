@@ -185,8 +185,8 @@ def load_recorded(path: str | os.PathLike[str]) -> Run:
         return load_run(around, checkpoint)
     notes = ["There is no history beside the checkpoint, so only its plan is known."]
     log, plans = read_log(folder, notes), [(checkpoint.step, checkpoint.plan)]
-    contents = plans, checkpoint.plan.measured, [], checkpoint.counted, {}, log.losses, log.facts
-    return Run(folder, *contents, notes, pending=checkpoint.pending)
+    measured, pending = checkpoint.plan.measured, checkpoint.pending
+    return Run(folder, plans, measured, [], checkpoint.counted, {}, log.losses, log.facts, notes, pending=pending)
 
 
 def thinned(items: Sequence[T], count: int) -> list[T]:

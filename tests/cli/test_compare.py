@@ -70,6 +70,21 @@ def test_plans_are_compared_by_shares_settings_and_layers(tmp_path: Path, capsys
     assert not any("losses" in line for line in lines)
 
 
+def test_a_run_under_a_fixed_plan_is_not_called_by_its_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "other"):
+        write_refreshed(tmp_path / name)
+    history = tmp_path / "one" / "snip" / "history.jsonl"
+    start, *rest = history.read_text().splitlines(keepends=True)
+    record = json.loads(start)
+    record["config"]["fixed_plan"] = "plan.json"
+    history.write_text("".join([json.dumps(record) + "\n", *rest]))
+    lines = compare(capsys, str(tmp_path / "one"), str(tmp_path / "other"))
+    assert any(line[:3] == ["A", "fixed", "plan"] for line in lines)
+    assert any(line[:2] == ["B", "snip"] for line in lines)
+
+
 def test_layers_of_long_names_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stem = "base_model.model.model.language_model.shared_transformer_decoder.layers.0.feed_forward"
     layers = tuple(f"{stem}.{kind}" for kind in ("gate", "up", "out", "down"))

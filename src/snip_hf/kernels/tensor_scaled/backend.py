@@ -37,7 +37,9 @@ class TensorScaled(TensorCoreBackend):
     measured_speeds = {2048: 1.30, 4096: 1.48}  # noqa: RUF012
 
     def lacks(self, device: torch.device) -> str | None:
-        return missing_for_kernels(device, "8.9 or later (Ada, Hopper, Blackwell)", lambda version: version >= (8, 9))
+        return missing_for_kernels(
+            device, "8.9 or later (Hopper; Ada and Blackwell: never tried)", lambda version: version >= (8, 9)
+        )
 
     def runs(self, format: NumberFormat) -> bool:
         return encoding_of(format) is not None or has_one_scale(format) or is_delayed(format)

@@ -695,7 +695,7 @@ def test_the_share_of_a_plan_file_is_that_of_the_models_flops_whatever_the_file_
     caplog.set_level("INFO", "snip_hf")
     held = Loop(fp4_config(fixed_plan=str(path)), tmp_path / "held").run(1).controller
     assert held.plan.fp4_fraction == plan.fp4_fraction
-    assert f"policy snip, {plan.fp4_fraction:.1%} of the linear FLOPs in FP4" in caplog.text
+    assert f"fixed plan {path}, {plan.fp4_fraction:.1%} of the linear FLOPs in FP4" in caplog.text
     (start,) = history(tmp_path / "held")
     assert start["flops"] == plan.to_dict()["flops"]
 

@@ -182,3 +182,14 @@ def test_a_captured_graph_launches_what_any_plan_needs_and_sums_exactly() -> Non
         found = launches(layer), fast_sums(layer)
         torch.zeros(1, device="cuda")
     assert found == ([True] * 3, [False] * 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("mxfp4", [True, True, True]), ("fp8-delayed", [True, False, False]), ("fp8-tensor", [False, False, False])],
+)
+def test_block_formats_sum_fast_delayed_ones_in_forward_and_others_never(name: str, expected: list[bool]) -> None:
+    layer = layer_of(linear(), (name,) * 3, TENSOR_SCALED.name)
+    record = layer.snip_cache.records.record
+    assert [operators.sums_fast(record, gemm) for gemm in range(3)] == expected
+    assert not operators.sums_fast(None, 0)

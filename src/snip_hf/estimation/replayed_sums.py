@@ -51,7 +51,7 @@ class DenseLayer(NamedTuple):
     pushforward: Sequence[Tensor] | None
     sample: LayerSample
     keys: tuple[int, int]
-    """As of `LayerSums.weight_divergences`."""
+    """Keys of the random rounding of G, along O and along T."""
 
 
 def can_be_replayed(matrices: Sequence[Tensor], sample: LayerSample) -> bool:

@@ -26,7 +26,7 @@ class Layer(Protocol):
     bias: Any
     training: bool
     in_features: int
-    """Of each matrix; valid even if the weight is sharded or not loaded."""
+    """Size of each matrix; valid even if the weight is sharded or not loaded."""
     out_features: int
     num_matrices: int
     """Number of matrices, such as experts, each with tokens of its own; 0: one matrix multiplies all tokens."""

@@ -93,7 +93,7 @@ class Run:
     retargets: list[Retarget] = dataclasses.field(default_factory=list)
     """Changes of the target when the run was resumed."""
     pending: tuple[int, int] | None = None
-    """Of a checkpoint: step of the probe whose plan is not in force yet, and the step after which it will be."""
+    """Steps of the last probe and of its plan, if the run is a checkpoint and the plan is not in force yet."""
 
     @property
     def config(self) -> Mapping[str, Any]:

@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 
 hide_import_warnings()  # before torchao is imported
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Module -> the public names that it defines; tests compare this table with the imports above.
 _MODULES = {

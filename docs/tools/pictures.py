@@ -1,22 +1,46 @@
-"""Draws the pictures of the documentation: `python docs/tools/pictures.py` writes docs/pictures/*.svg."""
+"""Draws the pictures of the documentation: `python docs/tools/pictures.py` writes docs/pictures/*.svg.
+
+With a history.jsonl of the quickstart as its argument, it first replaces the plans that `plan` draws.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "pictures"
 # Colours that colour-blind readers can tell apart.
 FP4, FP8, INK, PALE, WARM = "#0072b2", "#e69f00", "#222222", "#eeeeee", "#d55e00"
+# Letters on the light orange of FP8, on light and dark pages.
+INK_ON_FP8 = "#221100"
+GREEN, SKY, BROWN, GREY = "#009e73", "#56b4e9", "#9a6a00", "#8c8c8c"
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+PLANS = FOLDER / "quickstart-plans.json"
+CRISP = 'shape-rendering="crispEdges"'
+# Element, attribute and colour -> the colour in its place where the reader's system is dark.
+DARK = {
+    ("rect", "fill", "#ffffff"): "#161b22",
+    ("rect", "fill", PALE): "#3d444d",
+    ("line", "stroke", PALE): "#3d444d",
+    ("text", "fill", INK): "#e6edf3",
+    ("line", "stroke", INK): "#e6edf3",
+    ("polygon", "fill", INK): "#e6edf3",
+    ("circle", "fill", INK): "#e6edf3",
+    ("text", "fill", FP4): SKY,
+    ("text", "fill", BROWN): FP8,
+}
+NIGHT = "".join(f'{element}[{name}="{old}"]{{{name}:{new}}}' for (element, name, old), new in DARK.items())
 
 
 def picture(width: int, height: int, parts: Iterable[str]) -> str:
-    """Returns a drawing on a white ground, legible on light and dark pages."""
+    """Returns a drawing on a ground of its own, light or dark as the reader's system is."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">'
+    style = f"<style>@media (prefers-color-scheme: dark){{{NIGHT}}}</style>"
     ground = f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>'
-    return "\n".join([head, ground, *parts, "</svg>", ""])
+    return "\n".join([head, style, ground, *parts, "</svg>", ""])
 
 
 def text(x: float, y: float, words: str, size: int = 14, colour: str = INK, anchor: str = "middle") -> str:
@@ -78,26 +102,36 @@ def three_gemms() -> str:
 
 
 def refresh() -> str:
-    """Draws the steps at which a plan is made and applied."""
-    parts = [text(360, 28, "One refresh: training does not wait for the solver", 15)]
-    left, width = 110, 44
-    for step in range(13):
-        colour = WARM if step == 3 else FP4 if step >= 8 else FP8
-        parts.append(box(left + width * step, 60, width - 3, 36, colour, str(100 + step - 3)))
-    probe, applied = left + width * 3.5, left + width * 8
+    """Draws one refresh as a timeline: the probe holds training up, the solver runs beside it."""
+    parts = [text(430, 28, "One refresh: training waits for the probe, not for the solver", 15)]
+    left, width, probe = 100, 36, 108  # a probe takes about as long as three steps
+    x = float(left)
+    for step in range(98, 114):
+        colour, ink = (FP4, "#ffffff") if step > 110 else (FP8, INK_ON_FP8)
+        parts.append(box(x, 70, width - 2, 36, colour, str(step), ink))
+        x += width
+        if step == 100:
+            begin, end = x, x + probe
+            parts.append(box(begin, 70, probe - 2, 36, WARM, "probe"))
+            x = end
+        if step == 110:
+            applied = x - 1
     parts += [
-        text(55, 83, "training", 14),
-        text(55, 153, "solver", 14),
-        arrow(probe, 98, probe, 132),
-        box(probe - 20, 134, 150, 32, PALE, "integer program", INK),
-        line(probe + 130, 150, applied, 150, INK, 2, "4 4"),
-        arrow(applied, 150, applied, 100),
-        text(probe, 52, "probe", 13, WARM),
-        text(applied, 52, "new plan", 13, FP4),
-        text(probe + 10, 190, "step 100 (first_refresh)", 12),
-        text(applied + 70, 190, "apply_delay steps later", 12),
+        text(50, 93, "training"),
+        text(50, 163, "solver"),
+        text(begin + probe / 2, 60, "step 100 waits", 13, WARM),
+        arrow(end - 1, 108, end - 1, 142),
+        box(end - 20, 144, 130, 32, PALE, "integer program", INK),
+        line(end + 112, 160, applied, 160, INK, 2, "4 4"),
+        arrow(applied, 160, applied, 110),
+        text(applied, 60, "new plan", 13, FP4),
+        text(left, 128, "the plan in force", 13, BROWN, "start"),
+        text(end - 20, 196, "runs beside the next steps", 13, anchor="start"),
+        text(applied - 6, 182, "Applied after step 110 (apply_delay), also if", 12),
+        text(applied - 6, 198, "the solver was done before; if it was not,", 12),
+        text(applied - 6, 214, "training waits for it here.", 12),
     ]
-    return picture(720, 210, parts)
+    return picture(860, 230, parts)
 
 
 def program() -> str:
@@ -110,7 +144,8 @@ def program() -> str:
         colour = FP4 if taken < 10 * share else FP8
         taken += flops
         height = 20 + 80 * price
-        parts += [box(x, 210 - height, unit * flops - 4, height, colour, name)]
+        ink = "#ffffff" if colour == FP4 else INK_ON_FP8
+        parts += [box(x, 210 - height, unit * flops - 4, height, colour, name, ink)]
         x += unit * flops
     border = 70 + unit * 10 * share - 2
     parts += [
@@ -118,33 +153,32 @@ def program() -> str:
         line(border, 50, border, 235, WARM, 2, "6 4"),
         text(border + 8, 62, "target: 60% of the FLOPs", 13, WARM, "start"),
         text((70 + border) / 2, 235, "in FP4", 14, FP4),
-        text((border + 650) / 2, 235, "in FP8", 14, "#9a6a00"),
+        text((border + 650) / 2, 235, "in FP8", 14, BROWN),
         text(30, 130, "price", 13),
         text(360, 260, "width: the layer's share of the FLOPs", 12),
     ]
     return picture(720, 275, parts)
 
 
-def whole_trainings() -> str:
-    """Draws gaps to BF16 over the steps of a whole training, as docs/results-loss.md has them in its table."""
+def full_runs() -> str:
+    """Draws gaps to BF16 over the steps of a full training run, as docs/results-loss.md has them in its table."""
     shown = {
         "all FP4": ("all FP4", WARM),
-        "75% by layer, {fp4, fp8}, saliency, refresh every 250": ("75%, by layer", "#009e73"),
+        "75% by layer, {fp4, fp8}, saliency, refresh every 250": ("75%, by layer", GREEN),
         "75%, {fp4, fp8}, saliency, refresh every 500": ("75%, {fp4, fp8}", FP4),
-        "75%, {mxfp4, fp8-tensor}, saliency, refresh every 500": ("75%, the default formats", "#56b4e9"),
+        "75%, {mxfp4, fp8-tensor}, saliency, refresh every 500": ("75%, the default formats", SKY),
         "FP8": ("FP8", FP8),
     }
-    page = (FOLDER.parent / "results-loss.md").read_text(encoding="utf-8")
-    section = page.partition("## Whole trainings")[2].partition("\n## ")[0]
+    table = section("results-loss.md", "Full training runs")
     steps = (700, 1400, 2100, 2700)
-    parts = [text(360, 28, "Loss above BF16 over a whole training of a 30M Llama, with 95% intervals", 15)]
+    parts = [text(360, 28, "Loss above BF16 over a full training run of a 30M Llama, with 95% intervals", 15)]
     for gap in (0, 0.5, 1, 1.5):
         parts += [line(70, level(gap), 520, level(gap), INK if gap == 0 else PALE, 1)]
         parts += [text(60, level(gap) + 5, f"{gap:g}%", anchor="end")]
     parts += [text(along(step), 335, f"{step:,}") for step in steps] + [text(295, 360, "steps")]
     for index, (row, (name, colour)) in enumerate(shown.items()):
-        (cells,) = re.findall(rf"^\| {re.escape(row)} \|(.*)$", section, re.MULTILINE)
-        gaps = [tuple(map(float, re.findall(r"[-+\d.]+", cell))) for cell in cells.split("|")[: len(steps)]]
+        figures = numbers(table, row)
+        gaps = list(zip(figures[0:8:2], figures[1:8:2], strict=True))
         places = [along(step) + 4 * (index - 2) for step in steps]
         for x, (gap, half) in zip(places, gaps, strict=True):
             parts += [line(x, level(gap - half), x, level(gap + half), colour, 1.5)]
@@ -156,6 +190,21 @@ def whole_trainings() -> str:
     return picture(740, 375, parts)
 
 
+def section(page: str, heading: str) -> str:
+    text = (FOLDER.parent / page).read_text(encoding="utf-8")
+    return text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def numbers(table: str, row: str) -> list[float]:
+    """Returns the numbers in the row of a table, in their order."""
+    (cells,) = re.findall(rf"^\| {re.escape(row)} \|(.*)$", table, re.MULTILINE)
+    return [float(number) for number in re.findall(r"[-+]?\d+(?:\.\d+)?", cells.replace(" to ", " "))]
+
+
+def at_speed(speed: float) -> float:
+    return round(70 + 800 * (speed - 0.98), 1)
+
+
 def along(step: int) -> float:
     return 70 + step / 6
 
@@ -164,15 +213,111 @@ def level(gap: float) -> float:
     return round(290 - 130 * gap, 1)
 
 
+def plan() -> str:
+    """Draws the formats of all GEMMs over the steps of the quickstart."""
+    kept = json.loads(PLANS.read_text(encoding="utf-8"))
+    begins = [0, *kept["applied"], kept["steps"]]
+    width, height, top = 190, 11, 62
+    parts = [text(370, 28, "The quickstart's plan: one row per linear layer, from its first block to its last", 15)]
+    for panel, gemm in enumerate(("forward", "grad_input", "grad_weight")):
+        left = 112 + 210 * panel
+        bottom = top + height * len(kept["plans"])
+        parts += [text(left + width / 2, 52, gemm), box(left, top, width, bottom - top, FP8)]
+        for step, anchor in ((begins[0], "start"), (begins[-1], "end")):
+            parts.append(text(left + width * step / begins[-1], bottom + 18, str(step), 12, anchor=anchor))
+        parts.append(text(left + width / 2, bottom + 18, "step", 12))
+        for row, gemms in enumerate(kept["plans"].values()):
+            for begin, end, bits in stretches(begins, gemms[gemm]):
+                if bits == "4":
+                    x, right = (left + width * step / begins[-1] for step in (begin, end))
+                    wide = f'width="{right - x:g}" height="{height}"'
+                    parts.append(f'<rect x="{x:g}" y="{top + height * row}" {wide} fill="{FP4}" {CRISP}/>')
+    for row, layer in enumerate(kept["plans"]):
+        block, name = re.fullmatch(r"model\.layers\.(\d+)\.\w+\.(\w+)_proj", layer).groups()
+        parts.append(text(104, top + height * row + 9, name, 10, anchor="end"))
+        if name == "q":
+            parts.append(text(14, top + height * (row + 3.5) + 5, f"block {block}", 13, anchor="start"))
+        if name == "q" and row:
+            parts.append(line(14, top + height * row, 112 + 210 * 2 + width, top + height * row, "#ffffff", 1.5))
+    legend = bottom + 32
+    parts += [box(290, legend, 18, 14, FP4), text(314, legend + 12, "FP4", anchor="start")]
+    parts += [box(390, legend, 18, 14, FP8), text(414, legend + 12, "FP8", anchor="start")]
+    return picture(740, legend + 28, parts)
+
+
+def stretches(begins: list[int], bits: str) -> Iterable[tuple[int, int, str]]:
+    """Yields (first step, last step, bits) of each stretch without a change."""
+    begin = 0
+    for index in range(1, len(bits) + 1):
+        if index == len(bits) or bits[index] != bits[begin]:
+            yield begins[begin], begins[index], bits[begin]
+            begin = index
+
+
+def keep_plans(history: Path) -> None:
+    """Writes what `plan` draws: the bits of each GEMM before the first plan and under each one."""
+    start, *events = map(json.loads, history.read_text(encoding="utf-8").splitlines())
+    formats = {layer: dict(gemms) for layer, gemms in start["plan"].items()}
+    plans = {layer: dict.fromkeys(gemms, "") for layer, gemms in formats.items()}
+    applied = [event for event in events if event["event"] == "refresh" and event["status"] == "applied"]
+    for changes in ({}, *(event["changes"] for event in applied)):
+        for place, (_, new) in changes.items():
+            layer, _, gemm = place.rpartition(":")
+            formats[layer][gemm] = new
+        for layer, gemms in formats.items():
+            for gemm, name in gemms.items():
+                plans[layer][gemm] += name.removeprefix("fp")
+    kept = {"applied": [event["applied_step"] for event in applied], "steps": 400, "plans": plans}
+    PLANS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def frontier() -> str:
+    """Draws loss against speed, as docs/results-loss.md and docs/results-speed.md have them in their tables."""
+    rule = "75% by the rule `backward-first`, {fp4, fp8}"
+    shown = {
+        "75%, {mxfp4, fp8-tensor}, saliency, refresh every 500": ("75% in MXFP4, the default", FP4),
+        "75%, {fp4, fp8}, saliency, refresh every 500": ("75%, {fp4, fp8}", GREEN),
+        rule: ("75%, {fp4, fp8}, backward-first", SKY),
+        "75% by layer, {fp4, fp8}, token-fisher, refresh every 250": ("75%, {fp4, fp8}, by layer", FP8),
+        "all FP4": ("all FP4", WARM),
+    }
+    losses, speeds = section("results-loss.md", "Full training runs"), section("results-speed.md", "At equal loss")
+    parts = [text(400, 28, "Loss above BF16 (30M Llama, 2,700 steps) against speed (8B shape, one H200)", 15)]
+    for gap in (0, 0.5, 1, 1.5):
+        parts += [line(70, level(gap), 520, level(gap), INK if gap == 0 else PALE, 1)]
+        parts += [text(60, level(gap) + 5, f"{gap:g}%", anchor="end")]
+    parts += [text(at_speed(speed), 335, f"{speed:g}") for speed in (1, 1.1, 1.2, 1.3, 1.4, 1.5)]
+    parts += [text(295, 360, "speed against BF16, refreshes included")]
+    torchao = at_speed(1.331)
+    parts += [line(torchao, 50, torchao, level(0), GREY, 1.5, "4 4")]
+    parts += [text(torchao + 6, 62, "torchao's FP8, whose loss was not measured here", 12, anchor="start")]
+    points = {"BF16": ("BF16", INK, 1.0, 0.0, 0.0)}
+    for row, (name, colour) in shown.items():
+        gap, half = numbers(losses, row)[6:8]
+        speed = numbers(speeds, "75%, {fp4, fp8}, `backward-first`" if row == rule else row)[3]
+        points[row] = (name, colour, speed, gap, half)
+    for index, (name, colour, speed, gap, half) in enumerate(points.values()):
+        x = at_speed(speed)
+        parts += [line(x, level(gap - half), x, level(gap + half), colour, 1.5)] if half else []
+        parts += [f'<circle cx="{x:g}" cy="{level(gap):g}" r="5" fill="{colour}"/>']
+        parts += [f'<circle cx="555" cy="{100 + 26 * index}" r="5" fill="{colour}"/>']
+        parts += [text(568, 105 + 26 * index, name, 13, anchor="start")]
+    return picture(800, 375, parts)
+
+
 PICTURES = {
     "grids": grids,
     "three-gemms": three_gemms,
     "refresh": refresh,
     "program": program,
-    "whole-trainings": whole_trainings,
+    "full-runs": full_runs,
+    "plan": plan,
+    "frontier": frontier,
 }
 
 
 if __name__ == "__main__":
+    for history in sys.argv[1:]:
+        keep_plans(Path(history))
     for name, draw in PICTURES.items():
         (FOLDER / f"{name}.svg").write_text(draw(), encoding="utf-8")

@@ -48,10 +48,9 @@ def losses() -> dict[tuple[str, int], dict[str, float]]:
 
 
 @pytest.mark.parametrize("row", CONTENDERS)
-def test_gaps_of_whole_trainings_are_those_of_the_lines(
-    row: str, losses: dict[tuple[str, int], dict[str, float]]
-) -> None:
-    (cells,) = re.findall(rf"^\| {re.escape(row)} \|(.*)$", section("results-loss.md", "Whole trainings"), re.MULTILINE)
+def test_gaps_of_full_runs_are_those_of_the_lines(row: str, losses: dict[tuple[str, int], dict[str, float]]) -> None:
+    table = section("results-loss.md", "Full training runs")
+    (cells,) = re.findall(rf"^\| {re.escape(row)} \|(.*)$", table, re.MULTILINE)
     written = [cell.strip(" *") for cell in cells.split("|")[:4]]
     expected = []
     for steps in (700, 1400, 2100, 2700):

@@ -58,6 +58,7 @@ from snip_hf import SnipConfig, SnipController, restore_model
 from snip_hf.records.events import Refresh
 
 from .paired import Paired, holm
+from .scoring.rows import git_commit
 
 Line = dict[str, Any]
 Section = TypeVar("Section", ModelSection, TokenizerSection, DataSection)
@@ -341,17 +342,6 @@ def started(config: Config, text: Text, seed: int, options: argparse.Namespace) 
     return trainee
 
 
-def is_busy(path: Path) -> bool:
-    """Returns True if another process is training this start."""
-    if path.exists():
-        return False
-    try:
-        with FileLock(f"{path}.lock", timeout=0):
-            return False
-    except Timeout:
-        return True
-
-
 def compile_blocks(model: nn.Module) -> None:
     """Compiles the decoder layers one by one."""
     layers = getattr(model.config, "num_hidden_layers", None)
@@ -383,7 +373,7 @@ def train_cell(config: Config, contender: str, seed: int, text: Text, options: a
     Raises:
         RuntimeError: the contender decides by a probe, and no refresh gave a plan.
     """
-    snip, training, began = config.snip_config(contender, seed), config.training, time.monotonic()
+    snip, training = config.snip_config(contender, seed), config.training
     kept = state_path(config, contender, seed, options.cache)
     if kept.exists():
         trainee = Trainee(config, text, seed, options.device)
@@ -391,6 +381,7 @@ def train_cell(config: Config, contender: str, seed: int, text: Text, options: a
     else:
         trainee = started(config, text, seed, options)
         done = {"step": 0, "start": fingerprint(trainee.model), "losses": {}, "shares": [], "reasons": [], "seconds": 0}
+    began = time.monotonic()
     controller, events = None, []
     if snip is not None:
         controller = SnipController(trainee.model, trainee.optimizer, snip, max_steps=training.steps)
@@ -471,12 +462,10 @@ def _finite(value: float) -> float | None:
 
 
 def _origin(device: torch.device) -> Line:
-    describe = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(describe, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
-        "commit": commit or None,
+        "commit": git_commit(),
         "command": shlex.join(["python", "-m", "eval.compare", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
@@ -517,36 +506,33 @@ def run_cells(config: Config, options: argparse.Namespace) -> int:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     contenders, seeds = options.only or config.contenders, options.seeds or config.seeds
     cells = [(contender, seed) for seed in seeds for contender in contenders]
-    text, failed = load_text(config, options.cache), set()
-    # Cells whose start another process is training come last, so that processes do not wait for one another.
-    for waits in (False, True):
-        for contender, seed in cells:
-            key = config.cell_key(contender, seed)
-            if key in failed or (not waits and is_busy(start_path(config, seed, options.cache))):
+    text, failed = load_text(config, options.cache), 0
+    # In this order, also while another process trains the start, so that a cut leaves whole seeds.
+    for contender, seed in cells:
+        key = config.cell_key(contender, seed)
+        if time.monotonic() > options.deadline:
+            return _time_is_over(failed)
+        with claimed(options.cache, key) as mine:
+            if not mine or any(line["key"] == key for line in read_lines(options.output)):
                 continue
-            if time.monotonic() > options.deadline:
-                return _time_is_over(failed)
-            with claimed(options.cache, key) as mine:
-                if not mine or any(line["key"] == key for line in read_lines(options.output)):
-                    continue
-                try:
-                    line = train_cell(config, contender, seed, text, options)
-                except Exception as error:  # The other cells can still be trained.
-                    print(f"{contender}, seed {seed}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                    failed.add(key)
-                else:
-                    if line is None:
-                        return _time_is_over(failed)
-                    append(options.output, line)
-                    state_path(config, contender, seed, options.cache).unlink(missing_ok=True)
-                    print(f"{contender}, seed {seed}: {line['losses']}, {line['seconds']:.0f} s", flush=True)
-            release(options.device)
-    return len(failed)
+            try:
+                line = train_cell(config, contender, seed, text, options)
+            except Exception as error:  # The other cells can still be trained.
+                print(f"{contender}, seed {seed}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                failed += 1
+            else:
+                if line is None:
+                    return _time_is_over(failed)
+                append(options.output, line)
+                state_path(config, contender, seed, options.cache).unlink(missing_ok=True)
+                print(f"{contender}, seed {seed}: {line['losses']}, {line['seconds']:.0f} s", flush=True)
+        release(options.device)
+    return failed
 
 
-def _time_is_over(failed: set[str]) -> int:
+def _time_is_over(failed: int) -> int:
     print("The time is over; the same command goes on.", flush=True)
-    return len(failed)
+    return failed
 
 
 def release(device: torch.device) -> None:

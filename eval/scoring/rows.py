@@ -92,7 +92,10 @@ def versions() -> dict[str, str | None]:
 
 
 def git_commit() -> str | None:
-    """Returns this checkout's commit, with "-dirty" if tracked files differ from it; None outside a checkout."""
+    """Returns the commit of this checkout, with "-dirty" if tracked files differ, or of an archive of it; else None."""
+    archived = (_PROJECT / "eval" / "commit.txt").read_text(encoding="utf-8").strip()
+    if not archived.startswith("$"):  # `git archive` wrote it.
+        return archived
     if not (_PROJECT / ".git").exists():
         return None
     command = ["git", "-C", str(_PROJECT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

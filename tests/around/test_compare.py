@@ -190,21 +190,18 @@ def test_a_cell_that_fails_is_named_and_the_others_are_trained(
     assert "fp8, seed 3: RuntimeError: no kernel" in capsys.readouterr().err
 
 
-def test_cells_wait_for_a_start_that_another_process_trains_until_nothing_else_is_left(
+def test_all_contenders_of_a_seed_are_trained_before_the_next_seed(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, path = compare.load_config(files[0]), compare.start_path(compare.load_config(files[0]), 3, tmp_path)
-    with FileLock(f"{path}.lock"):
-        assert compare.is_busy(path)
-    assert not compare.is_busy(path)
     trained: list[tuple[str, int]] = []
-    monkeypatch.setattr(compare, "is_busy", lambda start: start == path)
-    monkeypatch.setattr(compare, "train_cell", lambda config, *cell: trained.append(cell[:2]) or {"key": 0})
+    line = {"key": None, "losses": {}, "seconds": 0.0}
+    monkeypatch.setattr(compare, "train_cell", lambda config, *cell: trained.append(cell[:2]) or line)
     monkeypatch.setattr(compare, "append", lambda output, line: None)
     monkeypatch.setattr(compare, "load_text", lambda config, cache: None)
-    with pytest.raises(KeyError, match="losses"):
-        run(files[0], tmp_path / "lines.jsonl", "--cache", str(tmp_path), "--only", "bf16")
-    assert trained == [("bf16", 4)] and config.seeds == [3, 4]
+    start = compare.start_path(compare.load_config(files[0]), 3, tmp_path)
+    with FileLock(f"{start}.lock"):  # Another process trains it.
+        assert run(files[0], tmp_path / "lines.jsonl", "--cache", str(tmp_path)) == 0
+    assert trained == [(name, seed) for seed in (3, 4) for name in VALUES["contenders"]]
 
 
 @pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # PEFT's use of transformers

@@ -340,6 +340,18 @@ def test_commit_is_that_of_the_checkout() -> None:
     assert commit is not None and commit.removesuffix("-dirty") == head.stdout.strip()
 
 
+def test_an_archive_of_the_checkout_knows_its_commit(tmp_path: Path) -> None:
+    git = ["git", "-C", str(EVAL.parent)]
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    if head.returncode or not (EVAL.parent / ".git").exists():
+        pytest.skip("not in a git checkout with a commit")
+    archive = subprocess.run([*git, "archive", "HEAD", "eval", ".gitattributes"], capture_output=True, check=True)
+    subprocess.run(["tar", "-x", "-C", str(tmp_path)], input=archive.stdout, check=True)
+    code = "from scoring.rows import git_commit; print(git_commit())"
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "eval", capture_output=True, text=True)
+    assert found.stdout == head.stdout
+
+
 def test_command_starts_without_the_package_or_heavy_imports() -> None:
     code = (
         f"import runpy, sys; sys.path.insert(0, {str(EVAL)!r}); sys.argv = ['run.py', '--help']\n"

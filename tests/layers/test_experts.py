@@ -8,6 +8,7 @@ import logging
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
 import pytest
@@ -296,20 +297,23 @@ class TestSelection:
 
     def test_what_is_refused_has_its_reason(self) -> None:
         model = build("mixtral")
-        parallel, odd, without, bare, alike = (copy.deepcopy(owners(model)[0]) for _ in range(5))
+        parallel, odd, without, bare, alike, liger = (copy.deepcopy(owners(model)[0]) for _ in range(6))
         parallel._is_expert_parallel = True
         odd.__class__ = type("Odd", (type(odd),), {"forward": lambda self, *args: None})
         del without.config
         bare._parameters["down_proj"] = None
         alike.forward = alike.forward
-        blocks = nn.ModuleDict({"layers": nn.ModuleList([parallel, odd, without, bare, alike])})
+        fused = FunctionType(loss_and_gradients.__code__, {"__name__": "liger_kernel.transformers.swiglu"})
+        liger.forward = MethodType(fused, liger)
+        blocks = nn.ModuleDict({"layers": nn.ModuleList([parallel, odd, without, bare, alike, liger])})
         reasons = skip_reasons(blocks, fp4_config())
-        assert [reasons[f"layers.{index}.down_proj"] for index in range(5)] == [
+        assert [reasons[f"layers.{index}.down_proj"] for index in range(6)] == [
             "experts spread over processes (expert parallelism)",
             "class Odd has a forward of its own",
             "no config that names an experts implementation",
             "no parameters gate_up_proj and down_proj of three dimensions",
             "another forward function is set on it (device_map, tensor parallelism)",
+            "Liger's kernel runs these experts; liger_kernel_config={'swiglu': False} lets snip-hf run them",
         ]
 
 

@@ -143,6 +143,8 @@ class Experts(LayerKind):
     def refuses(self, module: nn.Module) -> str | None:
         if getattr(module, "_is_expert_parallel", False):
             return "experts spread over processes (expert parallelism)"
+        if getattr(vars(module).get("forward"), "__module__", "").startswith("liger_kernel."):
+            return "Liger's kernel runs these experts; liger_kernel_config={'swiglu': False} lets snip-hf run them"
         if not hasattr(type(module).forward, "__wrapped__"):
             return f"class {type(module).__name__} has a forward of its own"
         if not hasattr(getattr(module, "config", None), "_experts_implementation"):

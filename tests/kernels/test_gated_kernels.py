@@ -50,7 +50,7 @@ def operand(number: int, formats: Sequence[str], like: Tensor, gemms: tuple[int,
     records = Records.new(like.device)
     records.record[:, EXPONENT] = -3
     records.view.set_formats([format_of_code(code) for code in numbers(formats)[:3].tolist()])
-    records.view.known = [settled] * 3
+    records.view.known = (settled,) * 3
     KEPT.append(records)
     counts = number == GRADIENT or gemms[0] >= 0
     layouts = empty_layouts(like, *gemms)

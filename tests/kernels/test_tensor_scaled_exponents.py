@@ -99,6 +99,35 @@ def test_notes_go_with_records_that_are_packed_and_copied_and_end_with_them(laye
     assert view_of(record) is None
 
 
+def test_packed_records_move_when_the_facts_change_and_come_back_with_them(layer: SnipLinear) -> None:
+    layers = {"one": layer, "other": copy.deepcopy(layer)}
+    TENSOR_SCALED.share_inputs(layers, [])
+
+    def addresses(formats: tuple[str, str, str]) -> list[int]:
+        layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
+        values = [one.snip_cache.records.record.clone() for one in layers.values()]
+        TENSOR_SCALED.after_step(layers)
+        records = [one.snip_cache.records for one in layers.values()]
+        assert all(
+            torch.equal(one.record[:, EXPONENT], old[:, EXPONENT]) for one, old in zip(records, values, strict=True)
+        )
+        assert all(view_of(one.record) is one.view for one in records)
+        return [one.record.data_ptr() for one in records]
+
+    narrow, mixed = addresses(MXFP4), addresses(WITH_FP8)
+    assert not set(narrow) & set(mixed)
+    assert (addresses(WITH_FP8), addresses(MXFP4), addresses(WITH_FP8)) == (mixed, narrow, mixed)
+    TENSOR_SCALED.load_state_dict(layers, {})
+    assert not {one.snip_cache.records.record.data_ptr() for one in layers.values()} & {*narrow, *mixed}
+
+
+def test_unpacked_records_stay_where_they_are(layer: SnipLinear) -> None:
+    record = layer.snip_cache.records.record
+    layer.set_formats(dict(zip(GEMMS, WITH_FP8, strict=True)))
+    TENSOR_SCALED.after_step({"": layer})
+    assert layer.snip_cache.records.record is record
+
+
 @pytest.fixture
 def scale_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Operands whose kernels were launched, 10 more where the scales had a launch of their own."""

@@ -92,7 +92,7 @@ def by_kernel(
     records = Records(record, table_on(x.device))
     if settled:
         records.view.set_formats([format_of_code(code) for code in state[:3].tolist()])
-        records.view.known[operand] = True
+        records.view.known = tuple(index == operand for index in range(3))
     return *encoded(x, state, records, operand, gemms, True, len(TOKENS), blocks), records.record
 
 

@@ -37,7 +37,7 @@ def by_kernel(
     records = Records(record, table_on(x.device))
     if settled:
         records.view.set_formats([format_of_code(code) for code in state[:3].tolist()])
-        records.view.known[operand] = True
+        records.view.known = tuple(index == operand for index in range(3))
         assert not operators.facts_of(record, operand, gemms, True).needs_scales
     return *encoded(x, state, records, operand, gemms, True), records.record
 

@@ -28,6 +28,7 @@ from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED, TensorScaled
 from snip_hf.kernels.tensor_scaled.exponents import BLOCKS, CLIPPED, EXPONENT, LARGEST, SATURATED, UNSET, follow
 from snip_hf.layers.gated import gate_up_down
 from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.gemms import GEMMS
 
 T, I, O = 150, 200, 136  # as in test_hopper_layers  # noqa: E741
 BF16 = torch.bfloat16
@@ -401,6 +402,43 @@ def test_layers_that_share_a_graph_note_what_they_see_each_in_its_own_record(mod
             through(layer, layer, x)
             assert record_of(layer)[0, LARGEST] == exponents.bits_of(float(x.abs().max()))
         TENSOR_SCALED.after_step(layers)
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("default")
+def test_graphs_of_torch_compile_launch_what_the_plan_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = layer_of(linear(device="cuda"), MXFP4, NAME), randn(T, I, device="cuda")
+    twin = copy.deepcopy(layer)
+    for one in (layer, twin):
+        TENSOR_SCALED.share_inputs({"": one}, [])
+    captured: list[tuple[bool, bool]] = []
+    facts_of, sums_fast = operators.facts_of, operators.sums_fast
+
+    def noted(record: Tensor, *arguments: Any) -> Any:
+        found = facts_of(record, *arguments)
+        if operators.is_captured(record):
+            captured.append((found.needs_scales, sums_fast(record, 0)))
+        return found
+
+    monkeypatch.setattr(operators, "facts_of", noted)
+    torch._dynamo.reset()
+    fast: nn.Module = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    replayed = []
+    for number, formats in enumerate([MXFP4] * 4 + [("fp8-tensor",) * 3] * 2 + [MXFP4] * 2):
+        for one in (layer, twin):
+            one.set_formats(dict(zip(GEMMS, formats, strict=True)))
+            TENSOR_SCALED.after_step({"": one})
+        torch.compiler.cudagraph_mark_step_begin()
+        before = len(captured)
+        assert_same(through(fast, layer, x * (1 + number)), through(twin, twin, x * (1 + number)))
+        assert torch.equal(record_of(layer)[:, : LARGEST + 1], record_of(twin)[:, : LARGEST + 1])
+        replayed.append(len(captured) == before)
+    # A launch per operand and direction is captured when facts are new. The plan of old comes back without a capture.
+    assert replayed[-2:] == [True, True] and not all(replayed[:4]) and not replayed[4]
+    assert (False, True) in captured and (True, False) in captured
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
     torch._dynamo.reset()
 
 

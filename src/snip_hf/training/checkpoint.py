@@ -198,8 +198,8 @@ def state_of(run: RunParts, schedule: Schedule, step: int) -> dict[str, Any]:
 
 def restore(run: RunParts, schedule: Schedule, events: EventWriter, saved: SavedState, log: logging.Logger) -> None:
     """Puts the parts of a run into a saved state, and cuts later events from the record: they will happen again."""
-    run.layers.load_state_dict(saved.kernels)
     run.in_force.resume(saved.plan, saved.step)
+    run.layers.load_state_dict(saved.kernels)  # after the formats, so that kernels know both
     if saved.is_counted:
         run.coverage.restore(saved.coverage)
     run.refresher.stop()

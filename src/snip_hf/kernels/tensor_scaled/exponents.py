@@ -8,12 +8,15 @@ checkpointing. While no s is in force, each pass uses the exponent of its own te
 `HostView` is the host's knowledge of a layer, so that operators launch only the kernels that are needed. An operator
 receives only tensors, in compiled graphs too: the address of the record identifies the layer. The view never changes a
 bit of an operand: without one, the device reads the same facts itself.
+
+A CUDA graph of torch.compile replays the launches of the facts at its capture. torch.compile captures another one if a
+layer's tensor has another address, so `pack` gives the records of each set of facts a memory of their own.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -50,11 +53,11 @@ _INFINITY = 0x7F800000
 class HostView:
     """The host's knowledge of one layer."""
 
-    follows: list[bool] = field(default_factory=lambda: [False] * len(GEMMS))
+    follows: tuple[bool, ...] = (False,) * len(GEMMS)
     """GEMM -> True if its format's scale is the exponent in force."""
-    in_blocks: list[bool] = field(default_factory=lambda: [False] * len(GEMMS))
+    in_blocks: tuple[bool, ...] = (False,) * len(GEMMS)
     """GEMM -> True if its format is a block format."""
-    known: list[bool] = field(default_factory=lambda: [False] * len(OPERANDS))
+    known: tuple[bool, ...] = (False,) * len(OPERANDS)
     """Operand -> True if an exponent is in force. It then stays in force until `load`."""
     steps: int = 0
     """Optimizer steps of this process."""
@@ -62,11 +65,18 @@ class HostView:
     """Address of the record, by which `view_of` finds the view; 0: none."""
     rows: tuple[Tensor, ...] = ()
     """The record by operand: creating such a view takes the host a microsecond."""
+    packed: Hashable = None
+    """The facts when the record was last packed; None: it was not."""
+
+    @property
+    def facts(self) -> Hashable:
+        """What determines the launches of the layer, in steps that count nothing."""
+        return self.follows, self.in_blocks, self.known
 
     def set_formats(self, formats: Sequence[NumberFormat]) -> None:
         """Updates the formats of the three GEMMs."""
-        self.in_blocks = [encoding_of(format) is not None for format in formats]
-        self.follows = [own or is_delayed(format) for own, format in zip(self.in_blocks, formats, strict=True)]
+        self.in_blocks = tuple(encoding_of(format) is not None for format in formats)
+        self.follows = tuple(own or is_delayed(format) for own, format in zip(self.in_blocks, formats, strict=True))
 
     def is_settled(self, operand: int, gemms: tuple[int, int]) -> bool:
         """Returns True if the exponent in force and the formats determine an operand's scales for these GEMMs."""
@@ -83,7 +93,7 @@ class HostView:
 
     def copy(self) -> HostView:
         """Returns the same view for another record."""
-        return HostView(list(self.follows), list(self.in_blocks), list(self.known), self.steps)
+        return HostView(self.follows, self.in_blocks, self.known, self.steps)
 
 
 def _all_of(flags: Sequence[bool], gemms: tuple[int, int]) -> bool:
@@ -118,6 +128,8 @@ class Records:
     """`encoding.table_on` its device."""
     everything: Tensor | None = None
     """The tensor of all layers' records that contains `record` as a row; None: there is none."""
+    homes: dict[Hashable, Tensor] = field(default_factory=dict)
+    """Facts of all packed layers -> the memory of their records."""
     view: HostView = field(default_factory=HostView)
 
     def __post_init__(self) -> None:
@@ -150,16 +162,29 @@ class Records:
 
 
 def pack(records: Sequence[Records]) -> None:
-    """Makes the records on each device rows of one tensor, so that `follow` needs few launches."""
+    """Makes the records on each device rows of one tensor, so that `follow` needs few launches.
+
+    Each set of facts has its own tensor, which is kept: a CUDA graph of other facts must not find its addresses again.
+    """
     devices: dict[torch.device, list[Records]] = {}
     for one in records:
         devices.setdefault(one.record.device, []).append(one)
     for members in devices.values():
-        everything = torch.stack([one.record for one in members])
+        facts, homes = tuple(one.view.facts for one in members), members[0].homes
+        values = torch.stack([one.record.data for one in members])
+        everything = homes.setdefault(facts, values).copy_(values)
         for one, row in zip(members, everything.unbind(), strict=True):
             torch._dynamo.mark_static_address(row)  # so that CUDA graphs write to the same place
-            one.record, one.everything = row, everything
+            one.record, one.everything, one.homes = row, everything, homes
+            one.view.packed = one.view.facts
             _register(one.view, row)
+
+
+def _repack(records: Sequence[Records]) -> None:
+    """Packs records again if they were packed and the facts of some layer have changed since."""
+    packed = [one for one in records if one.everything is not None]
+    if any(one.view.facts != one.view.packed for one in packed):
+        pack(packed)
 
 
 def follow(records: Sequence[Records]) -> None:
@@ -168,6 +193,7 @@ def follow(records: Sequence[Records]) -> None:
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         _follow(tensor.data)  # unseen by compiled graphs and autograd
     _update_views(records)
+    _repack(records)
 
 
 def _update_views(records: Sequence[Records]) -> None:
@@ -183,7 +209,7 @@ def _update_views(records: Sequence[Records]) -> None:
     for members in waiting.values():
         exponents = torch.stack([one.record.data[:, EXPONENT] for one in members]).tolist()
         for one, values in zip(members, exponents, strict=True):
-            one.view.known = [value != UNSET for value in values]
+            one.view.known = tuple(value != UNSET for value in values)
 
 
 def _follow(records: Tensor) -> None:
@@ -229,8 +255,9 @@ def load(records: Mapping[str, Records], given: Mapping[str, Any]) -> None:
         row = one.record.data
         row.zero_()
         row[:, EXPONENT] = torch.tensor([UNSET if value is None else value for value in values], device=row.device)
-        one.view.known = [value is not None for value in values]
+        one.view.known = tuple(value is not None for value in values)
         one.view.steps = 0
+    _repack(list(records.values()))
 
 
 def _is_exponent(value: object) -> bool:

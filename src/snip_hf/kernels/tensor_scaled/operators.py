@@ -25,7 +25,7 @@ from ..launching import launch, relaunch
 from ..tensor_core import Quantized
 from . import reference
 from .encoding import BLOCK, PARAMETERS, SCALE
-from .exponents import Records, follow, view_of
+from .exponents import HostView, Records, follow, view_of
 from .reference import LayerTensors
 
 if TYPE_CHECKING or find_spec("triton") is not None:
@@ -130,6 +130,17 @@ def is_captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def is_captured_anew(record: Tensor, view: HostView) -> bool:
+    """Returns True if torch.compile captures the current graph, and will capture another one when facts change.
+
+    It does for packed records (`exponents.pack`). Other captures replay one graph under all plans.
+    """
+    from torch._inductor import cudagraph_trees  # loaded by whoever captures so; takes a second
+
+    manager = cudagraph_trees.get_container(record.get_device()).tree_manager
+    return view.packed is not None and manager is not None and torch.cuda.current_stream() == manager.stream
+
+
 @torch.library.impl(_library, "encode_operand", "CompositeExplicitAutograd")
 def encode(
     x: Tensor,
@@ -226,8 +237,8 @@ class Facts(NamedTuple):
     row: Tensor
     """The operand's row of the layer's record."""
     needs_scales: bool
-    """True if its scales need a separate launch, or its blocks are counted in this step; while a graph is captured,
-    too, which is replayed under other plans."""
+    """True if its scales need a separate launch, or its blocks are counted in this step. A graph that is replayed under
+    all plans needs the launch in any case; one that torch.compile captures counts no blocks."""
     in_blocks: bool
     """True if both GEMMs are known to have block formats."""
 
@@ -237,8 +248,8 @@ def facts_of(record: Tensor, operand: int, gemms: tuple[int, int], counts: bool)
     view = view_of(record)
     if view is None:
         return Facts(record[operand], True, False)
-    needs = not view.is_settled(operand, gemms) or (counts and view.counts_now) or is_captured(record)
-    return Facts(view.rows[operand], needs, view.are_in_blocks(gemms))
+    is_odd = not is_captured_anew(record, view) if is_captured(record) else counts and view.counts_now
+    return Facts(view.rows[operand], is_odd or not view.is_settled(operand, gemms), view.are_in_blocks(gemms))
 
 
 def find_scales(
@@ -355,10 +366,10 @@ def sums_fast(record: Tensor | None, gemm: int) -> bool:
     instead of 128 elements of it: if its format is known to be a block format, or in the forward GEMM a delayed one,
     as in torchao (docs/log/2026-11.md has the errors).
 
-    False while a graph is captured, which is replayed under other plans too.
+    False while a graph is captured that is replayed under all plans.
     """
     view = None if record is None else view_of(record)
-    if record is None or view is None or is_captured(record):
+    if record is None or view is None or (is_captured(record) and not is_captured_anew(record, view)):
         return False
     return view.in_blocks[gemm] or (gemm == 0 and view.follows[0])
 

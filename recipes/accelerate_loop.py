@@ -4,14 +4,15 @@ import argparse
 import asyncio
 from pathlib import Path
 
+from snip_hf import SnipConfig, SnipController, convert_model  # first: it hides the warnings of torchao's import
+from snip_hf.json_io import read_json, write_json_atomic
+
+# isort: split
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from parts.data import collate, load_documents, load_tokenizer, pack
 from parts.recipe import DataSection, TokenizerSection
 from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_schedule_with_warmup, set_seed
-
-from snip_hf import SnipConfig, SnipController, convert_model
-from snip_hf.json_io import read_json, write_json_atomic
 
 STEPS, SAVE_EVERY = 40, 10
 SNIP = SnipConfig(target_fp4_fraction=0.75, first_refresh=5, refresh_every=10, apply_delay=2)
@@ -37,8 +38,7 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 accelerator.register_for_checkpointing(schedule)  # not prepared: it would step once per process
 controller = SnipController(model, optimizer, SNIP, accelerator, options.output)
 at = {"step": 0, "epoch": 0, "rows": 0}  # rows: seen in this epoch, by all processes together
-complete = sorted(options.output.glob("checkpoint-*/snip_state.json"), key=lambda file: int(file.parent.name[11:]))
-if complete:
+if complete := sorted(options.output.glob("checkpoint-*/snip_state.json"), key=lambda at: int(at.parent.name[11:])):
     saved = read_json(complete[-1])
     at = saved["at"]
     accelerator.load_state(str(complete[-1].parent))

@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from snip_hf import Pipeline, SnipConfig, SnipController  # first: it hides the warnings of torchao's import
+
+# isort: split
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-from snip_hf import SnipConfig, SnipController
-from snip_hf.parallel.pipeline import Pipeline
 
 VOCABULARY, LENGTH = 256, 128
 
@@ -116,7 +116,12 @@ def main() -> None:
         probe_tokens=None,
     )
     controller = SnipController(
-        training.parts, optimizer, config, output_dir=options.output, pipeline=Pipeline(training.run)
+        training.parts,
+        optimizer,
+        config,
+        output_dir=options.output,
+        max_steps=options.steps,
+        pipeline=Pipeline(training.run),
     )
     text = torch.frombuffer(bytearray(Path(torch.__file__).read_bytes()), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(0)

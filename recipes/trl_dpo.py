@@ -4,12 +4,13 @@ import argparse
 import logging
 from pathlib import Path
 
+from snip_hf import SnipCallback, SnipConfig  # first: it hides the warnings of torchao's import
+
+# isort: split
 import torch
 from datasets import load_dataset
 from transformers import set_seed
 from trl import DPOConfig, DPOTrainer
-
-from snip_hf import SnipCallback, SnipConfig
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("model", help="folder or name on the Hub")

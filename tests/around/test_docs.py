@@ -1,8 +1,12 @@
-"""Files, tests, modules, links and commands that the documentation names exist, and its lines are short."""
+"""Files, tests, modules, links and commands that the documentation names exist, and its lines are short.
+
+Commands and examples that no other test runs are run or read here.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -10,8 +14,13 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from parts.recipe import load_recipe
+from transformers import HfArgumentParser, TrainingArguments
+from written_runs import random_assignments, write_losses, write_run
 
-from snip_hf.cli import build_parser
+from snip_hf import PrecisionPlan, SnipArguments, SnipConfig
+from snip_hf.cli import build_parser, main
+from snip_hf.costs.timing import read_times
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "snip_hf"
@@ -202,6 +211,60 @@ def test_every_command_of_a_page_runs_a_script_that_has_its_options(page: Path) 
             options = [word.partition("=")[0] for word in words[place:] if word.startswith("--")]
             missing = [option for option in options if f'"{option}"' not in text]
             assert missing == [], shlex.join(words)
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=ids)
+def test_every_recipe_of_a_command_loads_with_the_values_that_the_command_sets(page: Path) -> None:
+    for words in commands_of(page):
+        for index, word in enumerate(words):
+            # SLURM's script takes values without `--override`.
+            if re.fullmatch(r"recipes/[\w-]+\.yaml", word):
+                load_recipe(ROOT / word, [value for value in words[index + 1 :] if "=" in value])
+
+
+@pytest.mark.parametrize("page", ["docs/reports.md", "docs/cli.md"])
+def test_the_commands_that_show_runs_show_them(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("snip", "a", "b", "quickstart", "snip-50"):
+        write_run(tmp_path / "runs" / name, random_assignments(2))
+    for name in ("a", "bf16"):
+        write_losses(tmp_path / "runs" / name / "trainer_state.json", 30)
+    monkeypatch.chdir(tmp_path)
+    # Others run checkpoints (tests/records/test_checkpoints.py) and the Hub's models (tests/around/test_tutorial.py).
+    commands = [
+        words
+        for words in commands_of(ROOT / page)
+        if words[:2] in (["snip-hf", "report"], ["snip-hf", "compare"])
+        and not any("checkpoint-" in word or word.startswith("someone/") for word in words)
+    ]
+    assert commands
+    for words in commands:
+        assert main(words[1:]) == 0
+        assert capsys.readouterr().out
+
+
+def test_the_command_line_of_the_configuration_sets_what_it_says() -> None:
+    (words,) = commands_of(ROOT / "docs/config.md")
+    parser = HfArgumentParser((TrainingArguments, SnipArguments))
+    args, config = parser.parse_args_into_dataclasses(words[2:], look_for_args_file=False)
+    shares = ((1, 0.9), (800, 0.5))
+    assert args.output_dir == "run"
+    assert config == SnipConfig(target_fp4_fraction=shares, stages=2, ties="auto", refresh_every=None)
+
+
+def test_the_examples_of_files_are_files_that_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/files.md").read_text(encoding="utf-8")
+    plan, measured, times, problem = re.findall(r"^```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    document = json.loads(plan) | json.loads(f"{{{measured}}}")
+    for gemms in document["measured"]["seconds"].values():  # cut short on the page
+        gemms.update(dict.fromkeys(gemms, gemms["forward"]))
+    assert PrecisionPlan.from_dict(document).fp4_fraction == 1
+    (tmp_path / "times.json").write_text(times, encoding="utf-8")
+    assert len(read_times(tmp_path / "times.json")) == 1
+    (tmp_path / "problem.json").write_text(problem, encoding="utf-8")
+    assert main(["solve", str(tmp_path / "problem.json")]) == 0
+    assert json.loads(capsys.readouterr().out)["choices"] == {"a": "fp8", "b": "fp4"}
 
 
 def stacks() -> list[list[str]]:

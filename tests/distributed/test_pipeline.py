@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from snip_hf import SnipController
 pytestmark = pytest.mark.slow
 
 Ranks = list[dict[str, Any]]
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pipeline.py"
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +111,15 @@ def test_a_pattern_to_skip_may_name_layers_of_one_process_only(pipeline: Ranks) 
         assert isinstance(found["skipping"], list), found["skipping"]
         assert len(found["skipping"]) == 49
         assert not any(name.startswith("model.layers.7.") for name in found["skipping"])
+
+
+def test_the_recipe_trains_every_stage_at_the_share(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launch, str(RECIPE), "--steps", "12", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "torchao" not in done.stderr
+    first, last = map(float, re.findall(r"^loss (\S+) -> (\S+)$", done.stdout, re.MULTILINE)[0])
+    assert last < first
+    shares = re.findall(r"(\d+\.\d)%", done.stdout.partition("FP4 share per stage: ")[2])
+    assert len(shares) == 4 and min(map(float, shares)) >= 75

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from configs import fp4_config
 from tiny_runs import SCHEDULE, one_thread, train
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
+from snip_hf import SnipConfig
 from snip_hf.integrations.messages import follow_transformers
 
 PACKAGE = logging.getLogger("snip_hf")
+REPORTS = Path(__file__).resolve().parents[2] / "docs" / "reports.md"
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +68,20 @@ def test_a_run_with_log_level_info_says_what_it_begins_with_each_refresh_and_wha
         text.count(f"snip-hf: plan of step 2 applied after step 4: {shares}, 14 layers changed; the probe took ") == 1
     )
     assert text.count(f"snip-hf: ended after step 5: {shares}. New plans: 1; refreshes that kept the plan: 0. ") == 1
+
+
+class Stop(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+def test_the_documentation_shows_what_a_run_by_default_begins_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, shown, _ = REPORTS.read_text(encoding="utf-8").replace("```text\n", "```\n").rsplit("```\n", 2)
+    stderr = standard_error(monkeypatch)
+    train(tmp_path, SnipConfig(), callbacks=[Stop()], max_steps=1000, log_level="info")
+    assert shown in stderr.getvalue()
 
 
 def test_a_run_shows_no_messages_of_that_kind_by_default_but_warnings(

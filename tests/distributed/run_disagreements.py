@@ -15,11 +15,13 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import half_attention
 import torch
 import torch.distributed as dist
 from configs import fp4_config
 from expert_models import CONFIGS
 from small import text, tiny_llama
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -44,8 +46,15 @@ CONFIG = fp4_config(first_refresh=2, apply_delay=0, **QUICK)
 RULE = fp4_config(policy="layer-position")
 
 
-def controller(config: SnipConfig = CONFIG, frozen: str | None = None, **options: Any) -> SnipController:
-    model = tiny_llama(hidden=32, layers=2)
+def controller(
+    config: SnipConfig = CONFIG,
+    frozen: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+    **options: Any,
+) -> SnipController:
+    model = tiny_llama(hidden=32, layers=2).to(dtype)
+    model.set_attn_implementation(attention)
     if frozen is not None:
         model.get_submodule(frozen).weight.requires_grad_(False)
     kind = options.pop("optimizer", torch.optim.SGD)
@@ -88,11 +97,19 @@ def one_rank_restored_a_layer() -> None:
     _steps(run, 2)
 
 
-def _steps(run: SnipController, last: int) -> None:
+def packs_without_ends() -> None:
+    """The last sequence of one rank's packs has no end: both ranks lose the refresh, and the run goes on."""
+    ends = [0, 50, 100 if dist.get_rank() else 128]
+    with half_attention.registered() as attention:
+        run = controller(dtype=torch.bfloat16, attention=attention)
+        _steps(run, 3, rows=1, cu_seq_lens_q=torch.tensor(ends, dtype=torch.int32))
+
+
+def _steps(run: SnipController, last: int, rows: int = 2, **captured: Tensor) -> None:
     optimizer = run._source._optimizer
     for step in range(run.step + 1, last + 1):
-        batch = text(2, 128, dist.get_rank())
-        run.capture(batch)
+        batch = text(rows, 128, dist.get_rank())
+        run.capture({**batch, **captured})
         run.model(**batch).loss.backward()
         run.before_optimizer_step(step)
         optimizer.step()
@@ -194,6 +211,7 @@ def main() -> None:
         "refused": lambda: controller(optimizer=torch.optim.Rprop if rank else torch.optim.SGD),
         "max_steps": lambda: controller(max_steps=10 + rank),
         "restored": one_rank_restored_a_layer,
+        "packs": packs_without_ends,
         "states": states,
         "sharded": sharded,
         "odd features": lambda: shared(folder / "odd", changed(intermediate_size=45)),

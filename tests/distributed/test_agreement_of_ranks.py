@@ -91,6 +91,20 @@ def test_a_layer_that_one_rank_replaced_in_mid_run_costs_all_of_them_the_refresh
     assert two[1]["restored"]["messages"] == []
 
 
+def test_packs_whose_last_sequence_has_no_end_on_one_rank_cost_all_of_them_the_refresh(two: Found) -> None:
+    assert [found["packs"]["error"] for found in two] == ["", ""]
+    reason = (
+        "ValueError: On rank 1: ValueError: cu_seq_lens_q ends at 100, but the batch has 1 row(s) of 128 tokens; "
+        "expected one row that ends there. Give the ends of all its sequences, padding being one of them."
+    )
+    counting, refresh = two[0]["packs"]["messages"]
+    assert counting.startswith("snip-hf: the FLOPs of the micro-batch of step 1 could not be counted.")
+    assert counting.endswith(f": {reason}")
+    assert refresh == f"snip-hf: the refresh of step 2 failed, the plan in force stays: {reason}"
+    assert two[1]["packs"]["messages"] == []
+    assert max(found["packs"]["seconds"] for found in two) < BOUND
+
+
 def test_the_first_rank_of_a_sharded_model_tells_its_weights_as_one_process_does(two: Found) -> None:
     assert [found["sharded"]["error"] for found in two] == ["", ""]
 

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 pytest.importorskip("trl")
 
+import trl
 from trl_runs import (
     CHATS,
     CONFIG,
@@ -24,6 +25,7 @@ from trl_runs import (
     PREFERENCES,
     UNTOUCHED,
     TRLRun,
+    build,
     model_for,
     run,
     saved_model,
@@ -149,6 +151,7 @@ def test_an_unknown_option_for_the_reference_is_refused() -> None:
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "DPO precomputed": ("DPO", {"precompute_ref_log_probs": True}),
     "DPO ipo": ("DPO", {"loss_type": "ipo"}),
+    "DPO padding-free": ("DPO", {"padding_free": True}),
     "DPO synced": ("DPO", {"sync_ref_model": True, "ref_model_sync_steps": 2}),
     "KTO": ("KTO", {}),
     "DPO of adapters": ("DPO", {"gradient_checkpointing": True}),
@@ -183,6 +186,18 @@ def test_losses_of_preferences_rewards_and_policies_are_probed_as_they_are(
     assert counting.counts == [2] * 4
     plain = run(tmp_path / "plain", trainer, model=given, **changes)
     assert found.logged == plain.logged
+
+
+def test_this_trl_pads_the_batches_of_all_trainers_but_sft(model: str, tmp_path: Path) -> None:
+    """docs/trl.md says so; a TRL that packs them needs a test of tokens, labels and shares as SFT has."""
+    trainer = build(tmp_path, "DPO", padding_free=True, model=model)
+    assert trainer.padding_free is False
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["input_ids"].shape[0] == 2 * trainer.args.per_device_train_batch_size
+    others = {config: getattr(trl, config).__dataclass_fields__ for config in ("GRPOConfig", "RLOOConfig", "KTOConfig")}
+    assert not [
+        (config, name) for config, names in others.items() for name in names if "pack" in name or "free" in name
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ resuming

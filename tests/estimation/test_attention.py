@@ -119,6 +119,22 @@ def test_a_probe_pass_sees_what_training_sees(family: str, by: str, half: str) -
     assert model.config._attn_implementation == half
 
 
+def test_a_model_that_makes_its_own_masks_makes_those_of_packs(half: str) -> None:
+    """Some families do (Doge, Gemma 4); transformers makes the masks of the others."""
+    model, batch, asked = model_of("llama", half), packed("position_ids"), []
+
+    def causal_masks(config: Any, inputs_embeds: Tensor, mask: None, cache: None, position_ids: Tensor) -> Tensor:
+        asked.append(position_ids)
+        return torch.ones(1, 1, *[position_ids.shape[1]] * 2, dtype=torch.bool).tril()
+
+    model.create_masks_for_generate = causal_masks
+    mask = causal_masks(model.config, torch.empty(0), None, None, batch["position_ids"])
+    with torch.no_grad():
+        expected = float(model_of("llama", "sdpa")(**batch, attention_mask=mask).loss)
+    assert run_forward(model, ProbedBatch.of(batch)) == pytest.approx(expected, rel=1e-5)
+    assert len(asked) == 2 and torch.equal(asked[1], batch["position_ids"])
+
+
 @pytest.mark.parametrize("by", ["position_ids", "position_ids and a mask of ones", "cu_seq_lens"])
 @pytest.mark.parametrize(("asked", "kept"), [(31, (0, 1)), (20, (0, 1)), (14, (0, 1)), (13, (0,)), (1, (0,))])
 def test_a_part_of_a_pack_ends_where_sequences_end(by: str, asked: int, kept: tuple[int, ...]) -> None:

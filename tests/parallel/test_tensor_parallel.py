@@ -200,6 +200,18 @@ def test_offloaded_shards_are_refused() -> None:
         check_model(model)
 
 
+# What transformers 5.17 has for a model in shards.
+OF_5_17 = SimpleNamespace(tp_size=None, enable_expert_parallel=False, fsdp_size=2, fsdp_cpu_offload=False, pp_size=None)
+
+
+@pytest.mark.parametrize("sizes", [None, OF_5_17])
+def test_models_without_the_names_of_later_versions_are_accepted(sizes: Any) -> None:
+    model = tiny_llama(hidden=16)
+    model.config.distributed_config = sizes
+    check_model(model)
+    check_split(model, {})
+
+
 def test_ranks_that_share_weights_must_see_the_same_micro_batch() -> None:
     def check(differs: bool, ranks: Any) -> str:
         batch = {"input_ids": torch.full((2, 3), int(differs) * ranks.rank), "num_items_in_batch": 4}

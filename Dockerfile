@@ -17,7 +17,8 @@ COPY pyproject.toml setup.cfg setup.py README.md LICENSE ./
 COPY src src
 COPY recipes recipes
 COPY eval eval
-RUN pip install --no-cache-dir ".[all]"
+# torch 2.11 is the version that ran on GPUs.
+RUN pip install --no-cache-dir ".[all]" 'torch==2.11.*'
 
 WORKDIR /workspace
 RUN snip-hf recipe copy

@@ -74,10 +74,10 @@ def table(rows: Mapping[str, str]) -> str:
     parts = []
     for title, group in GROUPS.items():
         known = {family: rows[family] for family in sorted(group) if family in rows}
-        lists: dict[str, list[str]] = {"Fully covered": [], "Covered but for the router": []}
+        lists: dict[str, list[str]] = {"Fully covered": [], "Covered except for the router": []}
         for line in known.values():
             if listed := _listed(line):
-                lists["Covered but for the router" if "%" in listed else "Fully covered"].append(listed)
+                lists["Covered except for the router" if "%" in listed else "Fully covered"].append(listed)
         texts = [_wrapped(f"{kind}: {', '.join(names)}.") for kind, names in lists.items() if names]
         others = "".join(line for line in known.values() if not _listed(line))
         parts.append("\n\n".join([f"**{title}**", *texts, _HEADER + others]))

@@ -7,6 +7,8 @@ import functools
 import itertools
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,6 @@ NOT_RUN = {
         2: "needs DDP",
         3: "needs FSDP2",
         4: "needs the processes of a pipeline",
-        6: "needs processes under DDP",
         7: "needs processes under DDP",
     },
     "docs/hopper.md": {1: "needs a Hopper GPU"},
@@ -46,6 +47,13 @@ NOT_RUN = {
 }
 # Their blocks take longest.
 TRAINING = ("docs/accelerate.md", "docs/distributed.md", "docs/reliability.md", "docs/reports.md", "docs/trainer.md")
+
+
+@contextmanager
+def no_group_stays() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def name_of(page: Path) -> str:
@@ -116,6 +124,13 @@ def for_pipeline(names: dict[str, Any]) -> None:
     names["plan"] = snip_hf.PrecisionPlan.load("run/snip/plan.json")
     snip_hf.restore_model(names["model"])
     names["table"] = snip_hf.estimate_divergence(names["model"], names["batch"], config=names["config"])
+    names["DistributedDataParallel"] = in_one_process
+
+
+def in_one_process(model: torch.nn.Module) -> torch.nn.Module:
+    """DDP over a process group of this process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return torch.nn.parallel.DistributedDataParallel(model)
 
 
 def for_the_best_model(names: dict[str, Any]) -> None:
@@ -156,7 +171,7 @@ def test_the_blocks_of_a_page_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with nothing_stays_registered():
+    with nothing_stays_registered(), no_group_stays():
         names = script(tmp_path)
         BEFORE.get(page, lambda names: None)(names)
         for number, (line, code) in enumerate(SHOWN[page], start=1):

@@ -222,11 +222,11 @@ def test_every_recipe_of_a_command_loads_with_the_values_that_the_command_sets(p
                 load_recipe(ROOT / word, [value for value in words[index + 1 :] if "=" in value])
 
 
-@pytest.mark.parametrize("page", ["docs/reports.md", "docs/cli.md"])
+@pytest.mark.parametrize("page", ["docs/cli.md", "docs/reports.md", "docs/tutorial.md"])
 def test_the_commands_that_show_runs_show_them(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("snip", "a", "b", "quickstart", "snip-50"):
+    for name in ("snip", "a", "b", "dpo", "quickstart", "snip-50"):
         write_run(tmp_path / "runs" / name, random_assignments(2))
     for name in ("a", "bf16"):
         write_losses(tmp_path / "runs" / name / "trainer_state.json", 30)
@@ -236,7 +236,7 @@ def test_the_commands_that_show_runs_show_them(
         words
         for words in commands_of(ROOT / page)
         if words[:2] in (["snip-hf", "report"], ["snip-hf", "compare"])
-        and not any("checkpoint-" in word or word.startswith("someone/") for word in words)
+        and not any("checkpoint-" in word or word.startswith(("someone/", "YOU/")) for word in words)
     ]
     assert commands
     for words in commands:

@@ -159,7 +159,8 @@ def report(console: Console, output: Path, trainer: Trainer, final: dict[str, fl
     if snip:
         console.print(
             "Both losses are of the model that was trained under the plan; only the evaluation differs. "
-            "To compare with a run without SNIP, train recipes/bf16.yaml, then use snip-hf compare."
+            "To compare with a run without SNIP, train with `--override snip=null training.output_dir=FOLDER`, then "
+            "use snip-hf compare."
         )
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "pictures"
 # Colours that colour-blind readers can tell apart.
-FP4, FP8, INK, PALE, WARM = "#0072b2", "#e69f00", "#222222", "#eeeeee", "#d55e00"
-# Letters on the light orange of FP8, on light and dark pages.
-INK_ON_FP8 = "#221100"
-GREEN, SKY, BROWN, GREY = "#009e73", "#56b4e9", "#9a6a00", "#8c8c8c"
+# FP4 and FP8 have those of reports.
+FP4, FP8, INK, PALE, MARK = "#d55e00", "#56b4e9", "#222222", "#eeeeee", "#882255"
+BLUE, GREEN, YELLOW, GREY = "#0072b2", "#009e73", "#e69f00", "#8c8c8c"
+# Letters on FP8's light blue, on light and dark pages.
+INK_ON_FP8 = "#001122"
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 PLANS = FOLDER / "quickstart-plans.json"
 CRISP = 'shape-rendering="crispEdges"'
@@ -29,8 +30,12 @@ DARK = {
     ("line", "stroke", INK): "#e6edf3",
     ("polygon", "fill", INK): "#e6edf3",
     ("circle", "fill", INK): "#e6edf3",
-    ("text", "fill", FP4): SKY,
-    ("text", "fill", BROWN): FP8,
+    ("text", "fill", BLUE): FP8,
+    ("circle", "fill", BLUE): "#3d85e0",
+    ("line", "stroke", BLUE): "#3d85e0",
+    ("polyline", "stroke", BLUE): "#3d85e0",
+    ("text", "fill", MARK): "#cc79a7",
+    ("line", "stroke", MARK): "#cc79a7",
 }
 NIGHT = "".join(f'{element}[{name}="{old}"]{{{name}:{new}}}' for (element, name, old), new in DARK.items())
 
@@ -73,7 +78,7 @@ def grids() -> str:
     e4m3 = [value / max(e4m3) * 6 for value in e4m3]
     rows = []
     for y, label, colour, values in ((60, "FP4", FP4, E2M1), (130, "FP8", FP8, e4m3)):
-        rows += [text(50, y + 5, label, 16, colour), line(90, y, 690, y, PALE, 3)]
+        rows += [text(50, y + 5, label, 16, BLUE if colour == FP8 else colour), line(90, y, 690, y, PALE, 3)]
         rows += [line(90 + 100 * value, y - 12, 90 + 100 * value, y + 12, colour, 1.5) for value in values]
     numbers = [text(90 + 100 * value, 170, str(value)) for value in range(7)]
     return picture(720, 190, [text(360, 28, "Numbers that a block can hold whose largest is 6", 15), *rows, *numbers])
@@ -91,9 +96,9 @@ def three_gemms() -> str:
         y = 50 + 60 * index
         parts += [
             text(60, y + 25, name, 14),
-            box(120, y, 140, 40, FP4, left),
+            box(120, y, 140, 40, BLUE, left),
             text(273, y + 25, "×", 18),
-            box(286, y, 90, 40, FP4, right),
+            box(286, y, 90, 40, BLUE, right),
             arrow(382, y + 20, 410, y + 20),
             box(416, y, 140, 40, PALE, result, INK),
             text(566, y + 24, f"for {reader}", 12, anchor="start"),
@@ -112,20 +117,20 @@ def refresh() -> str:
         x += width
         if step == 100:
             begin, end = x, x + probe
-            parts.append(box(begin, 70, probe - 2, 36, WARM, "probe"))
+            parts.append(box(begin, 70, probe - 2, 36, MARK, "probe"))
             x = end
         if step == 110:
             applied = x - 1
     parts += [
         text(50, 93, "training"),
         text(50, 163, "solver"),
-        text(begin + probe / 2, 60, "step 100 waits", 13, WARM),
+        text(begin + probe / 2, 60, "step 100 waits", 13, MARK),
         arrow(end - 1, 108, end - 1, 142),
         box(end - 20, 144, 130, 32, PALE, "integer program", INK),
         line(end + 112, 160, applied, 160, INK, 2, "4 4"),
         arrow(applied, 160, applied, 110),
         text(applied, 60, "new plan", 13, FP4),
-        text(left, 128, "the plan in force", 13, BROWN, "start"),
+        text(left, 128, "the plan in force", 13, BLUE, "start"),
         text(end - 20, 196, "runs beside the next steps", 13, anchor="start"),
         text(applied - 6, 182, "Applied after step 110 (apply_delay), also if", 12),
         text(applied - 6, 198, "the solver was done before; if it was not,", 12),
@@ -150,10 +155,10 @@ def program() -> str:
     border = 70 + unit * 10 * share - 2
     parts += [
         line(60, 211, 660, 211),
-        line(border, 50, border, 235, WARM, 2, "6 4"),
-        text(border + 8, 62, "target: 60% of the FLOPs", 13, WARM, "start"),
+        line(border, 50, border, 235, MARK, 2, "6 4"),
+        text(border + 8, 62, "target: 60% of the FLOPs", 13, MARK, "start"),
         text((70 + border) / 2, 235, "in FP4", 14, FP4),
-        text((border + 650) / 2, 235, "in FP8", 14, BROWN),
+        text((border + 650) / 2, 235, "in FP8", 14, BLUE),
         text(30, 130, "price", 13),
         text(360, 260, "width: the layer's share of the FLOPs", 12),
     ]
@@ -163,10 +168,10 @@ def program() -> str:
 def full_runs() -> str:
     """Draws gaps to BF16 over the steps of a full training run, as docs/results-loss.md has them in its table."""
     shown = {
-        "all FP4": ("all FP4", WARM),
+        "all FP4": ("all FP4", FP4),
         "75% by layer, {fp4, fp8}, saliency, refresh every 250": ("75%, by layer", GREEN),
-        "75%, {fp4, fp8}, saliency, refresh every 500": ("75%, {fp4, fp8}", FP4),
-        "75%, {mxfp4, fp8-tensor}, saliency, refresh every 500": ("75%, the default formats", SKY),
+        "75%, {fp4, fp8}, saliency, refresh every 500": ("75%, {fp4, fp8}", YELLOW),
+        "75%, {mxfp4, fp8-tensor}, saliency, refresh every 500": ("75%, the default formats", BLUE),
         "FP8": ("FP8", FP8),
     }
     table = section("results-loss.md", "Full training runs")
@@ -275,11 +280,11 @@ def frontier() -> str:
     """Draws loss against speed, as docs/results-loss.md and docs/results-speed.md have them in their tables."""
     rule = "75% by the rule `backward-first`, {fp4, fp8}"
     shown = {
-        "75%, {mxfp4, fp8-tensor}, saliency, refresh every 500": ("75% in MXFP4, the default", FP4),
-        "75%, {fp4, fp8}, saliency, refresh every 500": ("75%, {fp4, fp8}", GREEN),
-        rule: ("75%, {fp4, fp8}, backward-first", SKY),
-        "75% by layer, {fp4, fp8}, token-fisher, refresh every 250": ("75%, {fp4, fp8}, by layer", FP8),
-        "all FP4": ("all FP4", WARM),
+        "75%, {mxfp4, fp8-tensor}, saliency, refresh every 500": ("75% in MXFP4, the default", BLUE),
+        "75%, {fp4, fp8}, saliency, refresh every 500": ("75%, {fp4, fp8}", YELLOW),
+        rule: ("75%, {fp4, fp8}, backward-first", FP8),
+        "75% by layer, {fp4, fp8}, token-fisher, refresh every 250": ("75%, {fp4, fp8}, by layer", GREEN),
+        "all FP4": ("all FP4", FP4),
     }
     losses, speeds = section("results-loss.md", "Full training runs"), section("results-speed.md", "At equal loss")
     parts = [text(400, 28, "Loss above BF16 (30M Llama, 2,700 steps) against speed (8B shape, one H200)", 15)]

@@ -16,16 +16,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from small import tiny_llama
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from small import text, tiny_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from snip_hf.estimation.attention import switched_attention
 from snip_hf.estimation.coverage import _packet
-from snip_hf.estimation.passes import recomputes_already
+from snip_hf.estimation.passes import call, recomputes_already, traceless
 from snip_hf.integrations.trainer_loss import _is_scaled_for_step
 from snip_hf.parallel import sharding
+from snip_hf.parallel.sharding import unwrap
 
 
 @pytest.fixture
@@ -102,6 +105,27 @@ def test_a_model_with_soft_caps_is_probed_under_eager_whatever_it_says_of_sdpa(
         monkeypatch.setattr(kind, "_supports_sdpa", supports_sdpa)
     model.config._attn_implementation_internal = "flash_attention_2"
     assert {plain for _, _, plain in switched_attention(model)} == {"eager"}
+
+
+@pytest.fixture
+def bf16() -> Iterator[Accelerator]:
+    for state in (AcceleratorState, GradientState):
+        state._reset_state()
+    yield Accelerator(cpu=True, mixed_precision="bf16")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_pass_runs_the_forward_that_accelerate_wrapped(compiles: bool, bf16: Accelerator) -> None:
+    """Accelerate and torch.compile keep it under names of their own."""
+    model, batch = tiny_llama(hidden=16), text(1, 16)
+    expected = model(**batch).loss
+    prepared = bf16.prepare_model(torch.compile(model, backend="eager") if compiles else model)
+    assert unwrap(prepared) is model
+    with torch.no_grad(), traceless(model):
+        vars(prepared)["forward"] = None  # the wrapper, which would run in BF16
+        assert torch.equal(call(model, batch).loss, expected)
 
 
 def test_operators_that_this_torch_lacks_are_not_counted() -> None:

@@ -141,9 +141,12 @@ def test_ranks_draw_other_numbers_for_other_output_features_only(second_of_four:
 
 
 @pytest.mark.parametrize("names", [("tp",), None])
-def test_the_mesh_is_found_with_and_without_names(names: tuple[str, ...] | None, second_of_four: None) -> None:
+def test_the_mesh_is_found_with_and_without_names_and_no_other_one_is(
+    names: tuple[str, ...] | None, second_of_four: None
+) -> None:
     mesh = tensor_mesh([split_llama(2, names)])
     assert mesh is not None and mesh.size() == 2 and mesh.mesh_dim_names == names
+    assert tensor_mesh([split_llama(2, ("ep",))]) is None
 
 
 def test_a_tp_size_that_does_not_divide_the_features_is_refused(second_of_four: None) -> None:

@@ -515,6 +515,18 @@ def test_tensor_parallelism_that_has_split_nothing_is_refused() -> None:
     assert message.startswith("The model is tensor-parallel (tp_size is above 1), but not by transformers")
 
 
+def test_a_model_that_says_it_is_split_but_has_no_parts_is_refused() -> None:
+    model = tiny_llama(hidden=32)
+    model._tp_size = 2  # transformers' own, behind `tp_size`
+    message = refusal(lambda: SnipController(model, torch.optim.SGD(model.parameters()), fp4_config()))
+    assert message.startswith("The model is tensor-parallel (tp_size is above 1), but not by transformers")
+
+
+def test_parallelism_of_an_older_accelerate_is_accepted() -> None:
+    """Version 1.10 has no `sp_size`."""
+    check_launch(fp4_config(), fake_accelerator(parallelism_config=SimpleNamespace(tp_size=1, cp_size=1)))
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_one_process_in_high_precision_is_accepted(precision: str) -> None:
     check_launch(fp4_config(), fake_accelerator(mixed_precision=precision))

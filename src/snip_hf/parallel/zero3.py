@@ -34,12 +34,10 @@ def has_partitions(model: nn.Module) -> bool:
 
 def are_on_disk(model: nn.Module) -> bool:
     """Returns True if ZeRO-3 keeps parameters on an NVMe device."""
-    return any(_is_on_disk(parameter.ds_tensor) for parameter in model.parameters() if is_partitioned(parameter))  # type: ignore[attr-defined]
-
-
-def _is_on_disk(part: Tensor) -> bool:
-    location = getattr(part, "final_location", None)
-    return getattr(location, "value", location) == "nvme"
+    parts = (parameter.ds_tensor for parameter in model.parameters() if is_partitioned(parameter))  # type: ignore[attr-defined]
+    return any(
+        getattr(part, "final_location", None) == "nvme" for part in parts
+    )  # DeepSpeed's enum consists of strings
 
 
 def first_row(parameter: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """Does each branch on a version of transformers or torch do its work, whichever version is installed?
 
 Other branches are tested beside what they belong to: meshes without names, expert parallelism and fields that
-`DistributedConfig` lacks in tests/parallel/test_tensor_parallel.py, sizes that Accelerate's `ParallelismConfig` lacks in
+`DistributedConfig` lacks in tests/parallel/test_tensor_parallel.py, sizes that Accelerate lacks in
 tests/training/test_controller.py, Liger under older torch in tests/training/test_setup.py, Adagrad's state in
 tests/optimizers/test_response.py, models that cannot switch their attention and those with masks of their own in
 tests/estimation/test_attention.py.

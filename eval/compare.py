@@ -55,6 +55,7 @@ from recipes.parts.data import load_documents, load_tokenizer, pack
 from recipes.parts.model import build_model
 from recipes.parts.recipe import DataSection, ModelSection, TokenizerSection, build, read_values
 from snip_hf import SnipConfig, SnipController, restore_model
+from snip_hf.policies.registry import needs_probe
 from snip_hf.records.events import Refresh
 
 from .paired import Paired, holm
@@ -138,7 +139,14 @@ class Config:
             if name not in self.contenders:
                 raise ValueError(f"{name!r} is not a contender; known are {', '.join(self.contenders)}.")
         for name in self.contenders:
-            self.snip_config(name, 0)
+            snip, steps = self.snip_config(name, 0), self.training.steps
+            if snip is None or not needs_probe(snip):
+                continue
+            if (applied := snip.first_refresh_in(steps) + snip.apply_delay) >= steps:
+                raise ValueError(
+                    f"contenders.{name}: the first plan would be applied after step {applied} of {steps} "
+                    "(first_refresh + apply_delay). Raise training.steps or lower first_refresh."
+                )
 
     def snip_config(self, contender: str, seed: int) -> SnipConfig | None:
         """Returns a contender's configuration; None for an unquantized one."""
@@ -416,7 +424,7 @@ def train_cell(config: Config, contender: str, seed: int, text: Text, options: a
         backend = None if controller is None else controller.backend
         reasons = done["reasons"] + _reasons(events)
         if controller is not None and controller.needs_probe and controller.plan.provenance.step == 0:
-            raise RuntimeError(f"No refresh gave a plan: {reasons[0] if reasons else 'the cell has too few steps'}.")
+            raise RuntimeError(f"No refresh gave a plan: {'; '.join(reasons)}.")
     finally:
         if controller is not None:
             controller.close()
@@ -567,8 +575,17 @@ def differences(config: Config, lines: Sequence[Line], contender: str, against: 
 
 
 def report(config: Config, lines: Sequence[Line], step: int | None = None) -> str:
-    """Returns the tables after a step of the cells, by default the last."""
-    step = step or config.training.steps
+    """Returns the tables after a step of the cells, by default the last.
+
+    Raises:
+        ValueError: no cell has a line, or none was measured at this step.
+    """
+    step, measured = step or config.training.steps, [*config.training.measure_at, config.training.steps]
+    if step not in measured:
+        raise ValueError(f"--step {step}: the loss was measured after {', '.join(map(str, measured))} steps.")
+    keys = {config.cell_key(name, seed) for name in config.contenders for seed in config.seeds}
+    if not any(line["key"] in keys for line in lines):
+        raise ValueError(f"None of the {len(lines)} lines is of this config. Repeat the --override options of the run.")
     names = [name for name in config.contenders if name != config.reference]
     found = {name: differences(config, lines, name, config.reference, step) for name in names}
     tests = {name: Paired.of(values) for name, values in found.items() if values}

@@ -121,7 +121,8 @@ def pack(
         if next(packed_sequences(documents, **arguments), None) is None:
             raise ValueError(
                 f"The {name} text is shorter than one sequence of {section.sequence_length} tokens. "
-                "Give more text, hold out another share of it, or lower data.sequence_length."
+                "Give more text, hold out another share of it, cut files into documents (data.document_separator), or "
+                "lower data.sequence_length."
             )
     validation = Dataset.from_list(
         list(islice(packed_sequences(held_out, **arguments), section.validation_sequences)), _ROW

@@ -246,6 +246,10 @@ def test_the_report_has_the_paired_differences_of_the_lines(
     assert f"| snip less fp8 | 2 | {pair} | {pair.p:.3f} | {pair.detectable:.3f} | ± 5 | " in table
     assert compare.main(["report", str(files[0]), str(files[1]), "--step", "2"]) == 0
     assert "after 2 steps" in capsys.readouterr().out
+    assert compare.main(["report", str(files[0]), str(files[1]), "--step", "3"]) == 1
+    assert capsys.readouterr().err == "error: --step 3: the loss was measured after 2, 5 steps.\n"
+    assert compare.main(["report", str(files[0]), str(files[1]), "--override", "training.sequences=3"]) == 1
+    assert "None of the 6 lines is of this config." in capsys.readouterr().err
 
 
 def test_cells_of_other_starts_or_devices_and_diverged_ones_are_not_paired(files: tuple[Path, Path]) -> None:
@@ -253,7 +257,7 @@ def test_cells_of_other_starts_or_devices_and_diverged_ones_are_not_paired(files
     for change in ({"start": "other"}, {"device": "other"}, {"losses": {"5": None}}):
         changed = [{**line, **change} if line["contender"] == "fp8" and line["seed"] == 3 else line for line in lines]
         assert len(compare.differences(config, changed, "fp8", "bf16", 5)) == 1
-    assert "| fp8 | 0.0% | 0 | - | - | - | - | 1 |" in compare.report(config, lines[:2], step=9)
+    assert "| fp8 | 0.0% | 0 | - | - | - | - | 1 |" in compare.report(config, changed[:2])
     assert "| snip | - | 0 | - | - | - | - | 0 |\n" in compare.report(config, lines[:2])
 
 
@@ -279,6 +283,7 @@ def test_everything_that_decides_a_course_is_in_the_key_and_nothing_else(
         ("training.step=5", "training: the key 'step' is not known"),
         ("contenders.snip.policy=snap", "contenders.snip: "),
         ("training.steps=0", "expected at least 1, 0 and 1."),
+        ("snip.first_refresh=5", "contenders.snip: the first plan would be applied after step 5 of 5"),
     ],
 )
 def test_a_wrong_config_ends_with_a_sentence(

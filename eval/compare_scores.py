@@ -4,7 +4,8 @@
 
 Each file has the scores of one model; the first model is the reference. Prints per task and model: the accuracy, its
 difference to the reference in points with a 95% interval (normal, paired by question), the questions that only one of
-the two answers rightly, and McNemar's exact p, also with Holm's correction over all rows.
+the two answers rightly, and McNemar's exact p, also with Holm's correction over all tasks and models. The subjects of
+MMLU are one task. The mean over tasks, each with the same weight, has a normal p, uncorrected.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import binomtest
+from scipy.stats import binomtest, norm
 
 from .paired import holm
 from .scoring.questions import unpacked
@@ -31,18 +32,27 @@ METRICS = ("acc_norm", "acc")
 def read_answers(path: Path) -> Answers:
     """Returns task -> 1 for each right answer, 0 for each wrong one. The last line of a task counts.
 
+    The subjects of a group are pooled under its name.
+
     Raises:
         ValueError: no line has answers.
     """
     found: Answers = {}
+    groups: dict[str, str | None] = {}
     for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        groups[line["task"]] = line.get("group")
         answers = line.get("answers") or {}
         metric = next((name for name in METRICS if name in answers), None)
         if metric is not None:
             found[line["task"]] = unpacked(answers[metric]).astype(int)
     if not found:
         raise ValueError(f"{path} has no answers. Score the model again: eval/run.py MODEL --answers --output FILE.")
-    return found
+    pooled: dict[str, list[np.ndarray[Any, Any]]] = {}
+    for task, answers in found.items():
+        while (group := groups.get(task)) is not None:
+            task = group
+        pooled.setdefault(task, []).append(answers)
+    return {task: np.concatenate(parts) for task, parts in pooled.items()}
 
 
 def compare(name: str, task: str, reference: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> dict[str, Any]:
@@ -72,12 +82,23 @@ def compare(name: str, task: str, reference: np.ndarray[Any, Any], other: np.nda
     }
 
 
+def mean_over_tasks(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns the cells of a model's last row."""
+    accuracy, difference = (float(np.mean([row[name] for row in rows])) for name in ("accuracy", "difference"))
+    half = math.hypot(*(row["half"] for row in rows)) / len(rows)
+    p = float(2 * norm.sf(196 / 100 * abs(difference) / half)) if half else 1.0
+    cells = [f"mean of {len(rows)} tasks", rows[0]["model"], f"{accuracy:.2f}", f"{difference:+.2f} ± {half:.2f}"]
+    return [*cells, "-", f"{p:.3f}", "-"]
+
+
 def report(files: Sequence[Path]) -> str:
     """Returns the table. Tasks that one of the two lacks are left out."""
-    reference, rows = read_answers(files[0]), []
+    reference, rows, means = read_answers(files[0]), [], []
     for path in files[1:]:
         answers = read_answers(path)
-        rows += [compare(path.stem, task, reference[task], answers[task]) for task in reference if task in answers]
+        own = [compare(path.stem, task, reference[task], answers[task]) for task in reference if task in answers]
+        rows += own
+        means += [mean_over_tasks(own)] if len(own) > 1 else []
     rows.sort(key=lambda row: list(reference).index(row["task"]))
     heads = ["task", "model", "accuracy, %", f"less {files[0].stem}, points", "gained, lost", "p", "p, Holm"]
     lines = [heads, ["---"] * len(heads)]
@@ -85,6 +106,7 @@ def report(files: Sequence[Path]) -> str:
         difference = f"{row['difference']:+.2f} ± {row['half']:.2f}"
         cells = [row["task"], row["model"], f"{row['accuracy']:.2f}", difference, f"{row['gained']}, {row['lost']}"]
         lines.append([*cells, f"{row['p']:.3f}", f"{corrected:.3f}"])
+    lines += means
     scores = "; ".join(f"{task} {100 * right.mean():.2f} ({len(right)})" for task, right in reference.items())
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     return f"{files[0].stem}, accuracy in percent (questions): {scores}\n\n{table}"

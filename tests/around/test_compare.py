@@ -355,6 +355,16 @@ def test_models_are_compared_question_by_question(tmp_path: Path, capsys: pytest
         "| arc_easy | snip | 75.00 | +0.00 ± 37.04 | 1, 1 | 1.000 | 1.000 |",
         "| arc_easy | fp4 | 12.50 | -62.50 ± 35.86 | 0, 5 | 0.062 | 0.125 |",
     ]
+    for path in files[:2]:
+        subjects = [{"task": "mmlu_stem", "group": "mmlu"}]
+        subjects += [{"task": name, "group": "mmlu_stem", "answers": {"acc": packed([True])}} for name in ("a", "b")]
+        path.write_text(path.read_text() + "".join(json.dumps(row) + "\n" for row in subjects), encoding="utf-8")
+    assert compare_scores.main(list(map(str, files[:2]))) == 0
+    assert capsys.readouterr().out.splitlines()[4:] == [
+        "| arc_easy | snip | 75.00 | +0.00 ± 37.04 | 1, 1 | 1.000 | 1.000 |",
+        "| mmlu | snip | 100.00 | +0.00 ± 0.00 | 0, 0 | 1.000 | 1.000 |",
+        "| mean of 2 tasks | snip | 87.50 | +0.00 ± 18.52 | - | 1.000 | - |",
+    ]
     files[1].write_text(json.dumps({"task": "arc_easy", "answers": {"acc": packed([True])}}) + "\n", encoding="utf-8")
     assert compare_scores.main([str(files[0]), str(files[1])]) == 1
     assert "arc_easy: snip answered 1 questions, the reference 8." in capsys.readouterr().err

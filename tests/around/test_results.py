@@ -121,3 +121,7 @@ def test_speeds_under_trl_are_those_of_the_lines() -> None:
         steps = [f"{one['step_ms']:.1f}, {bf16['step_ms'] / one['step_ms']:.3f}" for one in (torchao, ours)]
         peaks = ", ".join(f"{one['peak_gib']:.1f}" for one in (bf16, torchao, ours))
         assert [cell.removesuffix(" times") for cell in written[row]] == [f"{bf16['step_ms']:.1f}", *steps, peaks], row
+    bf16, ours = (run for run in runs if run["task"] == "GRPO")
+    step = f"{ours['step_ms']:,.1f}, {bf16['step_ms'] / ours['step_ms']:.3f}"
+    peaks = f"{bf16['peak_gib']:.1f}, -, {ours['peak_gib']:.1f}"
+    assert written["GRPO, 100M"] == [f"{bf16['step_ms']:.1f}", "", step, peaks]

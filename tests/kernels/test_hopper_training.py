@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,19 @@ class NothingCompiledAfter(TrainerCallback):
             self.graphs = counters["stats"]["unique_graphs"]
 
 
-def run(folder: Path, compiled: bool, steps: int = 11, resume: str | None = None, **snip: Any) -> tuple[Any, Any, Any]:
-    """Trains; returns the callback of SNIP, the counter of graphs and the losses by step."""
+def run(
+    folder: Path,
+    compiled: bool,
+    steps: int = 11,
+    resume: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    **snip: Any,
+) -> tuple[Any, Any, Any]:
+    """Trains with further arguments of the Trainer; returns SNIP's callback, the counter of graphs and the losses."""
     torch._dynamo.reset()
     counters.clear()
     rows = torch.randint(0, 8, (64, 200), generator=torch.Generator().manual_seed(1)).cumsum(1) % 256
-    arguments = TrainingArguments(
+    every = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
         per_device_train_batch_size=4,
@@ -74,10 +82,11 @@ def run(folder: Path, compiled: bool, steps: int = 11, resume: str | None = None
         save_steps=5,
         report_to=[],
         seed=0,
+        **arguments or {},
     )
     ours, watch = SnipCallback(fp4_config(**SNIP | snip)), NothingCompiledAfter(2)
     data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = Trainer(llama(), arguments, train_dataset=data, callbacks=[ours, watch])
+    trainer = Trainer(llama(), every, train_dataset=data, callbacks=[ours, watch])
     trainer.train(resume_from_checkpoint=resume)
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
     return ours, watch, losses

@@ -36,6 +36,25 @@ def test_refreshes_change_formats_and_compile_nothing(
     assert all(torch.isfinite(torch.tensor(loss)) for loss in losses.values()) and losses[11] < losses[1]
 
 
+@pytest.mark.parametrize("wide", ["fp8-delayed", "fp8-tensor"])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}],
+    ids=["plain", "accumulation", "checkpointing"],
+)
+def test_losses_in_cuda_graphs_are_those_without(
+    arguments: dict[str, Any], wide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
+    snip = {"formats": ("mxfp4", wide), "ties": TIES, "backend": "tensor-scaled"}
+    in_graphs = arguments | {"torch_compile_mode": "reduce-overhead"}
+    _, _, replayed = run(tmp_path / "graphs", compiled=True, arguments=in_graphs, **snip)
+    assert [line["status"] for line in history(tmp_path / "graphs")] == ["applied"] * 3
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    _, _, launched = run(tmp_path / "launched", compiled=True, arguments=arguments, **snip)
+    assert replayed == launched
+
+
 def test_losses_are_those_of_the_emulation_up_to_rounding(tmp_path: Path) -> None:
     _, _, tensor_cores = run(tmp_path / "tensor-scaled", compiled=False, formats=FORMATS, backend="tensor-scaled")
     _, _, emulated = run(tmp_path / "emulated", compiled=False, formats=FORMATS, backend="emulated")

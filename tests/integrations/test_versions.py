@@ -15,19 +15,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from small import text, tiny_llama
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from snip_hf.estimation.attention import switched_attention
+from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.coverage import _packet
-from snip_hf.estimation.passes import call, recomputes_already, traceless
+from snip_hf.estimation.passes import call, recomputes_already, run_forward, traceless
 from snip_hf.integrations.trainer_loss import _is_scaled_for_step
 from snip_hf.parallel import sharding
 from snip_hf.parallel.sharding import unwrap
@@ -77,6 +80,22 @@ def test_models_that_recompute_are_known_under_either_name(name: str) -> None:
     assert recomputes_already(model)
     disable()
     assert not recomputes_already(model)
+
+
+def test_blocks_that_torch_recomputes_are_known() -> None:
+    model = tiny_llama(hidden=16)
+    model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
+    assert recomputes_already(model)
+
+
+def test_the_language_model_of_a_composed_one_caches_nothing_in_a_pass() -> None:
+    """Its config has `use_cache`, behind `get_text_config`; the whole model's has none in some versions."""
+    model, seen = models.build("llava"), list[bool]()
+    text_config = model.config.get_text_config()
+    assert text_config is not model.config and text_config.use_cache
+    model.register_forward_pre_hook(lambda *_: seen.append(text_config.use_cache))
+    run_forward(model, Batch.of(models.with_images()))
+    assert seen == [False] and text_config.use_cache
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,16 @@ def _alone(layer: SnipExperts, expert: int, x: Tensor) -> Tensor:
     return forward_gemm(x, layer.matrices(layer.weight)[expert], layer.bias[expert], state)
 
 
+def test_a_norm_behind_every_expert_is_applied_where_transformers_knows_of_any() -> None:
+    """Version 5.17 sets no such flag."""
+    module, hidden = owners(in_fp4("mixtral"))[0], torch.randn(6, HIDDEN)
+    index, weights = torch.arange(6)[:, None] % EXPERTS, torch.ones(6, 1)
+    vars(module).pop("has_post_expert_norm", None)
+    bare = module(hidden, index, weights)
+    module.has_post_expert_norm, module.post_expert_norm = True, nn.LayerNorm(HIDDEN)
+    assert torch.equal(module(hidden, index, weights), module.post_expert_norm(bare))
+
+
 def test_an_index_behind_the_last_expert_stands_for_none() -> None:
     model = in_fp4("mixtral")
     module, hidden = owners(model)[0], torch.randn(6, HIDDEN)

@@ -263,6 +263,8 @@ class Trainee:
         self._training, self._text, self._seed, self._device = config.training, text, seed, device
         set_seed(seed)
         self.model = build_model(_expanded(config.model), text.tokenizer).to(device).train()
+        # With a cache, each block is compiled for its own index: eight blocks are the limit, what follows runs eagerly.
+        self.model.config.use_cache = False
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         groups = [
             {"params": [p for p in trained if p.dim() > 1], "weight_decay": self._training.weight_decay},
@@ -431,6 +433,7 @@ def train_cell(config: Config, contender: str, seed: int, text: Text, options: a
             restore_model(trainee.model)
     if options.save:
         folder = options.save / f"{contender}-{seed}"
+        trainee.model.config.use_cache = True
         trainee.model.save_pretrained(folder)
         text.tokenizer.save_pretrained(folder)
     return {

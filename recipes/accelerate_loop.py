@@ -48,7 +48,7 @@ while at["step"] < STEPS:
     for batch in accelerator.skip_first_batches(loader, at["rows"] // (options.batch * accelerator.num_processes)):
         with accelerator.accumulate(model):
             controller.capture(batch)
-            loss = model(**batch).loss
+            loss = model(**batch, use_cache=False).loss  # with a cache torch compiles each layer for its own index
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)

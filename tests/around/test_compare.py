@@ -15,6 +15,7 @@ import torch
 import yaml
 from filelock import FileLock
 from scipy.stats import nct, ttest_1samp, ttest_rel
+from torch import nn
 
 from eval import compare, compare_scores
 from eval.paired import Paired, holm
@@ -202,6 +203,23 @@ def test_all_contenders_of_a_seed_are_trained_before_the_next_seed(
     with FileLock(f"{start}.lock"):  # Another process trains it.
         assert run(files[0], tmp_path / "lines.jsonl", "--cache", str(tmp_path)) == 0
     assert trained == [(name, seed) for seed in (3, 4) for name in VALUES["contenders"]]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_all_blocks_share_one_graph(files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+    compiling = nn.Module.compile
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(nn.Module, "compile", lambda block: compiling(block, backend=counted))
+    overrides = ["training.compile=true", "model.config.num_hidden_layers=5", "seeds=[3]"]
+    options = [option for override in overrides for option in ("--override", override)]
+    assert run(files[0], tmp_path / "lines.jsonl", "--only", "snip", *options) == 0
+    # The start, the converted model, and each of them without gradients.
+    assert len(graphs) == 4
 
 
 @pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # PEFT's use of transformers

@@ -100,6 +100,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence (default 2048)")
     parser.add_argument("--steps", type=int, default=60, help="steps of a run (default 60, at least 18)")
     parser.add_argument("--wait", action="store_true", help="also run each recipe with a callback that reads the loss")
+    parser.add_argument("--mode", help='of torch.compile, such as "reduce-overhead" for CUDA graphs')
     parser.add_argument("--loop", action="store_true", help="a plain loop in place of the Trainer")
     parser.add_argument("--empty-caches", action="store_true", help="find nothing compiled by earlier runs")
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no run later than this (default 30)")
@@ -283,6 +284,7 @@ def training_arguments(folder: str, options: argparse.Namespace) -> TrainingArgu
         use_cpu=not on_gpu,
         torch_compile=True,
         torch_compile_backend=llamas.COMPILER,
+        torch_compile_mode=options.mode,
         optim="adamw_torch_fused",
         learning_rate=1e-4,
         lr_scheduler_type="constant",

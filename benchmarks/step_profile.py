@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence (default 2048)")
     parser.add_argument("--profiled", type=int, default=3, help="steps under the profiler (default 3)")
     parser.add_argument("--trainer", action="store_true", help="through the Trainer, with its defaults")
+    parser.add_argument("--mode", help='with --trainer: of torch.compile, such as "reduce-overhead" for CUDA graphs')
     parser.add_argument("--refresh", action="store_true", help="a step that probes, at 75% by SNIP")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--host", type=int, default=0, help="print this many functions of the host")

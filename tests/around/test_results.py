@@ -109,6 +109,31 @@ def test_speeds_of_delayed_scales_are_those_of_the_lines() -> None:
         assert written[row] == expected, row
 
 
+GRAPHS = {
+    "BF16, in the default mode first and last": ("BF16", "fp8-tensor"),
+    "75% in MXFP4, 25% in `fp8-tensor`": ("snip-hf 75%", "fp8-tensor"),
+    "75% in MXFP4, 25% in `fp8-delayed`": ("snip-hf 75%", "fp8-delayed"),
+    "all in `fp8-delayed`": ("snip-hf 0%", "fp8-delayed"),
+    "all in MXFP4": ("snip-hf 100%", "fp8-tensor"),
+    "torchao tensorwise FP8": ("torchao tensorwise", "fp8-tensor"),
+}
+
+
+def test_speeds_in_cuda_graphs_are_those_of_the_lines() -> None:
+    every = [run for run in lines_of("speed_graphs") if "rows" not in run]
+    written = cells("results-speed.md", "CUDA graphs")
+    for row, key in GRAPHS.items():
+        expected = []
+        for mode in ("default", "reduce-overhead"):
+            runs = [run for run in every if run["mode"] == mode]
+            bf16 = statistics.median(run["step_ms"] for run in runs if run["recipe"] == "BF16")
+            new = [run for run in runs if run["commit"] != "0e8a7800" or key[0] == "BF16"]
+            steps = [run["step_ms"] for run in new if (run["recipe"], run["formats"][1]) == key]
+            ratios = ["1"] if key[0] == "BF16" else [f"{bf16 / one:.3f}" for one in steps]
+            expected += [", ".join(f"{one:.1f}" for one in steps), ", ".join(ratios)]
+        assert written[row] == expected, row
+
+
 def test_speeds_under_trl_are_those_of_the_lines() -> None:
     written, runs = cells("results-speed.md", "TRL"), lines_of("trl_speed")
     names = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,6 +121,37 @@ def test_packed_records_move_when_the_facts_change_and_come_back_with_them(layer
     assert (addresses(WITH_FP8), addresses(MXFP4), addresses(WITH_FP8)) == (mixed, narrow, mixed)
     TENSOR_SCALED.load_state_dict(layers, {})
     assert not {one.snip_cache.records.record.data_ptr() for one in layers.values()} & {*narrow, *mixed}
+
+
+def test_a_packed_record_never_changes_its_facts_where_it_is(layer: SnipLinear) -> None:
+    """A plan in the middle of a step, one that the user applies, and passes of the ground truth."""
+    TENSOR_SCALED.share_inputs({"": layer}, [])
+    records, old = layer.snip_cache.records, layer.snip_cache.records.record
+    layer.set_formats(dict(zip(GEMMS, MXFP4, strict=True)))
+    assert records.record is old
+    layer.set_formats(dict(zip(GEMMS, WITH_FP8, strict=True)))
+    assert records.record.data_ptr() != old.data_ptr() and torch.equal(records.record, old)
+    assert view_of(records.record) is records.view and records.view.packed is records.everything is None
+    layer.set_formats(dict(zip(GEMMS, MXFP4, strict=True)))
+    TENSOR_SCALED.after_step({"": layer})
+    assert records.record.data_ptr() == old.data_ptr() and records.view.packed == records.view.facts
+
+
+def test_memory_of_packed_records_outlives_their_run(layer: SnipLinear) -> None:
+    """A graph of the ended run would be replayed for records of other facts at this address."""
+    TENSOR_SCALED.share_inputs({"": layer}, [])
+    memory = weakref.ref(layer.snip_cache.records.everything)
+    TENSOR_SCALED.attach(layer)  # as the next run does
+    gc.collect()
+    assert memory() is not None
+
+
+def test_records_that_move_to_another_device_are_packed_there(layer: SnipLinear) -> None:
+    TENSOR_SCALED.share_inputs({"": layer}, [])
+    records, device = layer.snip_cache.records, torch.device("meta")
+    assert records.on(device).view.packed is None
+    exponents.pack([records])
+    assert records.everything.device == records.record.device == device
 
 
 def test_unpacked_records_stay_where_they_are(layer: SnipLinear) -> None:

@@ -112,7 +112,7 @@ class TensorScaled(TensorCoreBackend):
     def note_formats(self, layer: Layer, formats: Sequence[NumberFormat]) -> None:
         super().note_formats(layer, formats)
         if layer.snip_cache.records is not None:
-            layer.snip_cache.records.view.set_formats(formats)
+            layer.snip_cache.records.set_formats(formats)
 
     def cache_of_copy(self, layer: Layer) -> Cache:
         copied = super().cache_of_copy(layer)

@@ -10,7 +10,8 @@ receives only tensors, in compiled graphs too: the address of the record identif
 bit of an operand: without one, the device reads the same facts itself.
 
 A CUDA graph of torch.compile replays the launches of the facts at its capture. torch.compile captures another one if a
-layer's tensor has another address, so `pack` gives the records of each set of facts a memory of their own.
+layer's tensor has another address, so a packed record never changes its facts where it is: `pack` gives the records of
+each set of facts a memory of their own, and `Records.set_formats` leaves it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class HostView:
     rows: tuple[Tensor, ...] = ()
     """The record by operand: creating such a view takes the host a microsecond."""
     packed: Hashable = None
-    """The facts when the record was last packed; None: it was not."""
+    """The facts with which the record was packed; None: it is not packed."""
 
     @property
     def facts(self) -> Hashable:
@@ -103,6 +104,9 @@ def _all_of(flags: Sequence[bool], gemms: tuple[int, int]) -> bool:
 
 # A view lives as long as its records. `_register` overwrites the entry when an address is reused.
 _VIEWS: WeakValueDictionary[int, HostView] = WeakValueDictionary()
+# The memory of all packed records, some 40 KB per model and set of facts. It is never freed: CUDA graphs outlive runs
+# and layers, and would be replayed for other records at their addresses.
+_HOMES: list[Tensor] = []
 
 
 def _register(view: HostView, record: Tensor) -> None:
@@ -129,7 +133,7 @@ class Records:
     everything: Tensor | None = None
     """The tensor of all layers' records that contains `record` as a row; None: there is none."""
     homes: dict[Hashable, Tensor] = field(default_factory=dict)
-    """Facts of all packed layers -> the memory of their records."""
+    """Device and facts of the layers packed together -> the memory of their records; empty: never packed."""
     view: HostView = field(default_factory=HostView)
 
     def __post_init__(self) -> None:
@@ -150,10 +154,20 @@ class Records:
         """Returns a copy that shares no tensor with other layers."""
         return Records(self.record.clone(), self.table, view=self.view.copy())
 
+    def set_formats(self, formats: Sequence[NumberFormat]) -> None:
+        """Updates the formats of the three GEMMs. If this changes a packed record's facts, it leaves its memory until
+        `follow` or `load` pack it again: graphs in between serve all plans."""
+        self.view.set_formats(formats)
+        if self.view.packed not in (None, self.view.facts):
+            self.record, self.everything, self.view.packed = self.record.data.clone(), None, None
+            torch._dynamo.mark_static_address(self.record)  # graphs write to it, too
+            _register(self.view, self.record)
+
     def on(self, device: torch.device) -> Records:
         """Moves the records to a device if they are elsewhere, and returns them."""
         if self.record.device != device:
             self.record, self.table, self.everything = self.record.to(device), table_on(device), None
+            self.view.packed = None
             if torch.compiler.is_compiling():
                 self.view.address = 0  # `follow` registers it: traced code may not
             else:
@@ -169,10 +183,13 @@ def pack(records: Sequence[Records]) -> None:
     devices: dict[torch.device, list[Records]] = {}
     for one in records:
         devices.setdefault(one.record.device, []).append(one)
-    for members in devices.values():
-        facts, homes = tuple(one.view.facts for one in members), members[0].homes
+    for device, members in devices.items():
+        facts, homes = (device, *(one.view.facts for one in members)), members[0].homes
         values = torch.stack([one.record.data for one in members])
-        everything = homes.setdefault(facts, values).copy_(values)
+        if facts not in homes:
+            homes[facts] = torch.empty_like(values)
+            _HOMES.append(homes[facts])
+        everything = homes[facts].copy_(values)
         for one, row in zip(members, everything.unbind(), strict=True):
             torch._dynamo.mark_static_address(row)  # so that CUDA graphs write to the same place
             one.record, one.everything, one.homes = row, everything, homes
@@ -181,8 +198,8 @@ def pack(records: Sequence[Records]) -> None:
 
 
 def _repack(records: Sequence[Records]) -> None:
-    """Packs records again if they were packed and the facts of some layer have changed since."""
-    packed = [one for one in records if one.everything is not None]
+    """Packs records again if they were packed, and some have left their memory or know other exponents since."""
+    packed = [one for one in records if one.homes]
     if any(one.view.facts != one.view.packed for one in packed):
         pack(packed)
 

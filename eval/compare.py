@@ -55,6 +55,7 @@ from recipes.parts.data import load_documents, load_tokenizer, pack
 from recipes.parts.model import build_model
 from recipes.parts.recipe import DataSection, ModelSection, TokenizerSection, build, read_values
 from snip_hf import SnipConfig, SnipController, restore_model
+from snip_hf.cli import add_import, import_modules
 from snip_hf.policies.registry import needs_probe
 from snip_hf.records.events import Refresh
 
@@ -648,6 +649,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 after an error or a failed cell."""
     options = parse(arguments)
     try:
+        import_modules(options.modules)
         config = load_config(options.config, options.override)
         if options.command == "report":
             print(report(config, read_lines(options.lines), options.step))
@@ -687,6 +689,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     prepare.add_argument("config", type=Path)
     prepare.add_argument("--cache", type=Path, required=True)
     for command in (run, show, prepare):
+        add_import(command)
         command.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="change the config")
     options = parser.parse_args(arguments)
     options.given = list(sys.argv[1:] if arguments is None else arguments)

@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from snip_hf import SnipCallback, SnipConfig, keep_model_card, restore_model
+from snip_hf.cli import add_import, import_modules
 from snip_hf.config import DoesNotFit
 from snip_hf.extras import needed_by
 from snip_hf.policies.target import describe_target
@@ -56,8 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="e.g. training.max_steps=10"
     )
+    add_import(parser)
     options = parser.parse_args(arguments)
     try:
+        import_modules(options.modules)
         recipe = load_recipe(options.recipe, options.override)
     except (ValueError, TypeError, FileNotFoundError) as error:
         parser.error(str(error))

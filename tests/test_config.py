@@ -59,6 +59,10 @@ OTHER: dict[str, Any] = {
 ONE_BUDGET = {"target_linear_speedup": None, "rates": None}
 
 EXAMPLE = "e.g. 0.75, or ((1, 0.9), (800, 0.5)): 0.9 from step 1 on, 0.5 from step 800 on"
+OWN_POLICY = (
+    " A policy of your own is registered first: by `register_policy` of `snip_hf.policies.registry`, or by `--import "
+    "MODULE` on the command line."
+)
 CHANGING = "Shares that change are pairs of a step and a share, e.g. ((1, 0.9), (800, 0.5))."
 
 BAD_VALUES: list[tuple[dict[str, Any], str]] = [
@@ -175,20 +179,22 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"granularity": "block"}, "granularity='block' is not known; expected one of layer, gemm."),
     (
         {"policy": "snap"},
-        f"policy='snap' is not known. Did you mean 'snip'? `list(snip_hf.config.POLICIES)` lists all {len(POLICIES)}.",
+        f"policy='snap' is not known. Did you mean 'snip'? `list(snip_hf.config.POLICIES)` lists all {len(POLICIES)}."
+        + OWN_POLICY,
     ),
     (
         {"policy": "paper"},
         "policy='paper' is not known. 'paper' is a preset: SnipConfig.preset('paper'). "
-        f"`list(snip_hf.config.POLICIES)` lists all {len(POLICIES)}.",
+        f"`list(snip_hf.config.POLICIES)` lists all {len(POLICIES)}." + OWN_POLICY,
     ),
     (
         {"policy": "maximal"},
-        f"policy='maximal' is not known. `list(snip_hf.config.POLICIES)` lists all {len(POLICIES)}.",
+        f"policy='maximal' is not known. `list(snip_hf.config.POLICIES)` lists all {len(POLICIES)}." + OWN_POLICY,
     ),
     (
         {"policy": "SNIP"},
-        f"policy='SNIP' is not known. Did you mean 'snip'? `list(snip_hf.config.POLICIES)` lists all {len(POLICIES)}.",
+        f"policy='SNIP' is not known. Did you mean 'snip'? `list(snip_hf.config.POLICIES)` lists all {len(POLICIES)}."
+        + OWN_POLICY,
     ),
     (
         {"solver": "hihgs"},

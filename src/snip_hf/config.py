@@ -23,6 +23,10 @@ from .registry import Registry, choices, did_you_mean
 
 # The policies, which decide plans. `policies` registers the built-in ones; `policies.registry.Policy` is the interface.
 POLICIES: Registry[Any] = Registry("policy", "snip_hf.policies", "`list(snip_hf.config.POLICIES)`")
+_REGISTER_FIRST = (
+    " A policy of your own is registered first: by `register_policy` of `snip_hf.policies.registry`, or by `--import "
+    "MODULE` on the command line."
+)
 # The tables of how fast hardware runs each format. `costs.rates` registers the built-in ones.
 RATES: Registry[Any] = Registry("table of rates", "snip_hf.costs.rates")
 
@@ -409,8 +413,8 @@ class SnipConfig(_NamedFields):
             guess = did_you_mean(value, known)
             if name == "policy" and value in _PRESETS:
                 guess = f" {value!r} is a preset: SnipConfig.preset({value!r})."
-            listing = POLICIES.listing if name == "policy" else None
-            raise ValueError(f"{name}={value!r} is not known{choices(known, guess, listing)}")
+            listing, advice = (POLICIES.listing, _REGISTER_FIRST) if name == "policy" else (None, "")
+            raise ValueError(f"{name}={value!r} is not known{choices(known, guess, listing)}{advice}")
 
     def _check_granularity(self) -> None:
         supported = POLICIES[self.policy].granularities

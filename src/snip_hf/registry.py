@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol, TypeVar
 
 
@@ -63,6 +63,7 @@ class Registry(Mapping[str, Entry]):
         self.kind = kind
         self.listing = listing
         self._entries: dict[str, Entry] = {}
+        self._listeners: list[Callable[[Entry], object]] = []
         self._built_in = built_in
 
     def register(self, entry: Entry) -> Entry:
@@ -75,7 +76,16 @@ class Registry(Mapping[str, Entry]):
         if known is not None and known != entry:
             raise ValueError(f"There is a {self.kind} named {entry.name!r} already; choose another name.")
         self._entries[entry.name] = entry
+        if known is None:
+            for listener in self._listeners:
+                listener(entry)
         return entry
+
+    def for_each(self, listener: Callable[[Entry], object]) -> None:
+        """Calls `listener` with every entry: with those of now, and with later ones when they are registered."""
+        for entry in list(self.values()):
+            listener(entry)
+        self._listeners.append(listener)
 
     def checked(self, name: object, where: str) -> str:
         """Returns `name` if an entry has it.

@@ -41,6 +41,7 @@ NOT_RUN = {
     "docs/kernels.md": {1: "needs a Blackwell GPU"},
     "docs/models.md": {3: "loads a checkpoint of the reader's run"},
     "docs/optimizers.md": {1: "needs a GPU", 2: "needs a GPU"},
+    "docs/results.md": {1: "reads the repository's lines; test_results.py runs it"},
     "docs/sharing.md": dict.fromkeys(range(1, 5), "needs the Hub; tests/integrations/test_hub.py has one")
     | dict.fromkeys((5, 6), "loads what `snip-hf export` wrote; tests/integrations/test_export.py does"),
     "docs/trl.md": {1: "needs TRL, and a model from the Hub; tests/integrations/test_trl.py has such runs"},

@@ -14,12 +14,14 @@ import pytest
 import torch
 import yaml
 from filelock import FileLock
+from registries import restored
 from scipy.stats import nct, ttest_1samp, ttest_rel
 from torch import nn
 
 from eval import compare, compare_scores
 from eval.paired import Paired, holm
 from eval.scoring.questions import packed
+from snip_hf.config import POLICIES
 
 ROOT = Path(__file__).resolve().parents[2]
 VALUES: dict[str, Any] = {
@@ -53,6 +55,14 @@ VALUES: dict[str, Any] = {
     "reference": "bf16",
     "comparisons": [{"contender": "snip", "against": "fp8", "margin": 5.0}],
 }
+
+# A module with a policy of one's own.
+BACKWARDS = """
+from snip_hf.policies.registry import register_policy
+from snip_hf.policies.rules import rule
+
+register_policy(rule("backwards", lambda setting, layers: setting.groups(layers)[::-1]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +287,22 @@ def test_cells_of_other_starts_or_devices_and_diverged_ones_are_not_paired(files
         assert len(compare.differences(config, changed, "fp8", "bf16", 5)) == 1
     assert "| fp8 | 0.0% | 0 | - | - | - | - | 1 |" in compare.report(config, changed[:2])
     assert "| snip | - | 0 | - | - | - | - | 0 |\n" in compare.report(config, lines[:2])
+
+
+def test_contenders_name_policies_of_imported_modules(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "backwards.py").write_text(BACKWARDS, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    output = tmp_path / "own.jsonl"
+    own = ["--override", "contenders.own={policy: backwards}", "--override", "training.measure_at=[]"]
+    own += ["--cache", f"{files[1]}.cache", "--only", "own", "--seeds", "3"]
+    with restored(POLICIES):
+        assert run(files[0], output, *own) == 1
+        assert "--import MODULE" in capsys.readouterr().err
+        assert run(files[0], output, "--import", "backwards", *own) == 0
+    (line,) = compare.read_lines(output)
+    assert (line["contender"], line["snip"]["policy"]) == ("own", "backwards") and line["share"] >= 0.75
 
 
 def test_everything_that_decides_a_course_is_in_the_key_and_nothing_else(

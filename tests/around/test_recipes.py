@@ -20,10 +20,12 @@ from configs import fp4_config
 from parts import data
 from parts.recipe import DataSection, Recipe, TokenizerSection, load_recipe, to_plain
 from policy_settings import llama_flops
+from registries import restored
 from slow_cases import slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from snip_hf import PrecisionPlan, convert_model
+from snip_hf.config import POLICIES
 from snip_hf.policies.registry import rule_assignment
 from snip_hf.policies.setting import Setting
 
@@ -408,6 +410,16 @@ def test_a_policy_that_does_not_fit_the_model_is_one_line_on_the_command_line(
         "policy='first2-last8-bf16' keeps the first 2 and the last 8 blocks in BF16, which are all of the model's 4 "
         "blocks. Use a rule that meets a target, e.g. policy='first2-last8'.\n"
     )
+
+
+def test_a_recipe_names_a_policy_of_an_imported_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "from snip_hf.policies.registry import *\nregister_policy(Policy(name='own', assign=lambda setting: {}))\n"
+    (tmp_path / "own_policies.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(pretrain, "run", lambda recipe: {"policy": recipe.snip.policy})
+    with restored(POLICIES):
+        told = pretrain.main([str(QUICKSTART), "--import", "own_policies", "--override", "snip.policy=own"])
+    assert told == {"policy": "own"}
 
 
 def test_a_base_is_read_relative_to_its_recipe_and_null_takes_a_section_out(tmp_path: Path) -> None:

@@ -150,3 +150,16 @@ def test_speeds_under_trl_are_those_of_the_lines() -> None:
     step = f"{ours['step_ms']:,.1f}, {bf16['step_ms'] / ours['step_ms']:.3f}"
     peaks = f"{bf16['peak_gib']:.1f}, -, {ours['peak_gib']:.1f}"
     assert written["GRPO, 100M"] == [f"{bf16['step_ms']:.1f}", "", step, peaks]
+
+
+def test_the_block_that_recomputes_a_figure_prints_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = re.findall(
+        r"^```python\n(.*?)^```", section("results.md", "Recompute a figure"), re.DOTALL | re.MULTILINE
+    )
+    monkeypatch.chdir(ROOT)
+    exec(block, {})
+    printed = capsys.readouterr().out.strip()
+    assert block.rstrip().endswith(f"# {printed}")
+    assert f"| `nvfp4` | {printed} |" in section("results-loss.md", "Formats")

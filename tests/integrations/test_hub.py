@@ -287,6 +287,8 @@ def test_what_is_no_plan_is_refused_with_what_was_looked_for(hub: Hub, tmp_path:
         load_plan(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"does not exist and cannot be the name of a repository"):
         load_plan(tmp_path / "a" / "b" / "c")
+    with pytest.raises(FileNotFoundError, match=r"plna\.json does not exist and cannot be the name"):
+        load_plan("plna.json", api=client(hub))
     client(hub).create_repo(NAME)
     with pytest.raises(FileNotFoundError, match=rf"The repository '{NAME}' has no snip/plan\.json"):
         load_plan(NAME, api=client(hub))

@@ -373,6 +373,14 @@ def test_apply_refuses_a_plan_without_one_of_the_models_layers_and_writes_nothin
     assert all(torch.equal(a, b.snip_state) for a, b in zip(before, snip_linears(large).values(), strict=True))
 
 
+def test_a_misspelt_layer_is_the_example_of_what_the_plan_names() -> None:
+    model = Blocks(2)
+    convert_model(model, fp4_config())
+    plan = plan_for(model, forward="fp4")
+    with pytest.raises(KeyError, match=r"no entry for layer 'layers\.x' \(it names 2 layers, e\.g\. 'layers\.1'\)"):
+        plan.check_layers(["layers.0", "layers.x"])
+
+
 def test_apply_refuses_what_does_not_fit_in_one_sentence_and_leaves_the_layers_plain() -> None:
     model, wide, other = Blocks(), Blocks(width=12), nn.ModuleDict({"h": nn.ModuleList([nn.Linear(8, 8)])})
     with pytest.raises(ValueError) as caught:

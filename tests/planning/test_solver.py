@@ -214,7 +214,7 @@ def test_an_infeasible_problem_is_reported_with_what_is_attainable() -> None:
     error = failure(None, problem)
     assert error.reason == "infeasible"
     assert str(error) == (
-        "No map meets all constraints ('stage 0': minimum 1.25, attainable 1). Lower the target or tie less."
+        "No plan meets all constraints ('stage 0': minimum 1.25, attainable 1). Lower the target or tie less."
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,13 +23,15 @@ from policy_settings import (
     setting_of,
     stage_shares,
 )
+from registries import restored
 from small import tiny_llama
 
-from snip_hf import SnipController
+from snip_hf import SnipController, register_format
 from snip_hf.config import POLICIES, SnipConfig
 from snip_hf.costs.timing import Machine, MeasuredCost
 from snip_hf.estimation.table import ROWS, Divergence, DivergenceTable
 from snip_hf.layers.state import block_of, snip_linears
+from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.planning.program import problem
@@ -185,6 +188,15 @@ def test_uniform_policies_run_their_own_format_whatever_the_others_are(policy: s
     plan = SnipController(model, torch.optim.SGD(model.parameters(), 0.1), setting.config).plan
     assert plan.fp4_fraction == 1.0
     assert {layer.formats["forward"] for layer in snip_linears(model).values()} == {policy.removeprefix("uniform-")}
+
+
+def test_a_format_registered_later_brings_its_uniform_policy() -> None:
+    assert "uniform-later" not in POLICIES
+    with restored(FORMATS):
+        register_format(replace(FORMATS["fp8"], name="later"))
+        setting = setting_of(llama_flops(), policy="uniform-later")
+        assert rule_assignment(setting) == uniform(llama_flops(), "later")
+    assert "uniform-later" not in POLICIES
 
 
 @pytest.mark.parametrize("policy", ["bf16", "uniform-fp8", "uniform-fp4"])

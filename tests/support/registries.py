@@ -17,13 +17,15 @@ from snip_hf.registry import Registry
 
 @contextmanager
 def restored(registry: Registry[Any]) -> Iterator[None]:
-    """Undoes all registrations of the context when it ends."""
-    before = dict(registry)
+    """Undoes all registrations of the context when it ends, and those of the policies that a format brings."""
+    registries = (registry, POLICIES) if registry is FORMATS else (registry,)
+    before = [dict(one) for one in registries]
     try:
         yield
     finally:
-        registry._entries.clear()
-        registry._entries.update(before)
+        for one, entries in zip(registries, before, strict=True):
+            one._entries.clear()
+            one._entries.update(entries)
 
 
 @contextmanager

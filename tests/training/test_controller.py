@@ -785,7 +785,7 @@ def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(SolverProcess, "start", too_much)
     Loop(folder=tmp_path).run(5)
     assert kept(tmp_path) == [
-        "SolverError: No map meets all constraints ('stage 0': minimum 1.5, attainable 1). Lower the target or tie "
+        "SolverError: No plan meets all constraints ('stage 0': minimum 1.5, attainable 1). Lower the target or tie "
         "less."
     ]
 

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        _import_modules(getattr(arguments, "modules", ()))
+        import_modules(getattr(arguments, "modules", ()))
         with needed_by(f"The command {arguments.command!r}"):
             return int(arguments.run(arguments))
     except BrokenPipeError:
@@ -67,7 +67,7 @@ def fail(error: Exception, code: int = 2) -> int:
     return code
 
 
-def _import_modules(names: Iterable[str]) -> None:
+def import_modules(names: Iterable[str]) -> None:
     """Imports the user's modules, which register formats and policies, from the working directory or the path."""
     if names and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -79,6 +79,18 @@ def _import_modules(names: Iterable[str]) -> None:
                 f"--import {name}: {type(error).__name__}: {error}. Expected a module that can be imported from here, "
                 "such as my_formats for ./my_formats.py."
             ) from error
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """Adds the option `--import`, whose values `import_modules` takes."""
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="first import this module, which registers your own formats or policies; may be repeated",
+    )
 
 
 class Parser(argparse.ArgumentParser):
@@ -120,14 +132,7 @@ def build_parser() -> Parser:
         command = commands.add_parser(name, help=help, description=description)
         command.set_defaults(run=_command(module, name))
         if reads_plans:
-            command.add_argument(
-                "--import",
-                dest="modules",
-                action="append",
-                default=[],
-                metavar="MODULE",
-                help="first import this module, which registers your own formats or policies; may be repeated",
-            )
+            add_import(command)
         return command
 
     report = add(

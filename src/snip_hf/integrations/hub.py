@@ -135,7 +135,7 @@ def load_plan(
     if os.path.lexists(path):
         return PrecisionPlan.load(_plan_file(path))
     name = repository_name(os.fspath(repo_or_dir))
-    if name is None:
+    if name is None or path.suffix == ".json":
         raise FileNotFoundError(
             f"{printable(repo_or_dir)} does not exist and cannot be the name of a repository; expected the folder of a "
             "run, a plan file, or a name such as 'user/model'."

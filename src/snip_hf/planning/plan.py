@@ -303,7 +303,7 @@ class PrecisionPlan:
         if missing:
             raise KeyError(
                 f"The plan has no entry for layer {missing[0]!r} (it names {len(self.assignment)} layers, "
-                f"e.g. {next(iter(self.assignment))!r}). {advice}"
+                f"e.g. {next(iter(unexpected or self.assignment))!r}). {advice}"
             )
         if unexpected:
             raise KeyError(

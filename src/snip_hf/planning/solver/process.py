@@ -248,7 +248,7 @@ class SolverProcess:
         rows = self._problem["constraints"]
         each = "; ".join(f"{x['name']!r}: minimum {x['minimum']:.6g}, attainable {reach[x['name']]:.6g}" for x in rows)
         text = printable(each, _MAX_TEXT)
-        return SolverError("infeasible", f"No map meets all constraints ({text}). Lower the target or tie less.")
+        return SolverError("infeasible", f"No plan meets all constraints ({text}). Lower the target or tie less.")
 
 
 def solver_of(config: SnipConfig) -> str:

@@ -19,6 +19,8 @@ from tiny_runs import SCHEDULE, differing, one_thread, weights
 from torch import Tensor, nn
 
 from snip_hf import SnipConfig, SnipController
+from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
+from snip_hf.layers.state import snip_linears
 from snip_hf.records.events import Alarm, Refresh, read_history
 from snip_hf.records.load import load_run
 from snip_hf.training import guard as guard_module
@@ -134,6 +136,24 @@ def test_a_spike_raises_all_layers_for_a_while_and_then_the_plan_is_refreshed(
     assert [step for step, _ in run.plans] == [0, 4, 8, 9, 15]
     assert not any("plan.json" in note for note in run.notes)
     assert run.alarms == [alarm] and run.plans[-1][1].assignment == loop.formats()
+
+
+def test_kernels_launch_by_the_raised_formats_in_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs of the old formats would be replayed if the records kept their addresses."""
+    monkeypatch.setattr(type(TENSOR_SCALED), "lacks", lambda self, device: None)
+    monkeypatch.setattr(type(TENSOR_SCALED), "fails", lambda self, format, device: None)
+    formats = ("mxfp4", "fp8-tensor")
+    loop = Provoked(config(formats=formats, backend="tensor-scaled", policy="uniform-mxfp4"), tmp_path, factors={9: 1e3})
+
+    def records() -> list[Any]:
+        return [layer.snip_cache.records for layer in snip_linears(loop.model).values()]
+
+    loop.run(8)
+    before = {one.record.data_ptr() for one in records()}
+    loop.run(9)
+    assert used(loop) == {"fp8-tensor"}
+    assert all(one.view.packed == one.view.facts for one in records())
+    assert before.isdisjoint(one.record.data_ptr() for one in records())
 
 
 def test_a_gradient_that_is_not_finite_is_left_out_and_raises_what_is_broken(tmp_path: Path) -> None:

@@ -280,9 +280,9 @@ class SnipController:
         self._chunks.end_step()
         self._run.refresher.end_step(step)
         self._layers.set_step(step + 1, 0)
-        self._layers.end_step()
         if self._guard is not None:
             self._guard.end_step(step)
+        self._layers.end_step()  # after all changes of formats, so that kernels launch by the new ones
 
     def close(self) -> None:
         """Ends the run: stops a running solver, ends the record, and lets the layers compute in high precision.

@@ -26,7 +26,7 @@ from ..training.micro_batches import TrainingPasses
 from .compilation import compile_by_regions
 from .hub import prepare_push, tag_model
 from .messages import follow_transformers
-from .reference import AS_POLICY, Reference, check_reference, find_reference, give_back
+from .reference_model import AS_POLICY, ReferenceModel, check_reference, find_reference, give_back
 from .state_files import StateFiles, load_state, output_folder
 from .trackers import Trackers
 from .trainer_loss import ADVICE, LossSeam, Wrapped, computes_loss, find_trainer
@@ -74,7 +74,7 @@ class SnipCallback(TrainerCallback):
         self.controller: SnipController | None = None
         check_reference(reference)
         self._reference_option = reference
-        self._reference: Reference | None = None
+        self._reference: ReferenceModel | None = None
         self._keeps_formats = keep_formats
         self._files = StateFiles(resume, type(self).__name__)
         self._trackers = list(trackers)

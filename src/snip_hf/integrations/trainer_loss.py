@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerState
 from ..estimation.batch import Objective, label_name_of, labelled_tokens, token_ids
 from ..python_state import binding_kept
 from ..training.micro_batches import TrainingPasses
-from .reference import Reference
+from .reference_model import ReferenceModel
 
 ADVICE = (
     "compute it in an override of the Trainer's compute_loss, or by compute_loss_func, and have training_step call "
@@ -100,7 +100,7 @@ class LossSeam:
         reference: the reference model of the Trainer, if it follows the plan.
     """
 
-    def __init__(self, trainer: Trainer, passes: TrainingPasses, reference: Reference | None = None) -> None:
+    def __init__(self, trainer: Trainer, passes: TrainingPasses, reference: ReferenceModel | None = None) -> None:
         self._trainer = trainer
         self._passes = passes
         self._reference = reference

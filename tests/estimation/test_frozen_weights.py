@@ -1,4 +1,4 @@
-"""Which parameters' updates count where swapped weights are frozen, and is what an estimate says of them the truth?"""
+"""Frozen swapped weights: which parameters' updates count instead, and how true the estimate is."""
 
 from __future__ import annotations
 

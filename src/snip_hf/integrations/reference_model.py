@@ -39,7 +39,7 @@ def check_reference(reference: Any) -> None:
         )
 
 
-class Reference:
+class ReferenceModel:
     """A reference model that runs in the formats of the plan in force.
 
     Args:
@@ -100,7 +100,9 @@ class Reference:
             self.follow()
 
 
-def find_reference(trainer: Trainer, option: str, config: SnipConfig, controller: SnipController) -> Reference | None:
+def find_reference(
+    trainer: Trainer, option: str, config: SnipConfig, controller: SnipController
+) -> ReferenceModel | None:
     """Makes the reference model of a Trainer follow the plan; returns None without one, or if it stays plain.
 
     Args:
@@ -116,7 +118,7 @@ def find_reference(trainer: Trainer, option: str, config: SnipConfig, controller
         return None
     model: nn.Module | None = getattr(trainer, "ref_model", None)
     if option == AS_POLICY:
-        return None if model is None else Reference(model, config, controller)
+        return None if model is None else ReferenceModel(model, config, controller)
     if model is not None:
         restore_model(unwrap(model))  # it may be a copy of a converted model
     elif getattr(controller.model, "peft_config", None) is not None:
@@ -127,7 +129,7 @@ def find_reference(trainer: Trainer, option: str, config: SnipConfig, controller
     return None
 
 
-def give_back(controller: SnipController, reference: Reference | None) -> None:
+def give_back(controller: SnipController, reference: ReferenceModel | None) -> None:
     """Restores the plain models after training, and logs it on the first process."""
     restore_model(controller.model)
     if reference is not None:

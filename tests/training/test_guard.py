@@ -142,8 +142,8 @@ def test_kernels_launch_by_the_raised_formats_in_the_next_step(tmp_path: Path, m
     """CUDA graphs of the old formats would be replayed if the records kept their addresses."""
     monkeypatch.setattr(type(TENSOR_SCALED), "lacks", lambda self, device: None)
     monkeypatch.setattr(type(TENSOR_SCALED), "fails", lambda self, format, device: None)
-    formats = ("mxfp4", "fp8-tensor")
-    loop = Provoked(config(formats=formats, backend="tensor-scaled", policy="uniform-mxfp4"), tmp_path, factors={9: 1e3})
+    mxfp4 = config(formats=("mxfp4", "fp8-tensor"), backend="tensor-scaled", policy="uniform-mxfp4")
+    loop = Provoked(mxfp4, tmp_path, factors={9: 1e3})
 
     def records() -> list[Any]:
         return [layer.snip_cache.records for layer in snip_linears(loop.model).values()]

@@ -90,7 +90,7 @@ def _describe_packs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             "probe's passes need FP32. Give a tensor, or `position_ids` that begin again with each packed sequence, "
             f"or use {WITHOUT_PROBE}."
         )
-    # Fused kernels look for packed sequences in batches without padding only, and by `cu_seq_lens_q` before all else.
+    # Fused kernels look for packed sequences only in batches without padding, by `cu_seq_lens_q` if it is given.
     if not (mask is None or (mask.dim() == 2 and mask.all())):
         return args, kwargs
     packs = position_ids

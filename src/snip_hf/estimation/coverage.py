@@ -180,7 +180,7 @@ def coverage(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | No
     Raises:
         TypeError: the batch is not a mapping of names to values, or the configuration not a `SnipConfig`.
         ValueError: the model is already quantized by another method, or a name in `skip_modules` or `include_modules`
-            matches nothing, as `convert_model` says.
+            matches nothing, as in `convert_model`.
     """
     if not isinstance(batch, Mapping):
         raise TypeError(
@@ -471,7 +471,7 @@ def calls_of(model: nn.Module) -> list[Call]:
         matrices = [one for one in module.parameters() if one.dim() > 1]
         is_linear = kind_of(module) is not None and not is_adapted(module)
         is_leaf = not any(True for part in module.children() for _ in part.parameters())
-        # Autocast's copy of a trained matrix tells whose it is; that of a frozen one does not.
+        # Autocast's copy of a trained matrix shows which parameter it is; a copy of a frozen one does not.
         is_owner = is_linear or (is_leaf and not all(one.requires_grad for one in matrices))
         weight = names[id(max(matrices, key=Tensor.numel))] if matrices and is_owner else None
         is_fixed = weight is None and (id(module) in adapters or (is_leaf and _has_matrix(module)))
@@ -531,7 +531,7 @@ def _grouped_product(args: Sequence[Any], out: Tensor) -> int:
     first, ends = args[0], next((one for one in args[2:] if _is_ends(one)), None)
     if ends is None or first.dim() != 2 or out.dim() != 2 or not first.shape[0]:
         return 2 * out.numel() * int(first.shape[-1])
-    # No group has the rows behind the last end.
+    # Rows behind the last end belong to no group.
     return int(2 * min(first.shape[0], int(ends[-1])) * out.shape[-1] * first.shape[-1])
 
 

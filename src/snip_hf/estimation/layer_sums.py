@@ -511,12 +511,12 @@ def sizes_of(sample: LayerSample, micro_batches: int, batch: BatchSizes, pieces:
 
 
 def finish_squares(name: str, sizes: Sizes, probes: int) -> Callable[[list[float]], dict[str, Squares]]:
-    """Returns what computes `LayerSums.weight_divergences` from its sums."""
+    """Returns the function that computes `LayerSums.weight_divergences` from its sums."""
     return partial(_squares, sizes, probes, FORMATS[name].gradient.stochastic)
 
 
 def finish_loss(form: str, sizes: Sizes, batch: BatchSizes) -> Callable[[list[float]], float]:
-    """Returns what computes `LayerSums.loss_divergence` from its sums."""
+    """Returns the function that computes `LayerSums.loss_divergence` from its sums."""
     if form == "saliency":
         return partial(_times, sizes.token_ratio)
     # N^2 for the gradients of the tokens' own losses, 1 / N for the mean over their rises.
@@ -524,7 +524,7 @@ def finish_loss(form: str, sizes: Sizes, batch: BatchSizes) -> Callable[[list[fl
 
 
 def finish_errors(sizes: Sizes, batch: BatchSizes) -> Callable[[list[float]], dict[str, tuple[float, float]]]:
-    """Returns what computes `LayerSums.errors` from its sums."""
+    """Returns the function that computes `LayerSums.errors` from its sums."""
     # From the sample to all tokens of the batch, and from there to the micro-batch: X has more rows by its tokens, G
     # also smaller ones, as a mean over more labels.
     rows = max(1, batch.micro_batch_tokens) / max(1, batch.tokens)

@@ -151,7 +151,7 @@ def measured_peak(weight: Tensor) -> Iterator[list[float | None]]:
     allocated before, in MiB.
 
     Nothing is reset, so that the program's own peak statistics stay as they are: if the process had reached a higher
-    peak before, the context's peak is unknown and the list holds None. So it does if `weight` is not on CUDA.
+    peak before, the context's peak is unknown and the list holds None. It also holds None if `weight` is not on CUDA.
     """
     peak: list[float | None] = [None]
     if weight.device.type != "cuda":

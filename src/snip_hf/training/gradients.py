@@ -275,7 +275,7 @@ class GradientSource:
         return {} if is_full else trained_beside(model, layers, is_trained)
 
     def trains(self) -> Callable[[Tensor], bool]:
-        """Returns a predicate: does the optimizer train this parameter?"""
+        """Returns a predicate that is True for the parameters that the optimizer trains."""
         return lambda parameter: False
 
     def why_untrained(self, model: nn.Module) -> str | None:

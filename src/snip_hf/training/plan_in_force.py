@@ -195,7 +195,7 @@ class PlanInForce:
         is_rule = aims_at_share(config) and not needs_probe(config)
         if not is_rule or target in (config.target_at(made), self._gave_up):
             return
-        self._gave_up = target  # unless it works
+        self._gave_up = target  # reset below if it works
         self.retarget(step)
 
     def retarget(self, step: int) -> None:

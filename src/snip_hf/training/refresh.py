@@ -277,7 +277,7 @@ class Refresher:
                     raise
                 self._solver = FALLBACK
                 self._log.warning("snip-hf: from now on solver='auto' uses %r, because: %s", self._solver, error)
-                if error.reason == "timeout":  # other ranks would not wait as long again
+                if error.reason == "timeout":  # other ranks would not wait that long twice
                     raise
                 pending.process = SolverProcess.start(pending.problem | {"solver": self._solver})
 

@@ -127,8 +127,8 @@ class SwappedLayers:
     def note_micro_batches(self, count: int) -> None:
         """Keeps quantized weights from the first step on that has several micro-batches.
 
-        They are then worth their memory. A single micro-batch quantizes each layout once anyway. ZeRO-3 shows weights
-        to the passes of their modules only, which quantize them themselves.
+        They are then worth their memory. A single micro-batch quantizes each layout once anyway. ZeRO-3 gathers
+        weights only for the passes of their modules, which quantize them themselves.
         """
         self._keeps_weights = self._keeps_weights or (count > 1 and not has_partitions(self._model))
 

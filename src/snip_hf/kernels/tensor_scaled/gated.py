@@ -71,7 +71,7 @@ class Operand(NamedTuple):
 
     @property
     def facts(self) -> Facts:
-        """The host's knowledge; it is written in BF16 first if it needs scales."""
+        """The host's knowledge of the operand, which is written in BF16 first if it needs scales."""
         return facts_of(self.layer[1], self.operand, self.gemms, self.counts)
 
     def encode(self, values: Tensor, by_kernel: bool) -> None:

@@ -135,7 +135,7 @@ def is_captured_anew(record: Tensor, view: HostView) -> bool:
 
     It does for packed records (`exponents.pack`). Other captures replay one graph under all plans.
     """
-    from torch._inductor import cudagraph_trees  # loaded by whoever captures so; takes a second
+    from torch._inductor import cudagraph_trees  # loaded during such a capture; else it takes a second
 
     manager = cudagraph_trees.get_container(record.get_device()).tree_manager
     return view.packed is not None and manager is not None and torch.cuda.current_stream() == manager.stream

@@ -654,7 +654,7 @@ def test_a_removed_value_is_refused_with_what_to_use(name: str, value: str) -> N
         *(({"refresh_every": text}, {"refresh_every": None}) for text in (None, "none", "None", "null", "~")),
     ],
 )
-def test_what_yaml_reads_otherwise_is_taken_as_meant(values: Any, expected: dict[str, Any]) -> None:
+def test_values_that_yaml_reads_differently_are_taken_as_meant(values: Any, expected: dict[str, Any]) -> None:
     assert SnipConfig.from_dict(values) == SnipConfig(**expected)
 
 

@@ -115,7 +115,7 @@ def test_a_yaml_file_a_json_file_and_a_dict_give_the_config_of_their_values(tmp_
         parser.parse_dict(values | {"target": 1})
 
 
-def test_what_to_dict_gives_is_taken_again() -> None:
+def test_results_of_to_dict_are_read_again() -> None:
     config = SnipConfig.preset("paper", target_fp4_fraction=((1, 0.9), (800, 0.5)), stages=2)
     assert HfArgumentParser(SnipConfig).parse_dict(config.to_dict()) == (config,)
 

@@ -67,7 +67,7 @@ def test_a_module_that_no_extra_has_is_the_error_that_it_was() -> None:
         raise ModuleNotFoundError("No module named 'mine'", name="mine")
 
 
-def test_what_an_extra_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_of_an_extra_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     assert EXTRAS["report"].missing == ["rich"]
     monkeypatch.undo()

@@ -69,7 +69,7 @@ def test_a_document_becomes_its_dataclass() -> None:
         ({"tomorrow": 1}, "it has an unknown entry 'tomorrow'; expected count, kind, inner, "),
     ],
 )
-def test_what_does_not_fit_is_refused_with_its_field(changes: dict[str, Any], message: str) -> None:
+def test_values_that_do_not_fit_are_refused_with_their_field(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         from_json(Outer, GOOD | changes)
     assert str(caught.value).startswith(message)
@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_refused_with_its_field(changes: dict[str, Any], me
         (b"\xff\xfe{}", "it is not UTF-8 text (byte 0)."),
     ],
 )
-def test_what_is_no_json_is_refused(data: bytes, message: str) -> None:
+def test_text_that_is_not_json_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse_json(data)
     assert str(caught.value).startswith(message)

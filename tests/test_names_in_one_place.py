@@ -107,7 +107,7 @@ def test_the_policy_that_is_advised_needs_no_probe() -> None:
     assert not POLICIES["layer-position"].needs_probe
 
 
-def test_what_is_exempt_is_there() -> None:
+def test_exempt_names_exist() -> None:
     for file, names in OTHER_MEANINGS.items():
         assert {name for text in texts(SOURCE / file) for name in names_in(text, names)} == names, file
 

@@ -7,7 +7,7 @@ def test_letters_of_all_scripts_stay() -> None:
     assert printable("model.layers.0 \u5c42 \u03b1\u00e9 \U0001f600") == "model.layers.0 \u5c42 \u03b1\u00e9 \U0001f600"
 
 
-def test_what_is_not_printable_is_escaped() -> None:
+def test_characters_that_are_not_printable_are_escaped() -> None:
     given = "a\u00a0b\u3000c\u200bd\u202ee\x1b[31mf\ng\u2028h\udcffi\x00"
     assert printable(given) == r"a\xa0b\u3000c\u200bd\u202ee\x1b[31mf\ng\u2028h\udcffi\x00"
 
@@ -17,7 +17,7 @@ def test_the_escaped_text_is_printable_and_can_be_encoded() -> None:
     assert shown.isprintable() and shown.encode("utf-8").decode("utf-8") == shown
 
 
-def test_what_is_long_is_cut_after_the_escapes() -> None:
+def test_long_text_is_cut_after_the_escapes() -> None:
     assert printable("x" * 200) == "x" * 200
     assert printable("x" * 201) == "x" * 197 + "..."
     assert printable("\u202e" * 10**6, limit=20) == r"\u202e\u202e\u202e"[:17] + "..."

@@ -275,7 +275,7 @@ def stacks() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("row", stacks(), ids=lambda row: ", ".join(row[:2]))
-def test_what_ran_is_said_by_a_test_for_cpus_and_by_a_test_and_a_commit_for_gpus(row: list[str]) -> None:
+def test_claims_name_a_test_on_cpus_and_a_test_and_a_commit_on_gpus(row: list[str]) -> None:
     _, _, *cpu, gpu = row
     for cell in cpu:
         named = re.findall(r"tests/[\w/]+\.py", cell)

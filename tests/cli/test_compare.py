@@ -173,7 +173,7 @@ def test_losses_at_no_common_step_are_not_compared(tmp_path: Path, capsys: pytes
         (["one.json", "."], "snip/history.jsonl does not exist; expected the output folder of a run"),
     ],
 )
-def test_what_cannot_be_compared_is_one_sentence(
+def test_runs_that_cannot_be_compared_get_one_sentence(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -66,7 +66,7 @@ def test_experts_that_are_spread_train_by_a_rule(two: Found) -> None:
         assert (found["experts by a rule"]["error"], found["experts by a rule"]["messages"]) == ("", [])
 
 
-def test_what_one_rank_refuses_is_refused_by_all_at_once(two: Found) -> None:
+def test_all_ranks_refuse_at_once_if_one_does(two: Found) -> None:
     first, second = (found["refused"]["error"] for found in two)
     assert second.startswith("TypeError: Cannot differentiate the update of torch.optim.rprop.Rprop")
     assert first.startswith(f"ValueError: On rank 1: {second[:60]}")

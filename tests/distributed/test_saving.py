@@ -129,7 +129,7 @@ def test_saving_changes_nothing(folder: Path, two: list[Found], one: dict[str, A
 
 @pytest.mark.parametrize("step", SAVES)
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_as_many_ranks_go_on_to_the_bit(folder: Path, two: list[Found], name: str, step: int) -> None:
+def test_the_same_number_of_ranks_goes_on_to_the_bit(folder: Path, two: list[Found], name: str, step: int) -> None:
     wrapper = name.removesuffix("-whole")
     again, whole = two[0][f"{name}-from-{step}"], two[0][wrapper]
     assert again["losses"] == {at: loss for at, loss in whole["losses"].items() if at > step}

@@ -81,7 +81,7 @@ def test_block_1_of_megatron_is_not_block_11() -> None:
     assert megatron_recipe(text, "decoder.layers.11.mlp.linear_fc2") == {"fp8_quantization_recipe": "mxfp8"}
 
 
-def test_what_megatron_cannot_express_is_refused_with_the_reason_for_each_module() -> None:
+def test_plans_that_megatron_cannot_express_are_refused_with_the_reason_for_each_module() -> None:
     plan = make_plan("nvfp4", b0_q_proj="mxfp8", b0_down_proj="mxfp6", b1_o_proj=("nvfp4", "nvfp4", "bf16"))
     with pytest.raises(NotExpressible) as error:
         export_plan(plan, "megatron")
@@ -222,7 +222,7 @@ def test_a_gemm_that_does_not_run_stops_no_export() -> None:
     assert "nvfp4" in script(export_plan(plan, "torchao")).__dict__
 
 
-def test_what_torchao_cannot_express_is_refused_with_the_reason_for_each_layer() -> None:
+def test_plans_that_torchao_cannot_express_are_refused_with_the_reason_for_each_layer() -> None:
     plan = make_plan("mxfp8", b0_q_proj="mxfp4", b1_up_proj=("nvfp4", "nvfp4", "bf16"))
     with pytest.raises(NotExpressible, match="The target 'torchao' cannot express the plan: it does not support 2 "):
         export_plan(plan, "torchao")

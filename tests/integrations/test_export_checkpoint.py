@@ -117,7 +117,7 @@ def test_no_format_but_those_without_a_kind_of_weights_is_left_out() -> None:
     assert set(FORMATS) - set(WEIGHT_KINDS) == {"bf16", "mxfp6", "mxfp6-e2m3", "fp4-pqt"}
 
 
-def test_what_torchao_cannot_store_is_refused_with_every_layer_and_nothing_is_written(
+def test_formats_that_torchao_cannot_store_are_refused_with_every_layer_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     formats = {"0.self_attn.q_proj": "mxfp6", "0.mlp.gate_proj": "nvfp4", "0.mlp.up_proj": "fp8"}

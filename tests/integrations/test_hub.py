@@ -282,7 +282,7 @@ def test_a_run_s_section_stays_beside_the_plan_s(hub: Hub) -> None:
     assert run.strip() in card_of(hub)[1] and card_of(hub)[1].count("## Precision plan") == 1
 
 
-def test_what_is_no_plan_is_refused_with_what_was_looked_for(hub: Hub, tmp_path: Path) -> None:
+def test_a_repository_without_a_plan_is_refused_with_the_files_looked_for(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has neither snip/plan\.json nor plan\.json; expected the output"):
         load_plan(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"does not exist and cannot be the name of a repository"):
@@ -352,7 +352,7 @@ def test_a_repository_is_downloaded_at_its_revision(
     assert run_folder(name) == tmp_path / "snapshot"
 
 
-def test_what_is_neither_a_folder_nor_a_repository_is_told_as_both(
+def test_a_name_that_is_neither_a_folder_nor_a_repository_is_reported_as_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def snapshot(*args: Any, **kwargs: Any) -> str:

@@ -101,7 +101,7 @@ def test_a_weight_that_its_adapter_changes_is_not_swapped() -> None:
     assert reasons["model.layers.0.mlp.gate_proj"] is None
 
 
-def test_of_modules_to_save_the_copy_that_runs_is_swapped() -> None:
+def test_the_running_copy_of_modules_to_save_is_swapped() -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["down_proj"])
     model = peft.get_peft_model(tiny_llama(hidden=32), config)
     model.add_adapter("other", config)

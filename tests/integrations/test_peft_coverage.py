@@ -87,7 +87,7 @@ def test_the_shared_projections_of_vera_are_counted_by_hand(converts: bool, leng
 
 
 @pytest.mark.parametrize("method", slow_but(METHODS, "PVeRA", "LoKr", "PEANuT", "target_parameters"))
-def test_what_counts_is_what_torch_counts_and_attention(method: str) -> None:
+def test_the_counts_are_those_of_torch_and_attention(method: str) -> None:
     found = coverage(adapted(METHODS[method]()), text())
     assert found.covered < found.flops
     assert found.flops + sum(found.aside.values()) == flops_of_torch(adapted(METHODS[method]()), text())

@@ -261,7 +261,7 @@ def test_a_refresh_that_kept_the_plan_says_so() -> None:
     }
 
 
-def test_what_a_backend_counts_survives_the_history_and_has_its_own_names() -> None:
+def test_counters_of_a_backend_survive_the_history_and_have_their_own_names() -> None:
     event = refresh_event(100, kernels={"saturated_share": 0.25, "saturated_operands": 3})
     again = Refresh.from_record(event.to_record())
     assert again == event
@@ -365,7 +365,7 @@ def test_a_function_gets_the_numbers_of_each_event_at_its_step() -> None:
     assert set(refresh) == OF_A_REFRESH
 
 
-def test_what_the_backend_counts_is_logged_with_each_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_of_the_backend_are_logged_with_each_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Emulated, "counters", lambda self, layers: {"saturated_share": len(layers) / 100})
     lines: list[dict[str, Any]] = []
     loop = Loop()
@@ -384,7 +384,7 @@ def test_an_accelerator_without_trackers_gets_nothing(tmp_path: Path) -> None:
     assert loop.controller._events._trackers == before
 
 
-def test_what_cannot_log_is_refused() -> None:
+def test_objects_that_cannot_log_are_refused() -> None:
     loop = Loop()
     assert loop.controller is not None
     with pytest.raises(TypeError, match=r"Got a str to log to; expected an Accelerator, or a function of \(values, "):

@@ -461,7 +461,7 @@ def fake_state(**changes: Any) -> Callable[[], SimpleNamespace]:
     ],
 )
 @pytest.mark.parametrize("added_later", [False])
-def test_what_accelerate_was_told_is_checked_before_anything_is_swapped(
+def test_settings_of_accelerate_are_checked_before_anything_is_swapped(
     changes: dict[str, Any], expected: str, added_later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_with_dropout()

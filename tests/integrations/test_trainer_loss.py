@@ -270,7 +270,7 @@ def test_a_trainer_that_takes_the_labels_out_is_told_what_a_trainer_can_do(tmp_p
 
 
 @pytest.mark.slow
-def test_what_it_is_told_helps_and_is_told_of_a_later_step_too(tmp_path: Path) -> None:
+def test_its_advice_helps_and_comes_at_a_later_step_too(tmp_path: Path) -> None:
     advised = train(tmp_path / "advised", CONFIG, trainer_class=InComputeLoss, **SHORT)
     later = train(tmp_path / "later", CONFIG, trainer_class=PoppedLater, **SHORT)
     assert [line["status"] for line in (*advised.refreshes, *later.refreshes)] == ["applied", "kept"]

@@ -108,9 +108,7 @@ def test_the_language_model_of_a_composed_one_caches_nothing_in_a_pass() -> None
         (SimpleNamespace(compute_loss_func=None, loss_is_scaled_for_ga=True), True),
     ],
 )
-def test_what_a_trainer_declares_about_its_loss_goes_before_what_older_ones_imply(
-    trainer: Any, is_scaled: bool
-) -> None:
+def test_a_trainers_declaration_about_its_loss_goes_before_what_older_ones_imply(trainer: Any, is_scaled: bool) -> None:
     """Trainers declare it from transformers 5.19 on."""
     assert _is_scaled_for_step(trainer) is is_scaled
 

@@ -311,7 +311,7 @@ class TestSelectBackend:
         ],
         ids=str,
     )
-    def test_what_is_lacking_is_said_and_auto_falls_back(
+    def test_missing_requirements_are_named_and_auto_falls_back(
         self, machine: Callable[..., None], made_up: dict[str, Any], lacks: str
     ) -> None:
         machine(**made_up)

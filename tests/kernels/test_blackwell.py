@@ -242,7 +242,7 @@ def test_a_layer_that_is_bf16_is_a_linear_bit_for_bit() -> None:
         assert torch.equal(got, expected)
 
 
-def test_what_does_not_compute_in_bf16_runs_emulated() -> None:
+def test_layers_that_do_not_compute_in_bf16_run_emulated() -> None:
     ours, theirs = layer_of(("nvfp4",) * 3, dtype=torch.float32)
     x = torch.randn(64, 181, generator=torch.Generator().manual_seed(1))
     for got, expected in zip(pass_of(ours, x), pass_of(theirs, x), strict=True):

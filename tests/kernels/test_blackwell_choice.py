@@ -80,7 +80,7 @@ def test_a_trial_that_fails_leaves_the_run_emulated_and_says_why(machine: Callab
     ],
     ids=str,
 )
-def test_what_is_lacking_is_said(machine: Callable[..., None], made_up: dict[str, Any], lacks: str) -> None:
+def test_missing_requirements_are_named(machine: Callable[..., None], made_up: dict[str, Any], lacks: str) -> None:
     machine(**made_up)
     found = BLACKWELL.lacks(torch.device("cuda"))
     assert found is not None and found.startswith(lacks)

@@ -126,7 +126,7 @@ def test_rises_of_tokens_are_sums_over_their_channels(shape: tuple[int, int], ru
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_of_no_elements_there_are_no_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_tensors_have_no_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "has_kernels", lambda device: True)
     x = torch.zeros(0, 8)
     assert error_norms(x, [x, x]).tolist() == [0.0, 0.0]

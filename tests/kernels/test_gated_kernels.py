@@ -142,7 +142,7 @@ def test_the_kernels_compute_what_torch_does(shape: tuple[int, int], run: Run) -
         slow((33, 64), [MXFP4] * 3, False),
     ],
 )
-def test_what_is_encoded_at_once_is_what_the_reference_encodes(
+def test_operands_encoded_at_once_equal_those_of_the_reference(
     shape: tuple[int, int], formats: list[tuple[str, ...]], has_rows: bool, run: Run
 ) -> None:
     check(run, inputs(*shape), formats, has_rows)

@@ -329,7 +329,7 @@ class TestTokens:
         [lambda x: x.t(), lambda x: x[3:133, ::2]],
         ids=["transposed", "every-second-channel"],
     )
-    def test_takes_any_strides(self, run: Run, view: Callable[[Tensor], Tensor]) -> None:
+    def test_inputs_may_have_any_strides(self, run: Run, view: Callable[[Tensor], Tensor]) -> None:
         x, numbers = view(random((270, 400))), state("fp4", "fp4", "fp8")
         assert not x.is_contiguous()
         assert_tokens(run("quantize_tokens", x, numbers, 0, 2, True), x, numbers, 0, 2, True)
@@ -376,7 +376,7 @@ class TestWeight:
         weight, numbers = random(shape), state(*formats, "bf16")
         assert_weight(run("quantize_weight", weight, numbers, *uses), weight, numbers, *uses)
 
-    def test_takes_any_strides(self, run: Run) -> None:
+    def test_inputs_may_have_any_strides(self, run: Run) -> None:
         weight, numbers = random((270, 400)), state("fp4", "fp8", "bf16")
         for view in (weight.t(), weight[:, 70:270], weight[::2]):
             assert_weight(run("quantize_weight", view, numbers, True, True), view, numbers, True, True)
@@ -555,7 +555,7 @@ class TestOnHopper:
         assert got.is_contiguous()
         assert_product(got, *case.products["grad_weight"], dtype=torch.float32)
 
-    def test_what_is_beyond_the_scales_of_a_weight_does_not_matter(self) -> None:
+    def test_memory_beyond_the_scales_of_a_weight_does_not_matter(self) -> None:
         """cuBLASLt wants a multiple of four scales per row of blocks; those that have no block are never written."""
         case = GemmCase((150, 200, 136), ("fp8", "fp8", "fp8"))
         x, weight, _, numbers = case.on_gpu()

@@ -285,7 +285,7 @@ class TestOneLayer:
     @pytest.mark.parametrize("formats", MIXED[:2], ids="/".join)
     @pytest.mark.parametrize("shape", INPUTS)
     @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no-bias"])
-    def test_takes_any_dimensions_and_strides(
+    def test_inputs_may_have_any_dimensions_and_strides(
         self, device: str, shape: str, formats: tuple[str, str, str], with_bias: bool
     ) -> None:
         plain, x = linear(with_bias, device=device), INPUTS[shape]().to(device)
@@ -454,7 +454,7 @@ class TestSaved:
 
     @pytest.mark.parametrize("formats", [f for f in pairwise(NAMES) if f in QUANTIZED and f[2] != "bf16"], ids="/".join)
     @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
-    def test_of_the_input_one_byte_per_element_is_kept(
+    def test_one_byte_per_element_of_the_input_is_kept(
         self, device: str, formats: tuple[str, str, str], autocast: bool
     ) -> None:
         """And a scale of four bytes for each 128; no BF16 or FP32 copy of the input, and nothing of the weight."""
@@ -627,7 +627,7 @@ class TestTied:
         assert not tied.parted and of_inputs(stand_in) == 4
         assert torch.equal(layers[1](x), got[1])
 
-    def test_what_not_all_layers_asked_for_can_be_let_go(self, stand_in: StandIn) -> None:
+    def test_an_input_that_not_all_layers_asked_for_can_be_released(self, stand_in: StandIn) -> None:
         layers, tied = siblings(("fp8", "fp8", "fp8"))
         layers[0](randn(T, I))
         assert tied._source is not None
@@ -745,7 +745,7 @@ class TestKept:
             HOPPER.release({"twin": twin})
             assert torch.equal(layer(randn(T, I)), twin(randn(T, I)))
 
-    def test_what_gemms_in_bf16_read_is_not_kept(self, stand_in: StandIn) -> None:
+    def test_operands_of_gemms_in_bf16_are_not_kept(self, stand_in: StandIn) -> None:
         layer = layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper")
         for formats, wanted in (
             (("fp8", "bf16", "fp8"), (True, False)),

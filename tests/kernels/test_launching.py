@@ -127,7 +127,7 @@ def test_kernels_in_the_interpreter_and_unaligned_tensors_are_never_kept() -> No
         assert len(kernel.options) == 3
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_kept_tensors_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_MOST", 8)
     kernel = Kernel(Launches())
     for number in range(100):
@@ -233,7 +233,7 @@ def test_on_the_host_nothing_is_copied() -> None:
 
 
 @pytest.mark.gpu
-def test_what_the_host_writes_afterwards_does_not_reach_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_writes_on_the_host_do_not_reach_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[int] = []
     pin = torch.Tensor.pin_memory
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self.numel()) or pin(self))

@@ -236,7 +236,7 @@ def test_tokens_have_the_energies_and_amaxes_of_their_rows(shapes: tuple[int, in
     torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=0)
 
 
-def test_what_is_not_finite_is_seen_in_the_figures_of_its_token(run: Run) -> None:
+def test_numbers_that_are_not_finite_show_in_the_figures_of_their_token(run: Run) -> None:
     x = torch.ones(3, 40)
     x[0, 3], x[1, 39] = torch.nan, torch.inf
     energies, _, largest, _ = run("token_figures", x, torch.ones(3, 2), torch.ones(3, dtype=torch.bool)).unbind(1)
@@ -268,7 +268,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return calls
 
 
-def test_what_the_kernel_does_not_take_goes_to_the_reference(kernel_calls: list[tuple[int, ...]]) -> None:
+def test_inputs_that_the_kernel_does_not_support_go_to_the_reference(kernel_calls: list[tuple[int, ...]]) -> None:
     x = random((40, 50))
     fine = dataclasses.replace(FP8, name="fine", grid=floats(8, 7, infinities=True), bits=16)
     three = dataclasses.replace(FP8, name="three", activation=Operand(ROW_TILE, targets=(448.0, 384.0, 320.0)))
@@ -290,7 +290,7 @@ def test_a_cpu_has_no_kernel() -> None:
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
-def test_where_triton_fails_the_reference_rounds_and_a_warning_says_why(
+def test_if_triton_fails_the_reference_rounds_and_a_warning_gives_the_reason(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("triton")

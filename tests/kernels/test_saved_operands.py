@@ -142,6 +142,6 @@ def test_a_gated_mlp_that_runs_as_one_saves_no_more() -> None:
     assert len(tied.awaited) == 2
 
 
-def test_what_is_encoded_late_waits_for_no_copy_of_a_gradient() -> None:
+def test_late_encoding_waits_for_no_copy_of_a_gradient() -> None:
     """Inductor would write a gradient that is cast from FP32 once more for each operator that reads it."""
     assert Block(tied=True).awaited == [PARAMETERS] * 2  # of down and of o

@@ -390,7 +390,7 @@ def test_a_trial_that_fails_leaves_the_run_emulated_and_says_why(machine: Any) -
         select_backend("tensor-scaled", "cuda", ("mxfp4",))
 
 
-def test_what_is_lacking_is_said(machine: Any) -> None:
+def test_missing_requirements_are_named(machine: Any) -> None:
     assert (TENSOR_SCALED.lacks(CPU) or "").startswith("the model is on 'cpu', expected a CUDA device of compute")
     machine((8, 0))
     assert (TENSOR_SCALED.lacks(torch.device("cuda")) or "").startswith("the GPU has compute capability 8.0, expected")

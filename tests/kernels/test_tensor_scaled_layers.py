@@ -94,7 +94,7 @@ def test_gradients_of_fp32_weights_are_not_rounded_to_bf16(device: str) -> None:
     assert not torch.equal(grad, grad.to(BF16).float())
 
 
-def test_what_computes_in_fp32_runs_emulated(device: str) -> None:
+def test_layers_that_compute_in_fp32_run_emulated(device: str) -> None:
     plain, x = linear(dtype=torch.float32, device=device), randn(T, I, dtype=torch.float32, device=device)
     got, expected = (gradients(layer_of(plain, MXFP4, name), x) for name in (NAME, "emulated"))
     assert_same(got, expected)
@@ -132,7 +132,7 @@ def test_recomputation_uses_the_same_exponents(reentrant: bool, device: str) -> 
     assert torch.equal(layer.weight.grad, expected["weight"]) and torch.equal(x.grad, expected["x"])
 
 
-def test_of_the_input_and_of_small_weights_one_byte_per_element_is_kept(
+def test_one_byte_per_element_of_the_input_and_of_small_weights_is_kept(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, x = layer_of(linear(device=device), MXFP4, NAME), randn(256, I, device=device)
@@ -338,14 +338,14 @@ class TestRun:
         run.controller.load_state_dict(state)
         assert (exponents_of(run) == UNSET).all()
 
-    def test_what_does_not_fit_is_logged_when_the_run_ends(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_blocks_that_do_not_fit_are_logged_when_the_run_ends(self, caplog: pytest.LogCaptureFixture) -> None:
         run = Run()
         record_of(next(iter(snip_linears(run.model).values())))[1, BLOCKS : SATURATED + 1] = torch.tensor([100, 50])
         run.controller.close()
         (text,) = [record.getMessage() for record in caplog.records if "binades" in record.getMessage()]
         assert "model.layers.0.self_attn.q_proj gradient: 50.00% saturated" in text
 
-    def test_what_does_not_fit_is_counted_for_trackers_before_it_is_logged(self) -> None:
+    def test_blocks_that_do_not_fit_are_counted_for_trackers_before_they_are_logged(self) -> None:
         layers = snip_linears(Run().model)
         nothing = {"saturated_share": 0.0, "small_share": 0.0, "saturated_operands": 0}
         assert BACKENDS[NAME].counters(layers) == nothing

@@ -229,7 +229,7 @@ class TestTheConfig:
         assert "snip" not in (tmp_path / "config.json").read_text()
         assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "mixtral"
 
-    def test_what_the_user_sets_holds_for_the_model_once_it_is_restored(self) -> None:
+    def test_settings_of_the_user_hold_for_the_model_once_it_is_restored(self) -> None:
         model = build("mixtral")
         convert_model(model, fp4_config())
         model.set_experts_implementation("eager")
@@ -305,7 +305,7 @@ class TestSelection:
         assert all(layer.formats == FP4 for layer in experts_of(model).values()), "swapped already"
         assert loss_and_gradients(model)[0] != loss_and_gradients(build("gpt-oss"))[0]
 
-    def test_what_is_refused_has_its_reason(self) -> None:
+    def test_refused_modules_have_their_reason(self) -> None:
         model = build("mixtral")
         parallel, odd, without, bare, alike, liger = (copy.deepcopy(owners(model)[0]) for _ in range(6))
         parallel._is_expert_parallel = True

@@ -161,7 +161,7 @@ def test_the_log_that_is_given_says_what_was_found(caplog: pytest.LogCaptureFixt
     ]
 
 
-def test_what_was_put_around_the_forward_still_runs_when_the_run_has_ended() -> None:
+def test_wrappers_around_the_forward_still_run_when_the_run_has_ended() -> None:
     model, x = llama(), torch.randn(3, 64)
     mlp = model.model.layers[0].mlp
     expected = mlp(x)

@@ -843,7 +843,7 @@ class TestSkipping:
         )
         assert not snip_linears(model)
 
-    def test_what_is_swapped_and_skipped_is_logged_with_reasons(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_swapped_and_skipped_layers_are_logged_with_reasons(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
             convert_model(build("llama"), fp4_config(skip_modules=("*.self_attn.*",)))
         assert caplog.messages == [
@@ -1015,7 +1015,7 @@ class TestQuantize:
         quantize_(model, SnipLinearConfig(), filter_fn=lambda module, name: isinstance(module, nn.Linear))
         assert model[0].formats == dict.fromkeys(GEMMS, "fp8")
 
-    def test_takes_falcon_s_linear(self) -> None:
+    def test_falcons_linear_is_swapped(self) -> None:
         model = build("falcon")
         quantize_(model, SnipLinearConfig(), filter_fn=lambda module, name: type(module).__name__ == "FalconLinear")
         assert set(snip_linears(model)) == LINEARS["falcon"]
@@ -1159,7 +1159,7 @@ def test_two_classes_of_one_name_are_two_entries_and_the_same_class_twice_is_one
 
 
 @pytest.mark.parametrize("other", [nn.Linear, SnipLinear, SnipConv1D, nn.LayerNorm, nn.Linear(2, 2), "Same", None])
-def test_what_is_no_subclass_of_linear_is_refused(other: Any) -> None:
+def test_a_class_that_is_not_a_subclass_of_linear_is_refused(other: Any) -> None:
     with pytest.raises(TypeError) as error:
         register_linear_class(other)
     assert str(error.value) == (

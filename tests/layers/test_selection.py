@@ -51,7 +51,7 @@ def classifier() -> PreTrainedModel:
     return AutoModelForSequenceClassification.from_config(config)
 
 
-def test_of_a_vision_language_model_the_language_model_is_swapped() -> None:
+def test_only_the_language_model_of_a_vision_language_model_is_swapped() -> None:
     model = build("llava")
     names = convert_model(model, fp4_config())
     assert len(names) == 14 and all(name.startswith("model.language_model.layers.") for name in names)
@@ -256,7 +256,7 @@ def test_experts_that_are_refused_are_named(family: str, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt-neox", "qwen2", "falcon"])
-def test_of_a_model_of_linears_nothing_is_said(family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_of_linears_logs_no_other_modules(family: str, caplog: pytest.LogCaptureFixture) -> None:
     model = models.build(family)
     with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
         names = convert_model(model, fp4_config())
@@ -326,7 +326,7 @@ def test_a_linear_whose_weight_is_a_buffer_is_swapped() -> None:
     assert isinstance(layer, SnipLayer)
 
 
-def test_what_an_output_heads_weight_is_computed_from_has_the_heads_reason() -> None:
+def test_parameters_that_an_output_heads_weight_is_computed_from_have_the_heads_reason() -> None:
     model = models.build("llama")
     nn.utils.parametrizations.weight_norm(model.lm_head)
     listed = [(one.name, one.reason) for one in weight_matrices(model, fp4_config()) if "lm_head" in one.name]
@@ -355,7 +355,7 @@ def test_convolutions_and_patch_embeddings_are_named_wherever_they_are(inside: b
     assert summary(model) == expected
 
 
-def test_what_the_user_left_out_is_named_with_that_reason() -> None:
+def test_layers_that_the_user_left_out_are_named_with_that_reason() -> None:
     assert summary(block_of_linears(), fp4_config(skip_modules=("*.down",))) == {
         "layers.*.down": ("Linear", "skip_modules", 1, 64)
     }

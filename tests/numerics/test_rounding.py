@@ -140,7 +140,7 @@ class TestNearest:
         assert torch.equal(x, before) and (random == 0.5).all()
 
     @each_format
-    def test_takes_any_shape_and_strides(self, fmt: ElementGrid) -> None:
+    def test_inputs_may_have_any_shape_and_strides(self, fmt: ElementGrid) -> None:
         x = torch.randn(6, 4, 10, generator=torch.Generator().manual_seed(0))
         for view in (x.transpose(0, 2), x[..., ::3], x[0, 0, 0], x[:0]):
             assert_same_bits(round_to_grid(view, fmt), round_to_grid(view.contiguous(), fmt))
@@ -194,7 +194,7 @@ class TestStochastic:
                 assert_same_bits(round_to_grid(x, fmt, RANDOM[k].expand_as(x)), expected)
                 assert_same_bits(round_to_grid(-x, fmt, RANDOM[255 - k].expand_as(x)), -expected)
 
-    def test_what_fp32_sums_to_a_tie_is_one(self, fmt: ElementGrid) -> None:
+    def test_numbers_that_fp32_sums_to_a_tie_are_ties(self, fmt: ElementGrid) -> None:
         """Next to 0 numbers are finer than their sums with random ones: just above a tie still goes to the even 0."""
         smallest = torch.from_numpy(rounding.grid_values(fmt.name)[1:2]).to(torch.float32)
         for j in (3, 33, 127):
@@ -451,7 +451,7 @@ class TestQuantize:
 
     @each_tile
     @pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x[::2, 1::3], lambda x: x[:1].expand(150, -1)])
-    def test_takes_any_strides_and_leaves_its_argument_alone(
+    def test_inputs_may_have_any_strides_and_stay_unchanged(
         self, tile: tuple[int, int], view: Callable[[Tensor], Tensor]
     ) -> None:
         x = torch.randn(300, 400, generator=torch.Generator().manual_seed(6))
@@ -611,7 +611,7 @@ class TestUniform:
                 expected = torch.from_numpy(rounding.random_numbers(words, shape, rank, ranks))
                 assert torch.equal(uniform(stream_key(*words), shape, "cpu", rank, ranks), expected)
 
-    def test_of_no_elements_there_are_none(self) -> None:
+    def test_there_are_no_random_numbers_for_no_elements(self) -> None:
         assert uniform(stream_key(**KEY), (5, 0)).shape == (5, 0)
         assert uniform(stream_key(**KEY), (0, 5), "cpu", 1, 2).shape == (0, 5)
 

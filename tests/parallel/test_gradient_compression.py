@@ -307,7 +307,7 @@ def test_with_error_feedback_the_sum_of_steps_errs_by_one_step_only(ranks: Resul
     assert without > 3 * one_step
 
 
-def test_what_the_sum_of_steps_lacks_is_what_the_ranks_carry_over(ranks: Results) -> None:
+def test_the_ranks_carry_over_what_the_sum_of_steps_lacks(ranks: Results) -> None:
     states = [result["resumed"]["state"]["errors"] for result in ranks]
     carried = torch.stack([torch.cat([error.view(-1) for error in errors.values()]) for errors in states])
     truth = sum(true_mean(len(ranks), step) for step in range(STEPS // 2))
@@ -411,7 +411,7 @@ def hooked(dtype: torch.dtype) -> tuple[nn.Module, GradientCompression]:
     return ddp, compression
 
 
-def test_what_one_process_rounds_away_is_carried_over_also_by_a_saved_state(alone: None) -> None:
+def test_rounding_errors_of_one_process_are_carried_over_also_by_a_saved_state(alone: None) -> None:
     ddp, compression = hooked(torch.float32)
     found = [averaged(ddp, given(0, step)) for step in range(3)]
     assert not torch.equal(found[0], given(0, 0)) and compression.step == 3

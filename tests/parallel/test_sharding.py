@@ -82,7 +82,7 @@ def test_blocks_that_are_sharded_together_gather_those_of_the_next_blocks() -> N
     assert torch.equal(loss, expected) and all(p.grad is not None for p in model.parameters())
 
 
-def test_what_somebody_told_blocks_stays() -> None:
+def test_settings_that_a_user_gave_blocks_stay() -> None:
     model, blocks = sharded()
     blocks[0].set_modules_to_forward_prefetch(blocks[1:])
     assert gather_ahead(model) == 0

@@ -298,7 +298,7 @@ def test_the_process_prints_one_line_of_json_and_gives_the_same_map_every_time(s
     assert list(solutions[0]) == fields
 
 
-def test_what_the_solver_library_prints_goes_to_standard_error(tmp_path: Path) -> None:
+def test_output_of_the_solver_library_goes_to_standard_error(tmp_path: Path) -> None:
     program = (
         "import os, sys; sys.path.insert(0, sys.argv.pop()); import ilp; real = ilp.greedy;"
         "ilp.greedy = lambda part: (os.write(1, b'Welcome to the CBC MILP Solver'), real(part))[1];"

@@ -234,7 +234,7 @@ FP8 = dict.fromkeys(GEMMS, "fp8")
         ({"stages": ("a", "b")}, "stages[0] is 'a', expected a list."),
     ],
 )
-def test_what_is_no_plan_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_a_file_that_is_not_a_plan_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         small_plan(**changes)
     assert str(caught.value) == message

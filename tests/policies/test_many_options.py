@@ -228,7 +228,7 @@ def test_a_rule_exceeds_a_speed_up_by_less_than_one_group(policy: str, granulari
         assert 1 - 1 / target - 1e-9 <= saved < 1 - 1 / target + one
 
 
-def test_where_both_formats_of_a_rule_count_towards_the_target_the_more_precise_one_runs() -> None:
+def test_if_both_formats_of_a_rule_count_towards_the_target_the_more_precise_one_runs() -> None:
     setting = setting_of(plain_flops(1.0, 1.0), policy="random", formats=("fp4", "half"), target_fp4_fraction=0.5)
     assert rule_assignment(setting) == {layer: dict.fromkeys(GEMMS, "half") for layer in setting.flops}
 

@@ -525,7 +525,7 @@ def test_a_criterion_that_is_not_there_decides_nothing(criterion: float | None, 
 
 @pytest.mark.parametrize("policy", ["fisher", "hessian-trace", "greedy"])
 @pytest.mark.parametrize("solver", ["greedy", "highs"])
-def test_where_only_the_forward_gemm_costs_something_the_backward_pass_goes_first(policy: str, solver: str) -> None:
+def test_if_only_the_forward_gemm_costs_something_the_backward_pass_goes_first(policy: str, solver: str) -> None:
     """And no more of it than the target asks for."""
     flops = plain_flops(1.0, 1.0, 1.0)
     rows = tuple(

@@ -272,7 +272,7 @@ def test_a_run_folder_is_readable_whenever_its_run_was_killed(tmp_path: Path) ->
     assert in_a_process(FOLDER, tmp_path, 15).split() == ["done"]
 
 
-def test_what_a_killed_write_left_is_removed_by_the_next_run_of_the_folder(tmp_path: Path) -> None:
+def test_remains_of_a_killed_write_are_removed_by_the_next_run_of_the_folder(tmp_path: Path) -> None:
     from snip_hf.records.run_folder import RunFolder
 
     for begin in (lambda folder: folder.clear(), lambda folder: folder.cut(1, None, start_event())):

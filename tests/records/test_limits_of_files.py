@@ -82,7 +82,7 @@ def assert_round_trip(decided: Decided, folder: Path, layers: int) -> None:
     assert read_divergence(folder / "snip" / "divergence-40.json") == (40, decided.table)
 
 
-def test_what_a_refresh_writes_is_read_back_and_grows_to_the_largest_model(
+def test_files_of_a_refresh_are_read_back_and_grow_to_the_largest_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert_round_trip(Decided(500), tmp_path, 500)
@@ -90,7 +90,7 @@ def test_what_a_refresh_writes_is_read_back_and_grows_to_the_largest_model(
 
 
 @pytest.mark.slow
-def test_what_a_refresh_of_the_largest_model_writes_is_read_back(
+def test_files_of_a_refresh_of_the_largest_model_are_read_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert_round_trip(Decided(LARGEST), tmp_path, LARGEST)
@@ -118,7 +118,7 @@ def test_a_writer_refuses_what_a_reader_would(tmp_path: Path, monkeypatch: pytes
         path.unlink()
 
 
-def test_what_is_too_large_to_be_read_costs_its_record_and_no_loss(
+def test_a_record_too_large_to_be_read_is_lost_and_nothing_else(
     undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(json_io_module, "MAX_JSON_BYTES", 9000)

@@ -66,7 +66,7 @@ def test_on_other_ranks_than_the_first_nobody_is_told() -> None:
 @pytest.mark.parametrize(
     "add", [lambda it: EventWriter(RunFolder(None), False, LOG).add_tracker(it), lambda it: SnipCallback(trackers=[it])]
 )
-def test_what_cannot_be_called_is_no_tracker(add: Any) -> None:
+def test_a_tracker_that_cannot_be_called_is_refused(add: Any) -> None:
     with pytest.raises(TypeError) as caught:
         add("wandb")
     assert str(caught.value) == (

@@ -216,7 +216,7 @@ def test_after_a_run_that_an_error_ended_the_same_process_trains_into_the_folder
     assert caught.value is not None
 
 
-def test_where_files_cannot_be_locked_a_run_goes_on_with_a_warning(
+def test_if_files_cannot_be_locked_a_run_goes_on_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:

@@ -125,7 +125,7 @@ def test_the_code_of_a_page_builds_the_configuration_of_the_run() -> None:
     assert "\n    # of a later version: 1\n" in config_code({"of a later version": 1})
 
 
-def test_how_to_reproduce_has_versions_and_numbers(tmp_path: Path) -> None:
+def test_the_section_on_reproducing_has_versions_and_numbers(tmp_path: Path) -> None:
     full_run(tmp_path)
     history = tmp_path / "snip" / "history.jsonl"
     start, *rest = history.read_text().splitlines()

@@ -582,7 +582,7 @@ def test_plans_count_by_the_tokens_that_were_counted_for_them(tmp_path: Path) ->
     assert plans[0].assignment[changed]["forward"] == "bf16"
 
 
-def test_what_does_not_run_has_no_price_and_a_dash_in_the_plan(tmp_path: Path) -> None:
+def test_gemms_that_do_not_run_have_no_price_and_a_dash_in_the_plan(tmp_path: Path) -> None:
     fp8, fp4 = (dict.fromkeys(GEMMS, name) for name in ("fp8", "fp4"))
     layers = [f"model.layers.{block}.{kind}" for block in range(3) for kind in KINDS]
     write_run(tmp_path, [dict.fromkeys(layers, fp8), dict.fromkeys(layers, fp4)])

@@ -240,7 +240,7 @@ def test_an_incomplete_or_damaged_state_is_refused_and_changes_nothing() -> None
 
 
 @pytest.mark.parametrize("state", [None, [], {}, {"schema_version": 2}, "state"])
-def test_what_is_no_state_is_refused(state: Any) -> None:
+def test_data_that_is_not_a_state_is_refused(state: Any) -> None:
     with pytest.raises(ValueError) as caught:
         Loop().controller.load_state_dict(state)
     assert str(caught.value) == "The SNIP state has no schema_version 1; it is not a state of this version."

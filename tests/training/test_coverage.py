@@ -111,7 +111,7 @@ def by_hand(plan: PrecisionPlan, tokens: Mapping[str, float]) -> float:
     return sum(low) / sum(work.values())
 
 
-def test_where_all_layers_see_the_same_tokens_nothing_but_the_coverage_is_told(
+def test_if_all_layers_see_the_same_tokens_only_the_coverage_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, LOG):
@@ -384,7 +384,7 @@ def test_ranks_count_the_micro_batches_of_all_of_them() -> None:
     assert first.flops == 3 * 2 * 2 * 144 * (32 + 32)
 
 
-def test_where_no_pass_can_be_run_apart_nothing_is_counted(
+def test_if_no_extra_pass_can_run_nothing_is_counted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def told(model: nn.Module) -> list[str]:

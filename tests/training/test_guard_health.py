@@ -52,7 +52,7 @@ def test_a_spike_is_found_and_does_not_count_for_later_ones() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_found_from_the_first_step_on(value: float) -> None:
+def test_values_that_are_not_finite_are_found_from_the_first_step_on(value: float) -> None:
     health = Health()
     found = look(health, 1, loss=2.0, gradient_norm=value)
     assert found is not None and not found.is_finite and found.figure == "gradient norm"

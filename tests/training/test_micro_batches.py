@@ -133,7 +133,7 @@ def test_gradients_of_nothing_or_of_zero_were_not_clipped() -> None:
 
 @pytest.mark.parametrize("reentrant", [None, True, False])
 @pytest.mark.parametrize("watch_first", [True, False])
-def test_what_a_wrapper_does_to_the_gradients_when_the_backward_pass_ends_is_no_clipping(
+def test_changes_of_gradients_by_a_wrapper_at_the_end_of_the_backward_pass_are_not_clipping(
     watch_first: bool, reentrant: bool | None
 ) -> None:
     """DDP takes their mean over the ranks in a callback that the last bucket's hook queues."""

@@ -181,7 +181,7 @@ def _with_trained_norms() -> tuple[Any, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(norms, lr=1e-2)
 
 
-def test_where_swapped_weights_are_not_trained_the_updates_of_all_that_is_trained_count(
+def test_if_swapped_weights_are_not_trained_the_updates_of_all_trained_parameters_count(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer = _with_trained_norms()

@@ -64,7 +64,7 @@ def test_a_compiled_model_of_enough_tokens_is_told_its_speed(measured: pytest.Lo
     assert texts(measured) == []
 
 
-def test_what_is_missing_is_a_warning(measured: pytest.LogCaptureFixture) -> None:
+def test_missing_conditions_are_a_warning(measured: pytest.LogCaptureFixture) -> None:
     said(tiny_llama(hidden=16), 512)
     said(tiny_llama(hidden=64), 1023)
     lacking = (
@@ -124,7 +124,7 @@ def test_a_run_says_it_when_its_first_micro_batch_has_run(measured: pytest.LogCa
     controller.close()
 
 
-def test_how_a_model_is_compiled_is_seen_of_its_modules() -> None:
+def test_modules_show_how_a_model_is_compiled() -> None:
     plain, layers = tiny_llama(hidden=16), tiny_llama(hidden=16)
     layers.model.layers[0].compile(backend="eager")
     assert how_compiled(plain) is None and how_compiled(layers) == "compiled by regions"

@@ -46,6 +46,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+
+# Before transformers, because it hides the warnings of torchao's import.
+import snip_hf  # noqa: F401
+
+# isort: split
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn

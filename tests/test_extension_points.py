@@ -50,8 +50,10 @@ from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import FORMATS, NumberFormat, Operand, integers
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PrecisionPlan
+from snip_hf.planning.program import problem
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.policies.registry import Policy, register_policy
+from snip_hf.policies.rules import rule
 from snip_hf.policies.setting import Setting
 from snip_hf.records.events import Counted, Event, Refresh, Start, installed_versions
 from snip_hf.records.load import load_run, read_divergence
@@ -468,6 +470,22 @@ def test_a_policy_has_either_prices_or_an_assignment() -> None:
     for both in ({}, {"cost": lambda config, table: None, "assign": lambda setting: {}}):
         with pytest.raises(ValueError, match="Policy 'x' has both or neither of cost and assign"):
             register_policy(Policy(name="x", **both))
+
+
+def test_a_wrong_policy_is_named_with_what_it_left_out() -> None:
+    register_policy(Policy(name="empty", assign=lambda setting: {}))
+    register_policy(rule("short", lambda setting, layers: setting.groups(layers)[:3]))
+    register_policy(Policy(name="not-a-number", cost=lambda config, table: lambda row: float("nan")))
+    model = tiny_llama()
+    with pytest.raises(ValueError, match=r"policy='empty' gave the forward of layer 'model\.layers\.0\.\S+' no format"):
+        SnipController(model, torch.optim.SGD(model.parameters(), 0.1), fp4_config(policy="empty"))
+    with pytest.raises(ValueError, match=r"policy='short' orders 3 groups; expected the \d+ of `setting\.groups"):
+        SnipController(model, torch.optim.SGD(model.parameters(), 0.1), fp4_config(policy="short"))
+    flops: dict[str, dict[str, float]] = {"layers.0.a": dict.fromkeys(GEMMS, 1.0)}
+    row = Divergence("layers.0.a", "forward", "fp4", 0.1, 0.1, 1.0)
+    config = fp4_config(policy="not-a-number", granularity="gemm", ties=())
+    with pytest.raises(ValueError, match=r"prices 'layers\.0\.a:forward' in fp4 at nan; expected a finite number"):
+        problem(Setting(config, flops, (tuple(flops),)), DivergenceTable(1.0, (row,)))
 
 
 # --------------------------------------------------------------------------------------------------- trackers of events

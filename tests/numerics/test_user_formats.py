@@ -48,6 +48,10 @@ FP32 = {"scale": "fp32", "tensor_scale": None}
             r"bits=3; expected 4, the most bits of an element, with its sign \(activation e2m1: 4, gradient e2m1: 4, "
             r"weight e2m1: 4\)\.$",
         ),
+        (
+            {"grid": "E2M1"},
+            r"grid='E2M1'; expected E2M1, E4M3, E5M2, integers\(7\), floats\(3, 2\) or the like, or None",
+        ),
         ({"grid": integers(8)}, r"bits=4; expected 5, the most bits of an element, with its sign \(activation int5: 5"),
         ({"weight": Operand((16, 16), grid=E4M3)}, r"bits=4; expected 8, the most .*, weight e4m3: 8\)"),
         ({"colour": "blue"}, "colour='blue'; expected #rrggbb in hexadecimal digits, e.g. #56b4e9"),

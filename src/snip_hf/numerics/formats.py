@@ -118,6 +118,8 @@ class NumberFormat:
             self._refuse("speed", "a rate above 0")
         if not _COLOUR.fullmatch(self.colour):
             self._refuse("colour", "#rrggbb in hexadecimal digits, e.g. #56b4e9")
+        if not isinstance(self.grid, ElementGrid | None):
+            self._refuse("grid", "E2M1, E4M3, E5M2, integers(7), floats(3, 2) or the like, or None")
         self._check_scales()
         if self.rotation not in (0, *(2**power for power in range(1, LARGEST.bit_length()))):
             self._refuse("rotation", f"0 or a power of two from 2 to {LARGEST}")

@@ -106,12 +106,18 @@ def rule_assignment(setting: Setting) -> dict[str, dict[str, str]]:
     """Returns the assignment of a policy that needs no probe.
 
     Raises:
-        ValueError: the policy changes the format of a GEMM that is not to be decided on (`SnipConfig.decides`), or
-            gives tied layers different formats.
+        ValueError: the policy leaves a GEMM without a format, changes that of a GEMM that is not to be decided on
+            (`SnipConfig.decides`), or gives tied layers different formats.
     """
     policy: Policy = POLICIES[setting.config.policy]
     assert policy.assign is not None
     assignment = policy.assign(setting)
+    for layer, row in setting.flops.items():
+        if missing := [gemm for gemm in row if gemm not in assignment.get(layer, ())]:
+            raise ValueError(
+                f"policy={policy.name!r} gave the {missing[0]} of layer {layer!r} no format. Return "
+                "`setting.assignment(choices)`, with a choice for every group of `setting.groups(stage)`."
+            )
     low = setting.config.least_precise
     for layer in setting.flops if policy.aims_at_share else ():
         for gemm, name in assignment[layer].items():

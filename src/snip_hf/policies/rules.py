@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,7 +109,13 @@ def rule(name: str, order: Callable[[Setting, Sequence[str]], list[str]], **fact
         check_attainable(setting, (setting.config.least_precise, setting.config.most_precise))
         choices: dict[str, str] = {}
         for stage in setting.stages:
-            choices |= _fill(setting, stage, order(setting, stage))
+            ordered, groups = order(setting, stage), setting.groups(stage)
+            if Counter(ordered) != Counter(groups):
+                raise ValueError(
+                    f"policy={name!r} orders {len(ordered)} groups; expected the {len(groups)} of "
+                    "`setting.groups(layers)`, each once."
+                )
+            choices |= _fill(setting, stage, ordered)
         return setting.assignment(choices)
 
     return Policy(name=name, assign=assign, **facts)

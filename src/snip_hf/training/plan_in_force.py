@@ -225,6 +225,7 @@ class PlanInForce:
             raise
         except Exception as error:  # the planner may fail; training may not
             self.keep(step, self.begun(step) if begun is None else begun(), describe(error))
+            self._log.debug("snip-hf: where it failed:", exc_info=True)
 
     def keep(self, step: int, begun: RefreshBegun, reason: str, outcome: str = "failed") -> None:
         """Logs and records that a refresh failed or was dropped.

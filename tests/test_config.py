@@ -339,7 +339,11 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("refresh_every", 10.0, "refresh_every=10.0 has type float; expected int | None."),
     ("first_refresh", True, "first_refresh=True has type bool; expected int | None."),
     ("apply_delay", "10", "apply_delay='10' has type str; expected int."),
-    ("formats", "fp4", "formats='fp4' has type str; expected tuple[str, ...]."),
+    (
+        "formats",
+        "fp4",
+        "formats='fp4' has type str; expected tuple[str, ...]. For example formats=('mxfp4', 'fp8-tensor').",
+    ),
     ("formats", ("fp4", 8), "formats: got ('fp4', 8); expected a list of names."),
     ("start_format", 8, "start_format=8 has type int; expected str | None."),
     ("probes", None, "probes=None has type NoneType; expected int."),

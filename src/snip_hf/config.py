@@ -126,6 +126,7 @@ _AT_LEAST: dict[str, tuple[int, str]] = {
 _INTEGER_BITS = 63
 # Advice at the end of the error about a wrong type.
 _ADVICE = {
+    "formats": " For example formats=('mxfp4', 'fp8-tensor').",
     "target_fp4_fraction": " Shares that change are pairs of a step and a share, e.g. ((1, 0.9), (800, 0.5)).",
     "target_linear_speedup": " Only target_fp4_fraction can change during a run.",
     "rates": " Give the name of a table; register your own with `snip_hf.costs.rates.register_rates`.",

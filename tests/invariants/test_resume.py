@@ -258,7 +258,8 @@ def test_a_checkpoint_of_another_configuration_is_refused(full: Run, tmp_path: P
     assert refused(tmp_path, SnipCallback(config), checkpoint, model=model) == (
         f"Cannot resume from {checkpoint}/snip_state.json: The checkpoint was trained with seed=0, this run asks "
         "for seed=3 (different fields: seed). Use the checkpoint's "
-        "configuration to resume its run, or SnipCallback(..., resume=False) to start a new plan from its weights."
+        "configuration to resume its run, or start a new plan from its weights: SnipCallback(..., resume=False), or no "
+        "load_state_dict in a loop of your own."
     )
     # The message's advice works, with the same model and the unchanged state.
     resumed = train(tmp_path, CONFIG, model=model, resume=checkpoint, **SAVING)
@@ -277,14 +278,17 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda data: b"", "it is not valid JSON, perhaps truncated (line 1: Expecting value)."),
     "truncated": (lambda data: data[: len(data) // 2], "it is not valid JSON, perhaps truncated"),
     "not text": (lambda data: b"\x80\x04" + data, "it is not UTF-8 text (byte 0)."),
-    "a list": (lambda data: b"[]", "The SNIP state has no schema_version 1; it is not a state of this version."),
+    "a list": (
+        lambda data: b"[]",
+        "The SNIP state has no schema_version 1; expected what `SnipController.state_dict` of this version returned.",
+    ),
     "of another version": (
         lambda data: data.replace(b'"schema_version": 1', b'"schema_version": 2', 1),
-        "The SNIP state has no schema_version 1; it is not a state of this version.",
+        "The SNIP state has no schema_version 1; expected what `SnipController.state_dict` of this version returned.",
     ),
     "a plan instead": (
         lambda data: json.dumps(json.loads(data)["plan"]).encode(),
-        "The SNIP state has no schema_version 1; it is not a state of this version.",
+        "The SNIP state has no schema_version 1; expected what `SnipController.state_dict` of this version returned.",
     ),
     "without its configuration": (
         lambda data: data.replace(b'"config"', b'"other"', 1),

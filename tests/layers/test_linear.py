@@ -932,6 +932,12 @@ class TestRefusals:
             "include_modules, or add another class of modules with register_layer_kind (docs/extending.md)."
         )
 
+    def test_anything_but_a_config_is_refused(self) -> None:
+        model: Any = build("llama")
+        config: Any = {"target_fp4_fraction": 0.5}
+        with pytest.raises(TypeError, match=r"Got a dict for config; expected a SnipConfig, .*SnipConfig\.from_dict"):
+            convert_model(model, config)
+
     def test_a_model_without_weights_says_so(self) -> None:
         with pytest.raises(ValueError, match=r"0 linears are skipped \(none\); .* of the classes none\."):
             convert_model(nn.Sequential(nn.GELU()), fp4_config())

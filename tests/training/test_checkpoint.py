@@ -142,8 +142,9 @@ SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 9}
 OTHER_WEIGHTS = (
     "Cannot resume from {path}: The SNIP state was saved with other weights than those that were loaded: the two are "
     "of different runs, or one of them was exchanged. Resume from the folder of the weights, or start a new plan from "
-    "them with SnipCallback(resume=False). If the Trainer warned of missing keys, as it does for some mixtures of "
-    "experts, load the model from the checkpoint by from_pretrained first."
+    "them: SnipCallback(..., resume=False), or no load_state_dict in a loop of your own. If the Trainer warned of "
+    "missing keys, as it does for some mixtures of experts, load the model from the checkpoint by from_pretrained "
+    "first."
 )
 
 

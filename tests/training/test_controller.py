@@ -243,7 +243,10 @@ def test_an_incomplete_or_damaged_state_is_refused_and_changes_nothing() -> None
 def test_data_that_is_not_a_state_is_refused(state: Any) -> None:
     with pytest.raises(ValueError) as caught:
         Loop().controller.load_state_dict(state)
-    assert str(caught.value) == "The SNIP state has no schema_version 1; it is not a state of this version."
+    assert (
+        str(caught.value)
+        == "The SNIP state has no schema_version 1; expected what `SnipController.state_dict` of this version returned."
+    )
 
 
 def test_a_pending_problem_that_was_damaged_costs_the_refresh_and_not_the_run(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ MODEL = model_with_dropout()
 UNKNOWN = ("Unknown format 'own-fp4' for ", ". `list(snip_hf.formats)` lists all ", ADVICE)
 OTHER = (
     "The checkpoint was trained with formats=['own-fp4', 'fp8'], this run asks for formats=['fp4', 'fp8']",
-    "Use the checkpoint's configuration to resume its run, or SnipCallback(..., resume=False)",
+    "Use the checkpoint's configuration to resume its run, or start a new plan",
 )
 
 

@@ -14,7 +14,7 @@ from torchao.core.config import AOBaseConfig
 from torchao.quantization import quantize_
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-from ..config import SnipConfig
+from ..config import SnipConfig, check_config
 from ..kernels.backend import BACKENDS, Backend, select_backend
 from ..numerics.formats import FORMATS, REFERENCE, check_format
 from ..numerics.gemms import GEMMS
@@ -125,9 +125,11 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     Returns: the exact names of all swapped layers, in the model's order.
 
     Raises:
+        TypeError: the config is no `SnipConfig`.
         ValueError: no layer is left to swap, a name in `skip_modules` or `include_modules` matches nothing, the model
             is already quantized by another method. The model is as before.
     """
+    check_config(config)
     refuse_quantized(model)
     reasons = skip_reasons(model, config)
     chosen = [name for name, reason in reasons.items() if reason is None]

@@ -36,6 +36,7 @@ from .setup import RunParts
 _CHOICE = {"skip_modules", "include_modules"}
 # Fields of the guard, which may change in mid-run.
 _GUARD = ("guard", "guard_patience")
+_NEW_PLAN = "SnipCallback(..., resume=False), or no load_state_dict in a loop of your own"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class SavedState:
         """Reads a state; raises ValueError if it is damaged or not a state."""
         if not isinstance(state, Mapping) or state.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(
-                f"The SNIP state has no schema_version {SCHEMA_VERSION}; it is not a state of this version."
+                f"The SNIP state has no schema_version {SCHEMA_VERSION}; expected what `SnipController.state_dict` of "
+                "this version returned."
             )
         try:
             pending = state["pending"]
@@ -133,8 +135,7 @@ class SavedState:
             raise ValueError(
                 f"The checkpoint was trained with {name}={self.config.get(name)!r}, this run asks for "
                 f"{name}={fields[name]!r} (different fields: {', '.join(different)}). Use the checkpoint's "
-                "configuration to resume its run, or SnipCallback(..., resume=False) to start a new plan from its "
-                "weights."
+                f"configuration to resume its run, or start a new plan from its weights: {_NEW_PLAN}."
             )
         if at_step not in (None, self.step):
             raise ValueError(
@@ -146,8 +147,8 @@ class SavedState:
             raise ValueError(
                 "The SNIP state was saved with other weights than those that were loaded: the two are of different "
                 "runs, or one of them was exchanged. Resume from the folder of the weights, or start a new plan from "
-                "them with SnipCallback(resume=False). If the Trainer warned of missing keys, as it does for some "
-                "mixtures of experts, load the model from the checkpoint by from_pretrained first."
+                f"them: {_NEW_PLAN}. If the Trainer warned of missing keys, as it does for some mixtures of experts, "
+                "load the model from the checkpoint by from_pretrained first."
             )
         return fitted
 

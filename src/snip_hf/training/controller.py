@@ -93,6 +93,7 @@ class SnipController:
         self._watch: StepWatch | None = None
         """Watch of the running step, if it refreshes."""
         self._micro_batch, self._has_labels, self._started, self._is_new = 0, False, False, True
+        self._outer = model if isinstance(model, nn.Module) else None
         run, attempt = None, Attempt()
         with attempt:  # if one rank refuses, all of them do
             run = set_up(model, optimizer, accelerator, config, self.processes, self._schedule, self._events, self._log)
@@ -118,7 +119,7 @@ class SnipController:
         self._source.attach(self._before_optimizer_step)
         self._layers.share_inputs(run.in_force.setting)
         self._schedule.warn_if_too_short()
-        run.refresher.log_if_untrained()
+        run.refresher.warn_if_untrained()
         self._layers.claim()
 
     @property
@@ -212,7 +213,8 @@ class SnipController:
         if not self._started:
             self.start()
         if not self._forecast.is_made:
-            self._forecast.make(self.compiled or how_compiled(self.model), one.seen or tokens_of(one.batch))
+            how = self.compiled or how_compiled(self.model)
+            self._forecast.make(how, one.seen or tokens_of(one.batch), self._outer)
         if self._micro_batch == 0 and self._watch is not None and one.random_state is not None:
             self._watch.take(one)
         if self._micro_batch == 0:
@@ -292,6 +294,7 @@ class SnipController:
         """
         self._calls.is_closed = True
         self._layers.release()
+        self._forecast.close()
         self._chunks.close()
         self._source.close()
         if self._guard is not None:

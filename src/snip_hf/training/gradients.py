@@ -283,7 +283,9 @@ class GradientSource:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
             return "all parameters of the model are frozen"
-        return None if any(map(self.trains(), trained)) else "the optimizer holds no parameter of the model"
+        if any(map(self.trains(), trained)):
+            return None
+        return "the optimizer holds no parameter of the model (make it from those of the prepared or sharded model)"
 
     def why_no_update(self, layers: Iterable[SnipLayer]) -> str:
         """Returns why the next updates do not depend on the gradients, which are not 0."""

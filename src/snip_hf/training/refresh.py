@@ -196,11 +196,11 @@ class Refresher:
             reason = f"{reason}, before step {pending.due} at which its plan was due"
             self._in_force.keep(step, pending.begun, reason, "was not applied")
 
-    def log_if_untrained(self) -> None:
-        """Logs that no rank has a weight divergence to measure, if none has. Collective."""
+    def warn_if_untrained(self) -> None:
+        """Warns if no rank has a weight divergence to measure. Collective."""
         reasons = self._everyone.gather(self._why_untrained())
         if None not in reasons:
-            self._log.info("snip-hf: %s, so that only the loss divergence decides.", reasons[0])
+            self._log.warning("snip-hf: %s, so that only the loss divergence decides.", reasons[0])
 
     def _begin(self, step: int, watch: StepWatch) -> None:
         config, layers = self._config, self._layers.present

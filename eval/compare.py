@@ -695,7 +695,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     prepare.add_argument("--cache", type=Path, required=True)
     for command in (run, show, prepare):
         add_import(command)
-        command.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="change the config")
+        command.add_argument(
+            "--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="change the config"
+        )
     options = parser.parse_args(arguments)
     options.given = list(sys.argv[1:] if arguments is None else arguments)
     if options.command == "run":

@@ -295,7 +295,7 @@ def test_contenders_name_policies_of_imported_modules(
     (tmp_path / "backwards.py").write_text(BACKWARDS, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     output = tmp_path / "own.jsonl"
-    own = ["--override", "contenders.own={policy: backwards}", "--override", "training.measure_at=[]"]
+    own = ["--override", "contenders.own={policy: backwards}", "training.measure_at=[]"]
     own += ["--cache", f"{files[1]}.cache", "--only", "own", "--seeds", "3"]
     with restored(POLICIES):
         assert run(files[0], output, *own) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -225,7 +226,8 @@ class PlanInForce:
             raise
         except Exception as error:  # the planner may fail; training may not
             self.keep(step, self.begun(step) if begun is None else begun(), describe(error))
-            self._log.debug("snip-hf: where it failed:", exc_info=True)
+            # Text: a handler that keeps log records would also keep the error's frames, and so the model.
+            self._log.debug("snip-hf: where it failed: %s", traceback.format_exc())
 
     def keep(self, step: int, begun: RefreshBegun, reason: str, outcome: str = "failed") -> None:
         """Logs and records that a refresh failed or was dropped.

@@ -418,6 +418,18 @@ MUTANTS = (
         ENCODING_KERNELS,
     ),
     Mutant(
+        "graphs-of-old-formats",
+        "if self.view.packed not in (None, self.view.facts):",
+        "if self.view.packed is self.view:",
+        "tests/kernels/test_tensor_scaled_exponents.py",
+    ),
+    Mutant(
+        "memory-of-graphs-freed",
+        "_HOMES.append(homes[facts])",
+        "_HOMES[:] = []",
+        "tests/kernels/test_tensor_scaled_exponents.py",
+    ),
+    Mutant(
         "delayed-largest-not-recorded",
         "if COUNTS and row_spacing < 0.0:",
         "if COUNTS and row_spacing > 1.0:",

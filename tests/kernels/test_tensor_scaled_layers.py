@@ -442,6 +442,31 @@ def test_graphs_of_torch_compile_launch_what_the_plan_needs(monkeypatch: pytest.
     torch._dynamo.reset()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("default")
+def test_a_graph_of_other_formats_is_not_replayed_even_before_the_next_step() -> None:
+    layer, x = layer_of(linear(device="cuda"), MXFP4, NAME), randn(T, I, device="cuda")
+    twin = copy.deepcopy(layer)
+    for one in (layer, twin):
+        TENSOR_SCALED.share_inputs({"": one}, [])
+    torch._dynamo.reset()
+    fast: nn.Module = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+
+    def step() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        torch.compiler.cudagraph_mark_step_begin()
+        return through(fast, layer, x), through(twin, twin, x)
+
+    for _ in range(4):
+        step()
+        for one in (layer, twin):
+            TENSOR_SCALED.after_step({"": one})
+    for one in (layer, twin):
+        one.set_formats(dict.fromkeys(GEMMS, "fp8-tensor"))
+    assert_same(*step())
+    torch._dynamo.reset()
+
+
 def through(module: nn.Module, layer: SnipLinear, x: Tensor) -> dict[str, Tensor]:
     layer.zero_grad()
     x = x.detach().requires_grad_()

@@ -217,6 +217,15 @@ def fast_sums(layer: SnipLinear) -> list[bool]:
     return [operators.sums_fast(layer.snip_cache.records.record, gemm) for gemm in range(len(GEMMS))]
 
 
+def test_a_graph_of_unpacked_records_serves_all_plans(layer: SnipLinear, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launches(layer) == [False] * 3 and all(fast_sums(layer))
+    monkeypatch.setattr(operators, "is_captured", lambda x: True)
+    assert launches(layer) == [True] * 3 and not any(fast_sums(layer))
+    TENSOR_SCALED.share_inputs({"": layer}, [])
+    layer.set_formats(dict(zip(GEMMS, WITH_FP8, strict=True)))
+    assert launches(layer) == [True] * 3 and not any(fast_sums(layer))
+
+
 def test_sums_are_fast_where_formats_encode(layer: SnipLinear) -> None:
     assert fast_sums(layer) == [True] * 3
     layer.set_formats(dict(zip(GEMMS, WITH_FP8, strict=True)))

@@ -35,9 +35,8 @@ def has_partitions(model: nn.Module) -> bool:
 def are_on_disk(model: nn.Module) -> bool:
     """Returns True if ZeRO-3 keeps parameters on an NVMe device."""
     parts = (parameter.ds_tensor for parameter in model.parameters() if is_partitioned(parameter))  # type: ignore[attr-defined]
-    return any(
-        getattr(part, "final_location", None) == "nvme" for part in parts
-    )  # DeepSpeed's enum consists of strings
+    # DeepSpeed's enum consists of strings.
+    return any(getattr(part, "final_location", None) == "nvme" for part in parts)
 
 
 def first_row(parameter: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:

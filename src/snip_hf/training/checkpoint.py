@@ -200,7 +200,7 @@ def state_of(run: RunParts, schedule: Schedule, step: int) -> dict[str, Any]:
 def restore(run: RunParts, schedule: Schedule, events: EventWriter, saved: SavedState, log: logging.Logger) -> None:
     """Puts the parts of a run into a saved state, and cuts later events from the record: they will happen again."""
     run.in_force.resume(saved.plan, saved.step)
-    run.layers.load_state_dict(saved.kernels)  # after the formats, so that kernels know both
+    run.layers.load_state_dict(saved.kernels)  # after the formats, so that records are packed for both
     if saved.is_counted:
         run.coverage.restore(saved.coverage)
     run.refresher.stop()

@@ -130,15 +130,17 @@ def is_captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def is_captured_anew(record: Tensor, view: HostView) -> bool:
-    """Returns True if torch.compile captures the current graph, and will capture another one when facts change.
+def serves_all_plans(record: Tensor, view: HostView) -> bool:
+    """Returns True if the graph that is being captured will be replayed under all plans.
 
-    It does for packed records (`exponents.pack`). Other captures replay one graph under all plans.
+    Only torch.compile captures another one when facts change, and only for packed records (`exponents.pack`).
     """
-    from torch._inductor import cudagraph_trees  # loaded during such a capture; else it takes a second
+    if view.packed is None:
+        return True
+    from torch._inductor import cudagraph_trees  # takes a second unless torch.compile captures
 
     manager = cudagraph_trees.get_container(record.get_device()).tree_manager
-    return view.packed is not None and manager is not None and torch.cuda.current_stream() == manager.stream
+    return manager is None or torch.cuda.current_stream() != manager.stream
 
 
 @torch.library.impl(_library, "encode_operand", "CompositeExplicitAutograd")
@@ -248,8 +250,8 @@ def facts_of(record: Tensor, operand: int, gemms: tuple[int, int], counts: bool)
     view = view_of(record)
     if view is None:
         return Facts(record[operand], True, False)
-    is_odd = not is_captured_anew(record, view) if is_captured(record) else counts and view.counts_now
-    return Facts(view.rows[operand], is_odd or not view.is_settled(operand, gemms), view.are_in_blocks(gemms))
+    needs_launch = serves_all_plans(record, view) if is_captured(record) else counts and view.counts_now
+    return Facts(view.rows[operand], needs_launch or not view.is_settled(operand, gemms), view.are_in_blocks(gemms))
 
 
 def find_scales(
@@ -369,7 +371,7 @@ def sums_fast(record: Tensor | None, gemm: int) -> bool:
     False while a graph is captured that is replayed under all plans.
     """
     view = None if record is None else view_of(record)
-    if record is None or view is None or (is_captured(record) and not is_captured_anew(record, view)):
+    if record is None or view is None or (is_captured(record) and serves_all_plans(record, view)):
         return False
     return view.in_blocks[gemm] or (gemm == 0 and view.follows[0])
 

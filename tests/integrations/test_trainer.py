@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from snip_hf import PrecisionPlan, SnipCallback, SnipConfig, SnipController, convert_model
+from snip_hf.estimation.table import LAYER
 from snip_hf.integrations import trainer as trainer_module
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
@@ -822,6 +823,17 @@ def test_the_report_has_one_row_for_tied_gemms(tmp_path: Path) -> None:
     assert loss[place] == f"{sum(row.loss_divergence for row in tied):.1e}"
     assert weight[place] == f"{sum(row.weight_divergence for row in tied):.1e}"
     assert formats[place] == run.plans[-1][1].assignment["model.layers.0.self_attn.k_proj"]["forward"]
+
+
+def test_the_report_shows_the_criterion_that_a_policy_decides_by(tmp_path: Path) -> None:
+    train(tmp_path, fp4_config(policy="fisher", granularity="layer", ties=(), **SCHEDULE), max_steps=4)
+    run = load_run(tmp_path)
+    table = reason_table(run)
+    assert table is not None
+    (column,) = (column for column in table.columns if column.header == "criterion")
+    (divergences,) = run.divergences.values()
+    rows = [row for row in divergences.rows if (row.format, row.gemm) == ("fp4", LAYER)]
+    assert sorted(column.cells) == sorted(f"{row.criterion:.1e}" for row in rows)
 
 
 def test_the_report_says_why_with_the_prices_of_the_program_that_was_solved(tmp_path: Path) -> None:

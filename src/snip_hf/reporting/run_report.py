@@ -222,7 +222,10 @@ def reason_table(run: Run) -> Table | None:
         weight = f"forward {weight}"
     label = FORMATS[config.least_precise].label
     table = new_table(f"Why (probe of step {step}; price: extra cost of {label} per share of the stage's {weight})")
-    for heading in ("stage", "layer", "loss\ndivergence", "weight\ndivergence", "price", "format"):
+    figures = ["loss_divergence", "weight_divergence"]
+    if any(row.criterion is not None for row in divergences.values()):
+        figures.append("criterion")
+    for heading in ("stage", "layer", *(figure.replace("_", "\n") for figure in figures), "price", "format"):
         table.add_column(heading, justify="left" if heading == "layer" else "right")
     labels = LayerLabels(plan.assignment)
     order = sorted(prices, key=lambda group: (stage_of[group], prices[group]))
@@ -236,7 +239,7 @@ def reason_table(run: Run) -> Table | None:
         keys = [(name, kind if setting.config.granularity == "gemm" else LAYER) for name, kind in tied]
         # None for layers without tokens in the probe, such as an idle expert.
         rows = [divergences[key] for key in keys if key in divergences]
-        damages = (sum(row.loss_divergence for row in rows), sum(row.weight_divergence for row in rows))
+        damages = [sum(getattr(row, figure) or 0.0 for row in rows) for figure in figures]
         numbers = (number(value if rows else None, ".1e") for value in damages)
         formats = Text(plan.assignment[layer][gemm], style=FORMATS[plan.assignment[layer][gemm]].style)
         name = labels.layer(layer) + group.removeprefix(layer)  # includes the GEMM at granularity "gemm"

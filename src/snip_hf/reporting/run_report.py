@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..config import FORWARD, SnipConfig
+from ..config import FORWARD, POLICIES, SnipConfig
 from ..estimation.table import LAYER
 from ..layers.labels import LayerLabels
 from ..numerics.formats import FORMATS
 from ..planning.program import problem
+from ..policies.registry import criterion_cost
 from ..policies.setting import Setting
 from ..policies.target import describe_target
 from ..records.load import Run, load_recorded, thinned
@@ -222,9 +223,8 @@ def reason_table(run: Run) -> Table | None:
         weight = f"forward {weight}"
     label = FORMATS[config.least_precise].label
     table = new_table(f"Why (probe of step {step}; price: extra cost of {label} per share of the stage's {weight})")
-    figures = ["loss_divergence", "weight_divergence"]
-    if any(row.criterion is not None for row in divergences.values()):
-        figures.append("criterion")
+    by_criterion = POLICIES[config.policy].cost is criterion_cost
+    figures = ["criterion"] if by_criterion else ["loss_divergence", "weight_divergence"]
     for heading in ("stage", "layer", *(figure.replace("_", "\n") for figure in figures), "price", "format"):
         table.add_column(heading, justify="left" if heading == "layer" else "right")
     labels = LayerLabels(plan.assignment)

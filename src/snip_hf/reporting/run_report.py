@@ -251,7 +251,7 @@ def reason_table(run: Run) -> Table | None:
     if len(shown) < len(order):
         captions.append(f"{len(shown):,} of {len(order):,} rows: the cheapest and the most expensive of each stage.")
     if any(len(tie) > 1 for tie in ties.values()):
-        captions.append("x N: N tied rows, named after the first, that share a format; divergences are their sums.")
+        captions.append("x N: N tied rows, named after the first, that share a format; estimates are their sums.")
     if idle := len(options) - len(running):
         captions.append(f"{idle:,} rows are left out: layers that saw no token, and GEMMs that do not run.")
     table.caption = " ".join(captions) or None

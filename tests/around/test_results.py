@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,11 @@ def cells(page: str, heading: str) -> dict[str, list[str]]:
     return {first.strip(): [cell.strip() for cell in others] for first, *others in rows[2:]}
 
 
+def times_and_speeds(steps: Sequence[float], bf16: float) -> tuple[str, str]:
+    """Returns the cells of a table: milliseconds, and how many times as fast as BF16."""
+    return ", ".join(f"{one:.1f}" for one in steps), ", ".join(f"{bf16 / one:.3f}" for one in steps)
+
+
 DELAYED = {
     "75% in MXFP4, 25% in `fp8-tensor`": ("0e89e583", "snip-hf 75%", "fp8-tensor"),
     "75% in MXFP4, 25% in `fp8-delayed`": ("0e89e583", "snip-hf 75%", "fp8-delayed"),
@@ -105,7 +111,7 @@ def test_speeds_of_delayed_scales_are_those_of_the_lines() -> None:
             own = [run for run in runs if run["model"] == model]
             bf16 = statistics.median(run["step_ms"] for run in own if run["recipe"] == "BF16")
             steps = [run["step_ms"] for run in own if (run["commit"], run["recipe"], run["formats"][1]) == key]
-            expected += [", ".join(f"{one:.1f}" for one in steps), ", ".join(f"{bf16 / one:.3f}" for one in steps)]
+            expected += times_and_speeds(steps, bf16)
         assert written[row] == expected, row
 
 
@@ -129,8 +135,8 @@ def test_speeds_in_cuda_graphs_are_those_of_the_lines() -> None:
             bf16 = statistics.median(run["step_ms"] for run in runs if run["recipe"] == "BF16")
             new = [run for run in runs if run["commit"] != "0e8a7800" or key[0] == "BF16"]
             steps = [run["step_ms"] for run in new if (run["recipe"], run["formats"][1]) == key]
-            ratios = ["1"] if key[0] == "BF16" else [f"{bf16 / one:.3f}" for one in steps]
-            expected += [", ".join(f"{one:.1f}" for one in steps), ", ".join(ratios)]
+            times, speeds = times_and_speeds(steps, bf16)
+            expected += [times, "1" if key[0] == "BF16" else speeds]
         assert written[row] == expected, row
 
 

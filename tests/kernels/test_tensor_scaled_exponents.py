@@ -154,6 +154,14 @@ def test_records_that_move_to_another_device_are_packed_there(layer: SnipLinear)
     assert records.everything.device == records.record.device == device
 
 
+def test_graphs_that_torch_compile_does_not_capture_serve_all_plans(layer: SnipLinear) -> None:
+    """Fails if torch renames the manager of its captures, which is private."""
+    records = layer.snip_cache.records
+    assert operators.serves_all_plans(records.record, records.view)
+    TENSOR_SCALED.share_inputs({"": layer}, [])
+    assert operators.serves_all_plans(records.record, records.view)
+
+
 def test_unpacked_records_stay_where_they_are(layer: SnipLinear) -> None:
     record = layer.snip_cache.records.record
     layer.set_formats(dict(zip(GEMMS, WITH_FP8, strict=True)))

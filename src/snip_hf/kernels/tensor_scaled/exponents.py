@@ -71,7 +71,7 @@ class HostView:
 
     @property
     def facts(self) -> Hashable:
-        """What determines the launches of the layer, in steps that count nothing."""
+        """The facts that determine the layer's launches, in steps that count nothing."""
         return self.follows, self.in_blocks, self.known
 
     def set_formats(self, formats: Sequence[NumberFormat]) -> None:

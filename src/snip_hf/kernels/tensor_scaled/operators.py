@@ -137,7 +137,7 @@ def serves_all_plans(record: Tensor, view: HostView) -> bool:
     """
     if view.packed is None:
         return True
-    from torch._inductor import cudagraph_trees  # takes a second unless torch.compile captures
+    from torch._inductor import cudagraph_trees  # a second of import, unless torch.compile has done it
 
     manager = cudagraph_trees.get_container(record.get_device()).tree_manager
     return manager is None or torch.cuda.current_stream() != manager.stream

@@ -81,13 +81,16 @@ def main() -> None:
     convert_model(model, config)
     layers = chosen_layers(list(snip_linears(model)), options.layers, options.seed)
     batches = [text.batch(options.steps + index, options.rows) for index in range(options.batches)]
-    rows = weight_rows(model, optimizer, batches, layers, config, options.draws)
     held_out = [text.batch(index, options.rows, held_out=True) for index in range(options.held_out)]
-    rows += loss_rows(model, optimizer, batches, held_out, layers, config)
-    print(table(COLUMNS, rows))
     subject = {"model": str(options.checkpoint or options.family), "optimizer": options.optimizer}
-    for row in rows:
-        append_line(options.output, {**subject, "steps": options.steps, **row, **origin_of(options.device)})
+    rows: list[Line] = []
+    for fmt in config.formats:
+        found = weight_rows(model, optimizer, batches, layers, config, fmt, options.draws)
+        found += loss_rows(model, optimizer, batches, held_out, layers, config, fmt)
+        for row in found:
+            append_line(options.output, {**subject, "steps": options.steps, **row, **origin_of(options.device)})
+        rows += found
+    print(table(COLUMNS, rows))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -141,20 +144,18 @@ def weight_rows(
     batches: Sequence[Mapping[str, Any]],
     layers: Sequence[str],
     config: SnipConfig,
+    fmt: str,
     draws: int,
 ) -> list[Line]:
-    """Returns the rows of the weight divergence, whole layers."""
-    rows = []
-    for fmt in config.formats:
-        assignments = [{layer: dict.fromkeys(GEMMS, fmt)} for layer in layers]
-        count = draws if formats[fmt].is_random else 1
-        truths = [
-            [weight for _, weight in measure_assignment(model, batch, optimizer, assignments, config, count)]
-            for batch in batches
-        ]
-        estimates = estimated(model, optimizer, batches, layers, config, fmt, WEIGHT_ESTIMATES, "layer")
-        rows += compare("weight", fmt, np.array(truths), estimates)
-    return rows
+    """Returns the rows of the weight divergence in a format, whole layers."""
+    assignments = [{layer: dict.fromkeys(GEMMS, fmt)} for layer in layers]
+    count = draws if formats[fmt].is_random else 1
+    truths = [
+        [weight for _, weight in measure_assignment(model, batch, optimizer, assignments, config, count)]
+        for batch in batches
+    ]
+    estimates = estimated(model, optimizer, batches, layers, config, fmt, WEIGHT_ESTIMATES, "layer")
+    return compare("weight", fmt, np.array(truths), estimates)
 
 
 def loss_rows(
@@ -164,14 +165,12 @@ def loss_rows(
     held_out: Sequence[Mapping[str, Any]],
     layers: Sequence[str],
     config: SnipConfig,
+    fmt: str,
 ) -> list[Line]:
-    """Returns the rows of the loss divergence, forward GEMMs."""
-    rows = []
-    for fmt in config.formats:
-        truth = measure_loss(model, held_out, [{layer: {"forward": fmt}} for layer in layers], config)
-        estimates = estimated(model, optimizer, batches, layers, config, fmt, LOSS_ESTIMATES, "forward")
-        rows += compare("loss", fmt, truth.T.numpy(), estimates, signed=True)
-    return rows
+    """Returns the rows of the loss divergence in a format, forward GEMMs."""
+    truth = measure_loss(model, held_out, [{layer: {"forward": fmt}} for layer in layers], config)
+    estimates = estimated(model, optimizer, batches, layers, config, fmt, LOSS_ESTIMATES, "forward")
+    return compare("loss", fmt, truth.T.numpy(), estimates, signed=True)
 
 
 def estimated(

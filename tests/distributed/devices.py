@@ -19,6 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import trainer
 
 NCCL = "nccl"
@@ -38,6 +39,8 @@ def join(words: list[str], timeout: float | None = None, offloads: bool = False)
             them.
     """
     if NCCL not in words:
+        # Without a GPU no memory can be pinned.
+        CPUOffloadPolicy.__init__.__defaults__ = (False,)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", timeout=None if timeout is None else timedelta(seconds=timeout))
         return
     waiting = timedelta(seconds=_NCCL_SECONDS if timeout is None else timeout)

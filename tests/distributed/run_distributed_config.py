@@ -26,6 +26,7 @@ from loops import plan_of
 from small import text, tiny_llama
 from tiny_runs import SCHEDULE
 from torch import Tensor, nn
+from trainings import fsdp_groups
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
@@ -36,6 +37,7 @@ from snip_hf.parallel.sharding import own_part, whole
 STEPS, SAVE = 6, 2  # in the middle of the refresh of step 1 or 2, which is applied two steps later
 SIZES = {
     "fsdp": {"fsdp_size": 2},
+    "offloaded": {"fsdp_size": 2, "fsdp_cpu_offload": True},
     "hsdp": {"fsdp_size": 2, "dp_replicate_size": 2},
     "tp": {"tp_size": 2},
     "fsdp-tp": {"fsdp_size": 2, "tp_size": 2},
@@ -185,6 +187,7 @@ def _found(model: nn.Module, controller: SnipController, folder: Path) -> dict[s
         "weights": {key: whole(value.detach()).clone() for key, value in model.named_parameters()},
         "backend": controller.backend,
         "kinds": {type(parameter.data).__name__ for parameter in model.parameters()},
+        "policies": {type(group.offload_policy).__name__ for group in fsdp_groups(model)},
         "tables": read_run(folder / "snip")[2] if is_first else {},
     }
 

@@ -59,6 +59,8 @@ RUNS: dict[str, Callable[[Path, str], Any]] = {
     "ddp": lambda folder, name: by_trainer(folder, name, {}),
     "dp-shard": dp_shard,
     "tp": tp,
+    "sharded": lambda folder, name: by_trainer(folder, name, {}, **SHARDS),
+    "offloaded": lambda folder, name: by_trainer(folder, name, {}, **OFFLOADS),
     "sharded-rule": lambda folder, name: by_trainer(folder, name, {}, RULE, bf16=True, **SHARDS),
     "offloaded-rule": lambda folder, name: by_trainer(folder, name, {}, RULE, bf16=True, **OFFLOADS),
     "cp-refused": lambda folder, name: refusal(partial(by_trainer, folder, name, {}, BY_TRAINER, **context())),

@@ -67,6 +67,22 @@ def check_resumed(whole: dict[str, Any], again: dict[str, Any]) -> None:
     assert differing(again["weights"], whole["weights"]) == []
 
 
+def assert_only_shards_are_elsewhere(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Compares a run that offloads with one that does not."""
+    assert ours["policies"] == {"CPUOffloadPolicy"} and theirs["policies"] == {"OffloadPolicy"}
+    for what in ("losses", "plan", "tables"):
+        assert ours[what] == theirs[what]
+    assert {fmt for row in ours["plan"].values() for fmt in row.values()} == {"fp4", "fp8"}
+    assert differing(ours["weights"], theirs["weights"]) == []
+
+
+def test_a_loop_with_offloading_is_that_without_it_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    tiny_llama(hidden=32, layers=2).save_pretrained(tmp_path / "model")
+    for rank in run(tmp_path, 2, "fsdp", "offloaded"):
+        assert_only_shards_are_elsewhere(rank["offloaded"], rank["fsdp"])
+        check_resumed(rank["offloaded"], rank["offloaded-resumed"])
+
+
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Returns the folder of a model whose halves are whole tiles of 128, and what one process found that trains it."""
@@ -140,7 +156,9 @@ def configured(tmp_path_factory: pytest.TempPathFactory, one: tuple[Path, dict[s
     """Returns what two ranks found under Accelerate's `ParallelismConfig`."""
     folder = tmp_path_factory.mktemp("parallelism_config")
     (folder / "model").symlink_to(one[0] / "model")
-    return run(folder, 2, "ddp", "dp-shard", "tp", "cp-refused", script="run_parallelism_config.py")
+    return run(
+        folder, 2, "ddp", "dp-shard", "tp", "cp-refused", "sharded", "offloaded", script="run_parallelism_config.py"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +180,11 @@ def test_models_under_accelerates_parallelism_plan_and_lose_as_under_ddp(
         assert ours["plan"] == theirs["plan"]
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
     assert max(errors(found[0][name]["tables"][1], found[0]["ddp"]["tables"][1], LOSS)) < 1e-5
+
+
+def test_the_trainer_with_offloading_is_that_without_it_to_the_bit(configured: Found) -> None:
+    for rank in configured:
+        assert_only_shards_are_elsewhere(rank["offloaded"], rank["sharded"])
 
 
 def test_context_parallelism_is_refused_with_policies_that_probe(configured: Found) -> None:

@@ -48,7 +48,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Started:
         return OnTwoGpus(folder, script, *words)
 
     return Started(
-        start("config", "run_distributed_config.py", "one", *LOOPS, "ddp", *TRAINERS),
+        start("config", "run_distributed_config.py", "one", *LOOPS, "offloaded", "ddp", *TRAINERS),
         {name: start(f"compiled-{name}", "run_distributed_config.py", f"compiled-{name}") for name in LOOPS},
         start("accelerate", "run_parallelism_config.py", *RUNS),
         start("zero3", "run_zero3.py") if find_spec("deepspeed") else None,
@@ -72,7 +72,7 @@ def assert_alike(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-2)
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", [*LOOPS, "offloaded"])
 def test_two_gpus_that_share_a_model_plan_and_lose_as_one(started: Started, name: str) -> None:
     theirs = started.config["one"][0]["probed"]
     first, second = started.config[name]
@@ -81,7 +81,7 @@ def test_two_gpus_that_share_a_model_plan_and_lose_as_one(started: Started, name
     assert_alike(first, theirs)
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", [*LOOPS, "offloaded"])
 def test_a_resumed_loop_is_the_uninterrupted_one_to_the_bit(started: Started, name: str) -> None:
     for whole, again in zip(started.config[name], started.config[f"{name}-resumed"], strict=True):
         assert 0 < len(again["losses"]) < len(whole["losses"])
@@ -131,6 +131,14 @@ def test_models_under_accelerates_parallelism_plan_and_lose_as_under_ddp(started
     first, second = started.accelerate[name]
     assert "DTensor" in first["kinds"] and first["plan"] == second["plan"]
     assert_alike(first, started.accelerate["ddp"][0])
+
+
+def test_the_trainer_plans_and_loses_with_offloading_as_without_it(started: Started) -> None:
+    offloaded, sharded = started.accelerate["offloaded"], started.accelerate["sharded"]
+    for ours, theirs in zip(offloaded, sharded, strict=True):
+        assert ours["policies"] == {"CPUOffloadPolicy"} and theirs["policies"] == {"OffloadPolicy"}
+        assert equal_share([ours["plan"]], [theirs["plan"]]) > 0.9
+    assert_alike(offloaded[0], sharded[0])
 
 
 def test_offloaded_weights_train_on_the_same_kernels(started: Started) -> None:

@@ -267,13 +267,17 @@ def _hooks(model: nn.Module) -> dict[str, list[int]]:
     }
 
 
+def fsdp_groups(model: nn.Module) -> list[Any]:
+    """Returns what FSDP2 knows of the parameters that it gathers together."""
+    groups = [
+        module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)
+    ]
+    return [group for group in groups if group is not None]
+
+
 def _sharding(model: nn.Module) -> dict[str, Any]:
     """Returns in which state FSDP2 is, by its own account, and how much memory gathered parameters hold."""
-    groups = []
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups += [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    groups = fsdp_groups(model)
     gathered = [
         tensor.untyped_storage().size()
         for group in groups

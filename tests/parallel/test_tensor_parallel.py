@@ -194,15 +194,6 @@ def test_pipeline_parallel_models_are_refused() -> None:
         check_split(model, {})
 
 
-def test_offloaded_shards_are_refused() -> None:
-    model = tiny_llama(hidden=16)
-    model.config.distributed_config = DistributedConfig(fsdp_size=2, fsdp_cpu_offload=True)
-    with pytest.raises(
-        ValueError, match=r"host memory \(fsdp_cpu_offload\).*offload by DeepSpeed ZeRO, or use a policy"
-    ):
-        check_model(model)
-
-
 # What transformers 5.17 has for a model in shards.
 OF_5_17 = SimpleNamespace(tp_size=None, enable_expert_parallel=False, fsdp_size=2, fsdp_cpu_offload=False, pp_size=None)
 

@@ -462,7 +462,7 @@ def test_fp16_is_refused_where_its_loss_scale_is_not_known_and_gradients_are_pro
         {"distributed_type": "DistributedType.MULTI_CPU", "num_processes": 2},
         {
             "distributed_type": "DistributedType.FSDP",
-            "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=False),
+            "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True),
         },
         {"parallelism_config": ParallelismConfig(dp_replicate_size=2)},
     ],
@@ -481,13 +481,6 @@ def test_several_processes_are_accepted_with_every_policy(setting: dict[str, Any
                 "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1, cpu_offload=False),
             },
             "FSDP version 1, which flattens the weights; use version 2 (fsdp_version: 2)",
-        ),
-        (
-            {
-                "distributed_type": "DistributedType.FSDP",
-                "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True),
-            },
-            "FSDP2 with offloading to the CPU; turn fsdp_offload_params off, or offload by DeepSpeed ZeRO",
         ),
         ({"distributed_type": "DistributedType.MEGATRON_LM"}, "Megatron-LM; use FSDP2 (fsdp_version: 2)"),
         *[

@@ -47,8 +47,8 @@ _SUPPORTED = {
 _SOLVERS = ("cbc", "highs")
 _PARALLELISM = {
     "works": "one process, DDP, FSDP2, transformers' fsdp_size, dp_replicate_size and tp_size, ZeRO, pipelines",
-    "refused with a probe": "FSDP 1, Megatron-LM: use FSDP2; FSDP2's offloading: use ZeRO's; context and expert "
-    "parallelism, pp_size: use fsdp_size or tp_size; or use a policy without a probe",
+    "refused with a probe": "FSDP 1, Megatron-LM: use FSDP2; context and expert parallelism, pp_size: use fsdp_size "
+    "or tp_size; or use a policy without a probe",
 }
 _MAX_LINE = 400
 

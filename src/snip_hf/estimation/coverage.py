@@ -38,7 +38,7 @@ from ..layers.selection import (
 )
 from ..layers.state import plain_name, snip_linears
 from ..numerics.random_state import RandomState
-from ..parallel.sharding import unwrap, whole
+from ..parallel.sharding import compute_device, unwrap, whole
 from ..text import printable
 from .passes import call, stand_in, traceless
 
@@ -259,7 +259,7 @@ def training_autocast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
             needs autocast, runs under autocast in BF16: the dtype changes no FLOPs.
     """
     parameters = [one for one in model.parameters() if one.is_floating_point()]
-    device = parameters[0].device.type if parameters else "cpu"
+    device = compute_device(parameters[0]).type if parameters else "cpu"
     if dtype is None and not torch.is_autocast_enabled(device) and len({one.dtype for one in parameters}) > 1:
         dtype = torch.bfloat16
     if dtype is None or device == "meta":

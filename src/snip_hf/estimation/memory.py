@@ -24,7 +24,7 @@ from ..layers.layer import SnipLayer
 from ..layers.selection import head_of
 from ..layers.state import block_of
 from ..numerics.gemms import TILE
-from ..parallel.sharding import is_sharded
+from ..parallel.sharding import compute_device, is_sharded
 from .passes import recomputes_already
 
 MIB = 2**20
@@ -151,15 +151,17 @@ def measured_peak(weight: Tensor) -> Iterator[list[float | None]]:
     allocated before, in MiB.
 
     Nothing is reset, so that the program's own peak statistics stay as they are: if the process had reached a higher
-    peak before, the context's peak is unknown and the list holds None. It also holds None if `weight` is not on CUDA.
+    peak before, the context's peak is unknown and the list holds None. It also holds None if passes do not use `weight`
+    on CUDA.
     """
     peak: list[float | None] = [None]
-    if weight.device.type != "cuda":
+    device = compute_device(weight)
+    if device.type != "cuda":
         yield peak
         return
-    allocated, before = (f(weight.device) for f in (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated))
+    allocated, before = (f(device) for f in (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated))
     yield peak
-    after = torch.cuda.max_memory_allocated(weight.device)
+    after = torch.cuda.max_memory_allocated(device)
     if after > before:
         peak[0] = (after - allocated) / MIB
 

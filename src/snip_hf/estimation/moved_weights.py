@@ -15,7 +15,7 @@ from torch import Tensor
 from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..numerics.random_streams import stream_key
 from ..parallel.ranks import Processes
-from ..parallel.sharding import pending_squares, sharded_as, whole
+from ..parallel.sharding import compute_device, on_compute_device, pending_squares, sharded_as, whole
 
 # Least step, relative to the one that suits the median weight. Otherwise a weight that is almost 0 would make all
 # others move by less than FP32 resolves (docs/log/2026-11.md has the errors).
@@ -158,10 +158,10 @@ class MovedWeights:
         return sharded_as(self._pullbacks[name](z), weight)
 
     def _move(self, name: str, direction: Tensor) -> Tensor:
-        return direction.mul_(self.epsilon).add_(self._weights[name])
+        return direction.mul_(self.epsilon).add_(on_compute_device(self._weights[name]))
 
     def _turn(self, name: str, moved: Tensor) -> None:
-        moved.neg_().add_(self._weights[name], alpha=2.0)
+        moved.neg_().add_(on_compute_device(self._weights[name]), alpha=2.0)
 
 
 def can_be_remade(name: str, layers: Mapping[str, SnipLayer], users: Mapping[int, int]) -> bool:
@@ -187,7 +187,7 @@ def random_directions(name: str, layer: SnipLayer, draw: Draw) -> tuple[Tensor, 
     """Returns `random_direction` of each matrix of a layer, (O, I)."""
     # One direction per matrix, since the derivatives of samples and the traces are along matrices.
     shapes = layer.matrices(torch.empty(layer.weight.shape, device="meta"))
-    like = torch.empty(1, device=layer.weight.device).expand(len(shapes), *shapes[0].shape)
+    like = torch.empty(1, device=compute_device(layer.weight)).expand(len(shapes), *shapes[0].shape)
     return random_direction(name, like, draw).unbind()
 
 
@@ -200,7 +200,8 @@ def random_direction(name: str, weight: Tensor, draw: Draw) -> Tensor:
             device.
         draw: what decides the numbers, with the name.
     """
-    generator = torch.Generator(weight.device).manual_seed(
+    device = compute_device(weight)
+    generator = torch.Generator(device).manual_seed(
         stream_key(*draw, zlib.crc32(name.encode(errors="surrogatepass")), 0) >> 1
     )
-    return torch.randn(weight.shape, generator=generator, device=weight.device)
+    return torch.randn(weight.shape, generator=generator, device=device)

@@ -18,7 +18,7 @@ from ..layers.layer import SnipLayer
 from ..layers.state import plain_name
 from ..optimizers.response import ElementwiseResponse, Response
 from ..parallel.ranks import Attempt, Ranks
-from ..parallel.sharding import own_part, sharded_as, squares, whole, with_own_part
+from ..parallel.sharding import on_compute_device, own_part, sharded_as, squares, whole, with_own_part
 from .products import product
 from .samples import LayerSample
 
@@ -93,7 +93,8 @@ class RelativeUpdates:
 
     def _pulled(self, name: str, tensor: Tensor) -> Tensor:
         """Returns J^T tensor relative to the weight's norm, sharded as the weight is, or whole."""
-        response, gradient, norm = self.step.responses[name], self.step.gradients[name], self.norms[name]
+        response, norm = self.step.responses[name], self.norms[name]
+        gradient = on_compute_device(self.step.gradients[name])
         own = response.of_own_part()
         if own is None:
             gradient = whole(gradient)
@@ -122,7 +123,8 @@ class RelativeUpdates:
         """
         if name not in self.norms:
             return None
-        response, gradient, norm = self.step.responses[name], self.step.gradients[name], self.norms[name]
+        response, norm = self.step.responses[name], self.norms[name]
+        gradient = on_compute_device(self.step.gradients[name])
         own = response.of_own_part()
         if own is not None:
             # The factors of a diagonal derivative are worked out once instead of for every product with it, and by
@@ -138,7 +140,7 @@ class RelativeUpdates:
 
 def _update(response: Response, gradient: Tensor) -> Tensor:
     """Returns the next update, sharded as the gradient is, or whole. Collective if it is sharded."""
-    own = response.of_own_part()
+    own, gradient = response.of_own_part(), on_compute_device(gradient)
     if own is None:
         return response.gathered().update(whole(gradient))
     return with_own_part(own.update(own_part(gradient)), gradient)

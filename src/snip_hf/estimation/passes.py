@@ -16,7 +16,7 @@ from ..layers.adapters import changed_by_adapters, switched_parameters
 from ..layers.kinds import known_weights
 from ..layers.state import plain_name, snip_linears
 from ..numerics.random_state import RandomState
-from ..parallel.sharding import whole, without_sharding_hooks
+from ..parallel.sharding import compute_device, whole, without_sharding_hooks
 from ..parallel.tensor_parallel import without_tensor_parallelism
 from ..python_state import Shared, binding_kept
 from ..text import WITHOUT_PROBE
@@ -250,7 +250,7 @@ def _run(
         found = run(dict(batch.kwargs))
         return torch.tensor(math.nan if found is None else float(found))
     # The caller's autocast may be on.
-    device = next(model.parameters()).device.type
+    device = compute_device(next(model.parameters())).type
     with _in_fp32(), torch.set_grad_enabled(backward), torch.autocast(device, enabled=False):
         loss = _loss(model, batch)
         if backward:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..layers.layer import SnipLayer
 from ..parallel.ranks import Attempt, Ranks
+from ..parallel.sharding import compute_device
 from .samples import LayerSample, Rows
 
 
@@ -33,7 +34,7 @@ def pooled(
         return samples
     summaries = ranks.gather({name: _summary(sample, weight) for name, sample in samples.items()})
     seen = [name for name in layers if any(name in one_rank for one_rank in summaries)]
-    device = next(iter(layers.values())).weight.device
+    device = compute_device(next(iter(layers.values())).weight)
     result, attempt = {}, Attempt()
     for first in range(0, len(seen), ranks.size):
         names = seen[first : first + ranks.size]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..kernels.rounding import fake_quantize
 from ..numerics.formats import FORMATS
+from ..parallel.sharding import compute_device
 from .extrapolation import BatchSizes, Squares
 from .layer_sums import (
     OPERANDS,
@@ -141,7 +142,7 @@ class Replays:
     @classmethod
     def on_cuda(cls, weights: Sequence[Tensor]) -> Replays | None:
         """Returns those of an estimate of layers with these weights; None on other devices."""
-        is_cuda = torch.version.cuda is not None and all(weight.is_cuda for weight in weights)
+        is_cuda = torch.version.cuda is not None and all(compute_device(weight).type == "cuda" for weight in weights)
         return cls(cuda_graph, _known) if is_cuda else None
 
     def run(self, key: Hashable, inputs: Sequence[Tensor], work: Work) -> list[Tensor]:

@@ -30,6 +30,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from torch import nn
 
 from ..kernels.backend import BACKENDS
+from ..parallel.sharding import compute_device
 from ..planning.plan import PrecisionPlan
 from ..records.run_folder import FOLDER
 from ..text import printable
@@ -92,7 +93,7 @@ def keep_model_card(trainer: Trainer) -> None:
 
 def _complete_card(output_dir: Path, controller: SnipController, base_model: str | None) -> None:
     """Adds the section on the run to README.md of the output folder; logs a warning if it cannot."""
-    device = next((parameter.device for parameter in controller.model.parameters()), torch.device("cpu"))
+    device = next(map(compute_device, controller.model.parameters()), torch.device("cpu"))
     section = trained_section(
         controller.plan,
         controller.coverage,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import adam_slopes as kernels
-from ..parallel.sharding import own_part, whole
+from ..parallel.sharding import on_compute_device, own_part, whole
 
 # Lion's sign(c) becomes c / sqrt(c^2 + s^2) with s this part of mean|c| (ours; docs/method.md). For normal c, a change
 # of c by 20% of its mean size (about FP4's effect on a gradient) is then first-order to 2%, and a quarter of all
@@ -47,9 +47,12 @@ class UpdateContext:
         return UpdateContext(self.group, state, whole(self.parameter))
 
     def of_own_part(self) -> UpdateContext:
-        """Returns the context of this process's part of the parameter."""
-        state = {key: own_part(value) if isinstance(value, Tensor) else value for key, value in self.state.items()}
-        return UpdateContext(self.group, state, own_part(self.parameter))
+        """Returns the context of this process's part of the parameter, on the device that passes use."""
+        state = {
+            key: own_part(on_compute_device(value)) if isinstance(value, Tensor) else value
+            for key, value in self.state.items()
+        }
+        return UpdateContext(self.group, state, own_part(on_compute_device(self.parameter)))
 
     def number(self, key: str) -> float:
         """Returns a hyperparameter that may be a tensor (capturable, torchao) as a float."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 # The newer name, from torch 2.13 on.
@@ -89,17 +89,18 @@ def gather_ahead(model: nn.Module) -> int:
     return prefetched
 
 
-def offloads(policy: object) -> bool:
-    """Returns True for FSDP2's policy of keeping shards in host memory."""
-    return isinstance(policy, CPUOffloadPolicy)
-
-
 def compute_device(weight: Tensor) -> torch.device:
     """Returns the device on which passes use a weight; FSDP2 may keep its shards in host memory."""
     if not isinstance(weight, DTensor) or weight.device.type == weight.device_mesh.device_type:
         return weight.device
     kind = weight.device_mesh.device_type
     return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def on_compute_device(tensor: Tensor) -> Tensor:
+    """Returns a tensor, sharded as before, on its `compute_device`: only there can the ranks of its mesh gather it."""
+    device = compute_device(tensor)
+    return tensor if tensor.device.type == device.type else with_own_part(own_part(tensor).to(device), tensor)
 
 
 def has_first_rows(tensor: Tensor) -> bool:
@@ -123,7 +124,8 @@ def number_of_parts(tensor: Tensor) -> int:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Returns the whole of a tensor. Collective if it is sharded."""
+    """Returns the whole of a tensor, on its `compute_device`. Collective if it is sharded."""
+    tensor = on_compute_device(tensor)
     if not isinstance(tensor, DTensor):
         return tensor
     mesh = tensor.device_mesh
@@ -137,7 +139,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """Returns this process's part of a tensor that may be sharded."""
+    """Returns this process's part of a tensor that may be sharded, where it is held."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -167,7 +169,7 @@ def pending_squares(tensors: Iterable[Tensor]) -> Tensor:
     """Returns `squares` as a tensor, without waiting for the device."""
     found, layouts = [], []
     for tensor in tensors:
-        found.append(_sum_of_squares(own_part(tensor)))
+        found.append(_sum_of_squares(own_part(on_compute_device(tensor))))
         layouts.append((tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None)
     if not found:
         return torch.zeros(0)

@@ -31,7 +31,7 @@ from ..layers.layer import SnipLayer
 from ..layers.state import plain_name, snip_linears
 from ..optimizers.deepspeed_zero import check_deepspeed
 from ..parallel.ranks import Attempt, Processes, Ranks
-from ..parallel.sharding import is_fully_sharded, is_sharded, offloads
+from ..parallel.sharding import is_fully_sharded, is_sharded
 from ..parallel.tensor_parallel import split_of, tensor_mesh
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
@@ -137,8 +137,7 @@ def check_launch(config: SnipConfig, accelerator: Any) -> None:
 
     Raises:
         ValueError: FP8 mixed precision; a guard under DeepSpeed; and with a policy that needs a probe FSDP version 1,
-            offloading, DeepSpeed that partitions nothing, FP16 under FSDP2 or DeepSpeed, context
-            parallelism, or Megatron-LM.
+            DeepSpeed that partitions nothing, FP16 under FSDP2 or DeepSpeed, context parallelism, or Megatron-LM.
     """
     if accelerator is None:
         return
@@ -181,12 +180,8 @@ def _unsupported(accelerator: Any) -> str | None:
         if parallelism is not None and getattr(parallelism, f"{name}_size", 1) > 1:
             return f"{name}_size={getattr(parallelism, f'{name}_size')}: its ranks hold parts of the activations; use 1"
     if kind == "FSDP":
-        plugin = state.fsdp_plugin
-        if getattr(plugin, "fsdp_version", 1) != 2:
+        if getattr(state.fsdp_plugin, "fsdp_version", 1) != 2:
             return "FSDP version 1, which flattens the weights; use version 2 (fsdp_version: 2)"
-        # Without offloading, Accelerate's plugin has a policy too, which does nothing.
-        if offloads(plugin.cpu_offload):
-            return "FSDP2 with offloading to the CPU; turn fsdp_offload_params off, or offload by DeepSpeed ZeRO"
         if accelerator.mixed_precision == "fp16":
             return "FSDP2 with mixed_precision='fp16', whose loss scale it does not know; use 'bf16', or DDP"
     if kind == "MEGATRON_LM":
@@ -202,18 +197,13 @@ def check_model(model: nn.Module, accelerator: Any = None) -> None:
         accelerator: the Accelerate object of the loop, if there is one; it may have a `tp_size`.
 
     Raises:
-        ValueError: an attention that does not support FP32 and cannot be switched, FSDP version 1, transformers'
-            offloading or expert parallelism, or tensor parallelism by anything but transformers.
+        ValueError: an attention that does not support FP32 and cannot be switched, FSDP version 1, transformers' expert
+            parallelism, or tensor parallelism by anything but transformers.
     """
     if is_expert_parallel(model):
         raise ValueError(
             "The model is expert-parallel (ep_size): no rank runs all of it, so that it cannot be probed. Load it "
             f"with tp_size, fsdp_size or dp_replicate_size instead, or use {WITHOUT_PROBE}."
-        )
-    if getattr(_sizes(model), "fsdp_cpu_offload", False):
-        raise ValueError(
-            "The model keeps its shards in host memory (fsdp_cpu_offload), where the probe cannot gather them. Load it "
-            f"with fsdp_cpu_offload=False, offload by DeepSpeed ZeRO, or use {WITHOUT_PROBE}."
         )
     parts = [name for name, layer in snip_linears(model).items() if is_sharded(layer.weight)]
     parallelism = getattr(getattr(accelerator, "state", accelerator), "parallelism_config", None)

@@ -19,6 +19,7 @@ from ..kernels.emulated import Emulated
 from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunHook
 from ..numerics.formats import FORMATS
+from ..parallel.sharding import compute_device
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
 from ..policies.target import describe_target
@@ -141,7 +142,9 @@ class SpeedForecast:
         self._backend = BACKENDS[backend]
         self._hidden = mode(layer.in_features for layer in layers.values())
         is_fallback = requested == "auto" and backend == Emulated.name
-        self._is_fallback = is_fallback and any(layer.weight.is_cuda for layer in layers.values())
+        self._is_fallback = is_fallback and any(
+            compute_device(layer.weight).type == "cuda" for layer in layers.values()
+        )
         self._log = log
         self._hook: Any = None
 

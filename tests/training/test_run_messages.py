@@ -103,15 +103,15 @@ def test_a_backend_that_was_not_measured_promises_nothing(caplog: pytest.LogCapt
     assert texts(caplog) == []
 
 
-@pytest.mark.parametrize(("requested", "is_cuda"), [("auto", True), ("auto", False), ("emulated", True)])
+@pytest.mark.parametrize(("requested", "device"), [("auto", "cuda"), ("auto", "cpu"), ("emulated", "cuda")])
 def test_emulation_on_a_gpu_that_nobody_asked_for_is_a_warning(
-    caplog: pytest.LogCaptureFixture, requested: str, is_cuda: bool
+    caplog: pytest.LogCaptureFixture, requested: str, device: str
 ) -> None:
-    layers: Any = {"one": SimpleNamespace(in_features=16, weight=SimpleNamespace(is_cuda=is_cuda))}
+    layers: Any = {"one": SimpleNamespace(in_features=16, weight=SimpleNamespace(device=torch.device(device)))}
     found = SpeedForecast("emulated", layers, logging.getLogger("snip_hf.test"), requested)
     for _ in range(2):
         found.make(None, 512)
-    assert [level for level, _ in texts(caplog)] == ["WARNING"] * (requested == "auto" and is_cuda)
+    assert [level for level, _ in texts(caplog)] == ["WARNING"] * (requested == "auto" and device == "cuda")
     assert all("emulated, slower than BF16" in message for _, message in texts(caplog))
 
 

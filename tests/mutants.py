@@ -465,6 +465,19 @@ MUTANTS = (
         "cut[name] = value",
         "tests/estimation/test_attention.py::test_a_part_of_a_pack_ends_where_sequences_end",
     ),
+    # Several processes.
+    Mutant(
+        "probes-run-own-experts",
+        "before[_COUNT], attributes[_COUNT] = attributes[_COUNT], number",
+        "before[_COUNT] = attributes[_COUNT]",
+        "tests/parallel/test_tensor_parallel.py::test_passes_run_all_experts_and_leave_them_spread",
+    ),
+    Mutant(
+        "ranks-draw-alike-for-their-experts",
+        "split = split_of(layer.holder[0])",
+        "split = split_of(layer)",
+        "tests/parallel/test_tensor_parallel.py",
+    ),
 )
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from accelerate.state import AcceleratorState
 from comparing import read_run
 from configs import fp4_config
 from devices import NCCL, Survivors, device, join, on_gpu, trainers_that_shard, trainers_that_split, without_others
+from expert_models import CONFIGS
 from loops import plan_of
 from small import text, tiny_llama
 from tiny_runs import SCHEDULE
@@ -34,6 +36,9 @@ from snip_hf import SnipCallback, SnipConfig, SnipController
 from snip_hf.json_io import read_json, write_json_atomic
 from snip_hf.parallel.sharding import own_part, whole
 
+# transformers before 5.24 has no number of ranks for it.
+HAS_EP_SIZE = "ep_size" in DistributedConfig.__dataclass_fields__
+EXPERT_PARALLEL: dict[str, int] = {"ep_size": 2} if HAS_EP_SIZE else {"enable_expert_parallel": True}
 STEPS, SAVE = 6, 2  # in the middle of the refresh of step 1 or 2, which is applied two steps later
 SIZES = {
     "fsdp": {"fsdp_size": 2},
@@ -41,6 +46,9 @@ SIZES = {
     "hsdp": {"fsdp_size": 2, "dp_replicate_size": 2},
     "tp": {"tp_size": 2},
     "fsdp-tp": {"fsdp_size": 2, "tp_size": 2},
+    "tp-ep": {"tp_size": 2, **EXPERT_PARALLEL},
+    "fsdp-ep": {"fsdp_size": 2, "ep_size": 2},
+    "fsdp-tp-ep": {"fsdp_size": 2, "tp_size": 2, "ep_size": 2},
 }
 PROBED = {"first_refresh": 1, "start_format": "bf16"}
 """Before the probe nothing is rounded, so that its table can be compared closely."""
@@ -60,6 +68,16 @@ def save_model(folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder / "model")
+
+
+def save_mixture(folder: Path) -> None:
+    """Saves a model of four experts, two for each token, all of whole tiles."""
+    config = deepcopy(CONFIGS["qwen3-moe"])
+    config.hidden_size = config.moe_intermediate_size = config.vocab_size = 256
+    config.head_dim, config.num_key_value_heads = 64, 4
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
 
 
 def load(folder: Path, sizes: dict[str, int], in_bf16: bool = False) -> Any:
@@ -234,8 +252,9 @@ def runs(folder: Path, name: str) -> dict[str, Callable[[], Any]]:
         name: partial(loop, folder, name, sizes, **PROBED),
         f"{name}-resumed": partial(loop, folder, name, sizes, resumes=True, **PROBED),
     }
-    if "tp_size" in sizes:
+    if "tp_size" in sizes or "ep_size" in sizes:
         found |= {fmt: partial(loop, folder, fmt, sizes, steps=2, policy=f"uniform-{fmt}") for fmt in UNIFORM}
+    if "tp_size" in sizes:
         found["disagreeing"] = lambda: _refusal(folder, sizes)
     return found
 

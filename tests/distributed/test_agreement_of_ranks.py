@@ -35,9 +35,6 @@ SHARING = {
     "one head": "tp_size=2 does not divide the 1 head of layer 'model.layers.0.self_attn.k_proj' that it splits. Load "
     "the model with a tp_size that divides them.",
     "three experts": "Cannot evenly shard 3 experts across 2 expert-parallel ranks.",  # transformers'
-    "experts": "The model is expert-parallel (ep_size): no rank runs all of it, so that it cannot be probed. Load it "
-    "with tp_size, fsdp_size or dp_replicate_size instead, or use a policy that needs no probe, such as "
-    "policy='layer-position'.",
     "stages": "The model is pipeline-parallel (pp_size), so that each rank knows only some of its layers. Load it with "
     "tp_size, fsdp_size or dp_replicate_size instead, or run stages by torch.distributed.pipelining and give "
     "SnipController(..., pipeline=Pipeline(run)).",

@@ -144,11 +144,11 @@ def test_a_layer_that_is_called_and_whose_weight_is_used_otherwise_too_is_covere
 def test_experts_that_are_refused_are_told_with_the_reason() -> None:
     model = build("mixtral")
     for block in model.model.layers:
-        block.mlp.experts._is_expert_parallel = True
+        block.mlp.experts.forward = block.mlp.experts.forward
     linears, experts, routers, _ = map(flops, BY_HAND["mixtral"])
     found = coverage(model, text())
     assert (found.flops, found.covered) == (linears + experts + routers, linears)
-    reason = "experts spread over processes (expert parallelism)"
+    reason = "another forward function is set on it (device_map, tensor parallelism)"
     assert [one for one in found.uncovered if one.kind == "MoE experts"] == [
         Uncovered("model.layers.*.mlp.experts.gate_up_proj", "MoE experts", experts * 2 / 3 / found.flops, reason),
         Uncovered("model.layers.*.mlp.experts.down_proj", "MoE experts", experts / 3 / found.flops, reason),

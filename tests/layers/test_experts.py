@@ -307,18 +307,16 @@ class TestSelection:
 
     def test_refused_modules_have_their_reason(self) -> None:
         model = build("mixtral")
-        parallel, odd, without, bare, alike, liger = (copy.deepcopy(owners(model)[0]) for _ in range(6))
-        parallel._is_expert_parallel = True
+        odd, without, bare, alike, liger = (copy.deepcopy(owners(model)[0]) for _ in range(5))
         odd.__class__ = type("Odd", (type(odd),), {"forward": lambda self, *args: None})
         del without.config
         bare._parameters["down_proj"] = None
         alike.forward = alike.forward
         fused = FunctionType(loss_and_gradients.__code__, {"__name__": "liger_kernel.transformers.swiglu"})
         liger.forward = MethodType(fused, liger)
-        blocks = nn.ModuleDict({"layers": nn.ModuleList([parallel, odd, without, bare, alike, liger])})
+        blocks = nn.ModuleDict({"layers": nn.ModuleList([odd, without, bare, alike, liger])})
         reasons = skip_reasons(blocks, fp4_config())
-        assert [reasons[f"layers.{index}.down_proj"] for index in range(6)] == [
-            "experts spread over processes (expert parallelism)",
+        assert [reasons[f"layers.{index}.down_proj"] for index in range(5)] == [
             "class Odd has a forward of its own",
             "no config that names an experts implementation",
             "no parameters gate_up_proj and down_proj of three dimensions",

@@ -237,10 +237,10 @@ def test_experts_are_swapped_and_routers_are_not(family: str, caplog: pytest.Log
 def test_experts_that_are_refused_are_named(family: str, caplog: pytest.LogCaptureFixture) -> None:
     model = build_mixture(family)
     for block in model.model.layers:
-        block.mlp.experts._is_expert_parallel = True
+        block.mlp.experts.forward = block.mlp.experts.forward
     with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
         covered = convert_model(model, fp4_config())
-    experts = "experts spread over processes (expert parallelism)"
+    experts = "another forward function is set on it (device_map, tensor parallelism)"
     assert (len(covered), swapped(model)) == (4 * LAYERS, LINEARS_OF_MIXTURE)
     assert summary(model) == {
         "model.layers.*.mlp.experts.gate_up_proj": ("MoE experts", experts, 2, GATE_UP),

@@ -1,4 +1,5 @@
-"""Swapped linears that transformers splits by tensor parallelism, on one process; tests/distributed runs several."""
+"""Swapped layers that transformers splits by tensor or expert parallelism, on one process; tests/distributed runs
+several."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from configs import fp4_config
+from expert_models import build
 from small import text, tiny_llama
 from thread_ranks import on_ranks
 from torch import nn
@@ -29,7 +31,7 @@ from snip_hf.estimation.samples import LayerSample
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Processes
 from snip_hf.parallel.sharding import number_of_parts
-from snip_hf.parallel.tensor_parallel import tensor_mesh
+from snip_hf.parallel.tensor_parallel import tensor_mesh, without_tensor_parallelism
 from snip_hf.training.checks import check_model, check_same_batch, check_split
 
 STYLES = {
@@ -172,19 +174,53 @@ def test_parts_of_a_tensor_are_counted(second_of_four: None) -> None:
     assert number_of_parts(whole) == 1
 
 
-# transformers 5.17 has a flag for expert parallelism, 5.24 also a number of ranks, and a later version only that.
-SPREAD: dict[str, Any] = {
-    "by a flag": SimpleNamespace(enable_expert_parallel=True, tp_size=2),
-    "by a number": SimpleNamespace(ep_size=2, tp_size=2),
-}
+def spread_mixture(shares_batch: bool = True) -> Any:
+    """Returns a model with four experts, one on each of four ranks, as transformers' loading would."""
+    model, mesh = build("qwen3-moe"), init_device_mesh("cpu", (4, 1), mesh_dim_names=("ep", "tp"))
+    styles, ranks = ALL_PARALLEL_STYLES, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    for block in model.model.layers:
+        experts = block.mlp.experts
+        for name in ("gate_up_proj", "down_proj"):
+            styles["grouped_gemm"].shard_param(experts, name, ranks)
+        if "ep_dispatch_experts" in styles:
+            tensor = ranks if shares_batch else mesh["tp"]
+            styles["ep_dispatch_experts"].install_forward(experts, mesh["ep"], tp_mesh=tensor)
+        else:  # transformers 5.17
+            styles["moe_tp_experts"].install_forward(experts, ranks, is_expert_parallel=True)
+            styles["ep_router"].install_forward(block.mlp.gate, ranks)
+    return model
 
 
-@pytest.mark.parametrize("name", SPREAD)
-def test_expert_parallel_models_are_not_probed(name: str) -> None:
-    model = tiny_llama(hidden=16)
-    model.config.distributed_config = SPREAD[name]
-    with pytest.raises(ValueError, match=r"expert-parallel \(ep_size\): no rank runs all of it.*Load it with tp_size"):
-        check_model(model)
+def test_experts_on_several_ranks_are_swapped_and_draw_other_numbers_on_each(second_of_four: None) -> None:
+    model = spread_mixture()
+    names = convert_model(model, fp4_config())
+    assert names == convert_model(build("qwen3-moe"), fp4_config())
+    for name, layer in snip_linears(model).items():
+        is_spread = "experts" in name
+        assert layer.snip_key == zlib.crc32(f"{name}@1".encode() if is_spread else name.encode())
+        if is_spread:
+            assert (layer.num_matrices, layer.owner.num_experts, len(layer.weight.to_local())) == (4, 1, 1)
+    check_split(model, snip_linears(model))
+
+
+def test_passes_run_all_experts_and_leave_them_spread(second_of_four: None) -> None:
+    model = spread_mixture()
+    convert_model(model, fp4_config())
+    modules = [block.mlp.experts for block in model.model.layers]
+    forwards = [vars(module)["forward"] for module in modules]
+    with without_tensor_parallelism(model), without_tensor_parallelism(model):
+        for module in model.modules():
+            assert "forward" not in vars(module)
+        assert [module.num_experts for module in modules] == [4, 4]
+    assert [vars(module)["forward"] for module in modules] == forwards
+    assert [module.num_experts for module in modules] == [1, 1]
+
+
+def test_ranks_that_share_a_batch_are_found_by_their_experts(second_of_four: None) -> None:
+    mesh = tensor_mesh([spread_mixture()])
+    assert mesh is not None and mesh.size() == 4
+    if "ep_dispatch_experts" in ALL_PARALLEL_STYLES:
+        assert tensor_mesh([spread_mixture(shares_batch=False)]) is None
 
 
 def test_pipeline_parallel_models_are_refused() -> None:

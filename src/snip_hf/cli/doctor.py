@@ -46,9 +46,10 @@ _SUPPORTED = {
 }
 _SOLVERS = ("cbc", "highs")
 _PARALLELISM = {
-    "works": "one process, DDP, FSDP2, transformers' fsdp_size, dp_replicate_size and tp_size, ZeRO, pipelines",
-    "refused with a probe": "FSDP 1, Megatron-LM: use FSDP2; context and expert parallelism, pp_size: use fsdp_size "
-    "or tp_size; or use a policy without a probe",
+    "works": "one process, DDP, FSDP2, transformers' fsdp_size, dp_replicate_size, tp_size and ep_size, ZeRO, "
+    "pipelines",
+    "refused with a probe": "FSDP 1, Megatron-LM: use FSDP2; context parallelism, pp_size: use fsdp_size or tp_size; "
+    "or use a policy without a probe",
 }
 _MAX_LINE = 400
 

@@ -148,8 +148,8 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     layers = snip_linears(model)
     for name, layer in layers.items():
         # Keyed by name, not by position, so that skipping one layer does not change the others' random numbers.
-        # Ranks that compute other output features draw other numbers for their gradients.
-        split = split_of(layer)
+        # Ranks that compute other output features, or experts, draw other numbers for their gradients.
+        split = split_of(layer.holder[0])
         part = f"@{split.part}" if split is not None and split.part else ""
         layer.snip_key = zlib.crc32(f"{name}{part}".encode(errors="surrogatepass"))
     new = {name: layer for name, layer in layers.items() if name not in before}

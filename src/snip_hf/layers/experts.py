@@ -12,6 +12,10 @@ The layers are children of the experts module, in a container that plain names o
 plans call a projection as checkpoints call its parameter: `model.layers.0.mlp.experts.gate_up_proj`. They hold no
 parameters. Those stay with the experts module, where FSDP shards them and optimizers find them.
 
+Under expert parallelism (`parallel.tensor_parallel`) a rank holds some of the E experts and its module's `num_experts`
+counts only these. In training, the module runs them on the tokens that transformers brings here. Plans, shapes and
+probes are those of all E.
+
 All modules of a model share the config that names the implementation. So a swapped module gets a shallow copy that
 names "snip". The config itself, which others read and `save_pretrained` writes, does not change. The module keeps the
 original and gets it back when it is restored.
@@ -141,8 +145,6 @@ class Experts(LayerKind):
         return vars(module).keys() >= _FLAGS
 
     def refuses(self, module: nn.Module) -> str | None:
-        if getattr(module, "_is_expert_parallel", False):
-            return "experts spread over processes (expert parallelism)"
         if getattr(vars(module).get("forward"), "__module__", "").startswith("liger_kernel."):
             return "Liger's kernel runs these experts; liger_kernel_config={'swiglu': False} lets snip-hf run them"
         if not hasattr(type(module).forward, "__wrapped__"):

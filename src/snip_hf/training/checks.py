@@ -197,14 +197,9 @@ def check_model(model: nn.Module, accelerator: Any = None) -> None:
         accelerator: the Accelerate object of the loop, if there is one; it may have a `tp_size`.
 
     Raises:
-        ValueError: an attention that does not support FP32 and cannot be switched, FSDP version 1, transformers' expert
-            parallelism, or tensor parallelism by anything but transformers.
+        ValueError: an attention that does not support FP32 and cannot be switched, FSDP version 1, or tensor
+            parallelism by anything but transformers.
     """
-    if is_expert_parallel(model):
-        raise ValueError(
-            "The model is expert-parallel (ep_size): no rank runs all of it, so that it cannot be probed. Load it "
-            f"with tp_size, fsdp_size or dp_replicate_size instead, or use {WITHOUT_PROBE}."
-        )
     parts = [name for name, layer in snip_linears(model).items() if is_sharded(layer.weight)]
     parallelism = getattr(getattr(accelerator, "state", accelerator), "parallelism_config", None)
     tp_sizes = [getattr(holder, "tp_size", None) or 1 for holder in (model, parallelism)]
@@ -224,18 +219,6 @@ def check_model(model: nn.Module, accelerator: Any = None) -> None:
     check_attention(model)
 
 
-def is_expert_parallel(model: nn.Module) -> bool:
-    """Returns True if transformers spread the experts over ranks."""
-    sizes = _sizes(model)
-    # The flag is the only sign before transformers 5.24.
-    return (getattr(sizes, "ep_size", None) or 1) > 1 or bool(getattr(sizes, "enable_expert_parallel", False))
-
-
-def _sizes(model: nn.Module) -> Any:
-    """Returns the `DistributedConfig` that the model was loaded with; None: none."""
-    return getattr(getattr(model, "config", None), "distributed_config", None)
-
-
 def check_split(model: nn.Module, layers: Mapping[str, SnipLayer]) -> None:
     """Refuses parts of a model that cannot train.
 
@@ -243,7 +226,8 @@ def check_split(model: nn.Module, layers: Mapping[str, SnipLayer]) -> None:
         ValueError: transformers' pipelines, under which each rank has other layers; or tensor parallelism with parts of
             unequal size or of cut heads, on which attention fails in transformers.
     """
-    if (getattr(_sizes(model), "pp_size", None) or 1) > 1:
+    sizes = getattr(getattr(model, "config", None), "distributed_config", None)
+    if (getattr(sizes, "pp_size", None) or 1) > 1:
         raise ValueError(
             "The model is pipeline-parallel (pp_size), so that each rank knows only some of its layers. Load it with "
             "tp_size, fsdp_size or dp_replicate_size instead, or run stages by torch.distributed.pipelining and give "

@@ -26,7 +26,6 @@ from ..parallel.zero3 import are_on_disk, has_partitions
 from ..policies.registry import needs_probe
 from ..records.events import Counted
 from ..records.run_folder import EventWriter
-from .checks import is_expert_parallel
 from .messages import tokens_of
 from .micro_batches import StepWatch, TrainingPass
 from .plan_in_force import PlanInForce
@@ -116,8 +115,6 @@ class CoverageCounter:
         """Returns the setting in which no extra pass can run; None if it can."""
         if self._processes.run is not None or self._processes.pipeline.size > 1:
             return "in a pipeline"
-        if is_expert_parallel(self._model):
-            return "under expert parallelism"
         if (getattr(self._model, "tp_size", None) or 1) > self._processes.tensor.size:
             return "under tensor parallelism"
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in self._model.modules()):

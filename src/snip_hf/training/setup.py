@@ -216,7 +216,7 @@ def cost_of_all(
     """Times the GEMMs of all layers in `flops`, as `costs.timing.measure_cost` does.
 
     One rank measures for all that hold the same layers, since each would get other times. GEMMs that tensor parallelism
-    splits are timed whole.
+    splits are timed whole, and experts as if each rank had all of them.
     """
     began = time.perf_counter()
     cost, attempt = None, Attempt()

@@ -439,8 +439,9 @@ def train_cell(config: Config, contender: str, seed: int, text: Text, options: a
             restore_model(trainee.model)
     if options.save:
         folder = options.save / f"{contender}-{seed}"
-        trainee.model.config.use_cache = True
+        trainee.model.config.use_cache = True  # as generation expects
         trainee.model.save_pretrained(folder)
+        trainee.model.config.use_cache = False
         text.tokenizer.save_pretrained(folder)
     return {
         "key": config.cell_key(contender, seed),

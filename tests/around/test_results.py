@@ -76,8 +76,8 @@ def test_speeds_through_the_trainer_are_those_of_the_lines() -> None:
     assert [(row[2].strip(), row[3].strip()) for row in rows] == expected
 
 
-def lines_of(name: str) -> list[dict[str, Any]]:
-    with gzip.open(ROOT / f"benchmarks/results/{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
+def lines_of(name: str, folder: str = "benchmarks") -> list[dict[str, Any]]:
+    with gzip.open(ROOT / folder / f"results/{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
@@ -140,6 +140,24 @@ def test_speeds_in_cuda_graphs_are_those_of_the_lines() -> None:
         assert written[row] == expected, row
 
 
+def test_short_and_awaited_steps_in_cuda_graphs_are_those_of_the_lines() -> None:
+    written = cells("results-speed.md", "CUDA graphs")
+    runs = lines_of("speed_graphs")
+    short = {(run["mode"], run["recipe"]): run.get("step_ms", run["mean_step_ms"]) for run in runs if "rows" in run}
+    names = {"BF16": "BF16", "75% in MXFP4": "snip-hf 75%", "torchao tensorwise FP8": "torchao tensorwise"}
+    for name, recipe in names.items():
+        row = written[f"1 x 128 tokens: {name}"]
+        for mode, at in (("default", 0), ("reduce-overhead", 2)):
+            step, bf16 = short.get((mode, recipe)), short[mode, "BF16"]
+            expected = ["", ""] if step is None else [f"{step:.1f}", "1" if name == "BF16" else f"{bf16 / step:.3f}"]
+            assert row[at : at + 2] == expected, (name, mode)
+    (awaited,) = (run["step_ms"] for run in runs if run["recipe"].endswith(", wait"))
+    (bf16,) = (run["step_ms"] for run in runs if run["recipe"] == "BF16" and run["call"] == 2)
+    assert written["8 x 2,048, awaited: 75% in MXFP4"][2:] == [
+        f"{awaited:.1f}", f"{bf16 / awaited:.3f} times BF16 that is not awaited"
+    ]  # fmt: skip
+
+
 def test_speeds_under_trl_are_those_of_the_lines() -> None:
     written, runs = cells("results-speed.md", "TRL"), lines_of("trl_speed")
     names = {
@@ -152,10 +170,38 @@ def test_speeds_under_trl_are_those_of_the_lines() -> None:
         steps = [f"{one['step_ms']:.1f}, {bf16['step_ms'] / one['step_ms']:.3f}" for one in (torchao, ours)]
         peaks = ", ".join(f"{one['peak_gib']:.1f}" for one in (bf16, torchao, ours))
         assert [cell.removesuffix(" times") for cell in written[row]] == [f"{bf16['step_ms']:.1f}", *steps, peaks], row
-    bf16, ours = (run for run in runs if run["task"] == "GRPO")
-    step = f"{ours['step_ms']:,.1f}, {bf16['step_ms'] / ours['step_ms']:.3f}"
-    peaks = f"{bf16['peak_gib']:.1f}, -, {ours['peak_gib']:.1f}"
-    assert written["GRPO, 100M"] == [f"{bf16['step_ms']:.1f}", "", step, peaks]
+    for row, task in (("GRPO, 100M", "GRPO"), ("DPO, TinyLlama-1.1B", "DPO")):
+        bf16, ours = [run for run in runs if run["task"] == task][-2:]
+        step = f"{ours['step_ms']:,.1f}, {bf16['step_ms'] / ours['step_ms']:.3f}"
+        peaks = f"{bf16['peak_gib']:.1f}, -, {ours['peak_gib']:.1f}"
+        assert written[row] == [f"{bf16['step_ms']:.1f}", "", step, peaks]
+
+
+def test_losses_of_the_checkpoint_are_those_of_the_lines() -> None:
+    written = cells("results-policies.md", "On a real checkpoint")
+    runs = {run["contender"]: run for run in lines_of("smollm2", "eval")}
+    assert len(runs) == len(written) == 15
+    bf16 = runs["bf16"]["losses"]["1000"], runs["bf16"]["loss_unquantized"]
+    for row, found in written.items():
+        share, _, policy = row.partition(", ")
+        name = {"BF16": "bf16", "FP8": "fp8", "all FP4": "fp4"}.get(row, policy.strip("`"))
+        if policy == "SNIP":
+            percent, _, how = share.split()
+            name = f"snip-{percent[:-1]}-{how.lower()}"
+        expected = []
+        for loss, other in zip((runs[name]["losses"]["1000"], runs[name]["loss_unquantized"]), bf16, strict=True):
+            expected += [f"{loss:.3f}", "0" if name == "bf16" else f"{100 * (loss / other - 1):+.2f}"]
+        assert found == expected, row
+
+
+def test_the_fidelity_on_the_checkpoint_is_that_of_the_lines() -> None:
+    rows = [line.strip("| ").split("|") for line in section("fidelity.md", "14. A real checkpoint").splitlines()]
+    written = [[cell.strip(" `") for cell in row] for row in rows if len(row) > 3][2:]
+    for cells_of_row, line in zip(written, lines_of("fidelity_smollm2"), strict=True):
+        expected = [line["divergence"], line["estimate"], f"{line['spearman']:.3f}", line["interval"]]
+        if "median_error" in line:
+            expected += [f"{line['median_error']:.3f}", f"{line['error_90']:.3f}", line["ratio"]]
+        assert [cell for cell in cells_of_row if cell] == expected
 
 
 def test_the_block_that_recomputes_a_figure_prints_it(

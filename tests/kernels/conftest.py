@@ -1,12 +1,15 @@
-"""The two ways in which tests run the kernels of rounding and sums."""
+"""The two ways in which tests run the kernels of rounding and sums, and an end to what a Trainer sets for good."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from unittest import mock
 
 import kernel_runs
 import pytest
+import torch
 from kernel_runs import Run
 
 
@@ -27,3 +30,16 @@ def interpreter(interpreting: ProcessPoolExecutor) -> Run:
 def run(request: pytest.FixtureRequest) -> Run:
     """Calls one of `kernel_runs.HOMES`, by kernel, on tensors of the CPU; the result comes back to the CPU."""
     return request.getfixturevalue("interpreter") if request.param == "interpreter" else kernel_runs.on_cuda
+
+
+@pytest.fixture
+def full_determinism_ends_here() -> Iterator[None]:
+    """A Trainer's `full_determinism` holds for the process. With its variables the first test after this one that adds
+    a bias in cuBLASLt would meet the warning that is ignored below, as an error."""
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    with mock.patch.dict(os.environ):
+        yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+    # torch would take a workspace that it allocated under the smaller size for one of the larger.
+    torch._C._cuda_clearCublasWorkspaces()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -129,19 +126,6 @@ def test_the_estimate_is_close_to_the_measured_truth_on_cuda() -> None:
     for fmt in ("fp8", "fp4"):
         errors = [abs(guesses[r.layer, fmt] / r.weight_divergence - 1) for r in truth.rows if r.format == fmt]
         assert torch.tensor(errors).median() <= 0.10
-
-
-@pytest.fixture
-def full_determinism_ends_here() -> Iterator[None]:
-    """A Trainer's `full_determinism` holds for the process. With its variables the first test after this one that adds
-    a bias in cuBLASLt would meet the warning that is ignored below, as an error."""
-    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    with mock.patch.dict(os.environ):
-        yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
-    # torch would take a workspace that it allocated under the smaller size for one of the larger.
-    torch._C._cuda_clearCublasWorkspaces()
 
 
 # torch says so once where a Trainer's `full_determinism` leaves less to cuBLAS than cuBLASLt asks for; it gets along.

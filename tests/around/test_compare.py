@@ -374,7 +374,7 @@ def test_the_planned_comparisons_are_fresh_and_share_their_reference() -> None:
         ("snip", "backward-first", 0.1)
     ]
     assert probe.cell_key("bf16", 8) == frontier.cell_key("bf16", 8)
-    assert len(smollm2.contenders) == 19 and smollm2.snip_config("snip-paper", 0).target_fp4_fraction == 0.75
+    assert len(smollm2.contenders) == 20 and smollm2.snip_config("snip-paper", 0).target_fp4_fraction == 0.75
 
 
 # --- scores

@@ -220,9 +220,10 @@ def _speed(model: Any, backend: Backend) -> str:
     if hidden < min(measured):
         return f"not measured below a hidden size of {min(measured)} (yours: {hidden}); BF16 is likely to be faster"
     nearest = min(measured, key=lambda size: abs(size - hidden))
+    graphs = ", and torch_compile_mode='reduce-overhead' if a step has one micro-batch (docs/hopper.md)"
     return (
         f"{measured[nearest]:.2f} times compiled BF16, as measured on one H200 at hidden size {nearest} (yours: "
-        f"{hidden}). Set bf16=True and torch_compile=True"
+        f"{hidden}). Set bf16=True and torch_compile=True{graphs if hidden < max(measured) else ''}"
     )
 
 

@@ -204,6 +204,7 @@ def _found(model: nn.Module, controller: SnipController, folder: Path) -> dict[s
         "plan": plan_of(controller),
         "weights": {key: whole(value.detach()).clone() for key, value in model.named_parameters()},
         "backend": controller.backend,
+        "coverage": controller.coverage and controller.coverage.to_dict(),
         "kinds": {type(parameter.data).__name__ for parameter in model.parameters()},
         "policies": {type(group.offload_policy).__name__ for group in fsdp_groups(model)},
         "tables": read_run(folder / "snip")[2] if is_first else {},

@@ -104,7 +104,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 class Split(NamedTuple):
     name: str
     found: Found
-    """What several processes found that share the model."""
+    """What the processes that share the model found."""
     one: dict[str, Any]
     """What one process found."""
 
@@ -137,6 +137,7 @@ def test_divergences_and_the_plan_of_a_split_model_are_those_of_one_process(spli
     name, found, theirs = split.name, split.found, split.one["probed"]
     for rank in found:
         assert "DTensor" in rank[name]["kinds"] and rank[name]["plan"] == theirs["plan"]
+        assert rank[name]["coverage"] == theirs["coverage"] is not None
     assert {fmt for row in theirs["plan"].values() for fmt in row.values()} == {"fp4", "fp8"}
     ours = found[0][name]
     assert list(ours["tables"]) == list(theirs["tables"]) == [1]
@@ -205,4 +206,7 @@ def test_the_trainer_with_offloading_is_that_without_it_to_the_bit(configured: F
 
 def test_context_parallelism_is_refused_with_policies_that_probe(configured: Found) -> None:
     for rank in configured:
-        assert rank["cp-refused"].startswith("policy='snip' cannot probe a model under cp_size=2: its ranks hold parts")
+        assert rank["cp-refused"] == (
+            "policy='snip' cannot probe a model under cp_size=2: its ranks hold parts of the activations; use 1, or "
+            "use a plan file or a policy that needs no probe, such as policy='layer-position'."
+        )

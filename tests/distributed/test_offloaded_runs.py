@@ -1,4 +1,4 @@
-"""A run whose shards FSDP2 keeps in host memory is the one whose shards it does not."""
+"""Runs whose shards FSDP2 keeps in host memory equal runs without offloading."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def nccl() -> Iterator[None]:
 
 
 def adamw(parameters: list[nn.Parameter]) -> AdamW:
-    # A large eps: Adam makes whole steps of gradients that differ in their last bits alone where both are tiny.
+    # A large eps: Adam makes whole steps of tiny gradients, though they differ only in their last bits.
     return AdamW(parameters, lr=1e-3, eps=1e-4)
 
 
@@ -174,7 +174,7 @@ def muon(parameters: list[nn.Parameter]) -> Optimizer:
 def test_a_probe_finds_in_host_memory_what_it_finds_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Make, freezes: bool, policy: str
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "current_device", lambda: 0)  # "cpu", as no GPU's is
+    monkeypatch.setattr(torch.cpu, "current_device", lambda: 0)  # as a GPU's; this one returns "cpu"
     theirs = run(tmp_path / "kept", "cpu", None, make, freezes, policy=policy)
     monkeypatch.setattr(DTensor, "device", property(lambda self: self._local_tensor.device))
     assert run(tmp_path / "held", "cpu", None, make, freezes, in_host_memory, policy) == theirs

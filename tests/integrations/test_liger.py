@@ -1,4 +1,4 @@
-"""Is a loss that Liger's kernels compute probed as one that torch computes? They run on a GPU alone."""
+"""Is a loss that Liger's kernels compute probed as one that torch computes? They need a GPU."""
 
 from __future__ import annotations
 

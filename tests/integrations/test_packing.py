@@ -72,6 +72,11 @@ def test_flattened_batches_are_probed_in_parts_and_resumed_to_the_bit(
     assert again == losses
     # The first and third of each four sequences.
     assert probed[:2] == [sum(LENGTHS[::2])] * 2
+    (controller,) = (one.controller for one in whole.callback_handler.callbacks if isinstance(one, SnipCallback))
+    assert controller is not None and controller.coverage is not None and controller.coverage.share == 1
+    # Three GEMMs for every token of a pack, each of which multiplies and adds.
+    weights = sum(weight.numel() for name, weight in whole.model.named_parameters() if "_proj" in name)
+    assert controller.coverage.flops == 3 * 2 * weights * sum(LENGTHS)
 
 
 MODES: dict[str, dict[str, Any]] = {

@@ -154,6 +154,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "DPO padding-free": ("DPO", {"padding_free": True}),
     "DPO synced": ("DPO", {"sync_ref_model": True, "ref_model_sync_steps": 2}),
     "KTO": ("KTO", {}),
+    "SFT of adapters": ("SFT", {}),
     "DPO of adapters": ("DPO", {"gradient_checkpointing": True}),
     "KTO of adapters": ("KTO", {"gradient_checkpointing": True}),
     "GRPO of adapters": ("GRPO", {"beta": 0.1}),

@@ -1,4 +1,4 @@
-"""The two ways in which tests run the kernels of rounding and sums, and an end to what a Trainer sets for good."""
+"""The two ways in which tests run the kernels of rounding and sums, and the end of a Trainer's `full_determinism`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 @pytest.fixture
 def full_determinism_ends_here() -> Iterator[None]:
-    """A Trainer's `full_determinism` holds for the process. With its variables the first test after this one that adds
-    a bias in cuBLASLt would meet the warning that is ignored below, as an error."""
+    """Restores what a Trainer's `full_determinism` sets for the whole process.
+
+    With its variables the next test that adds a bias in cuBLASLt would get, as an error, the warning on its workspace
+    that tests with this fixture ignore.
+    """
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     with mock.patch.dict(os.environ):
         yield

@@ -32,7 +32,7 @@ from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Processes
 from snip_hf.parallel.sharding import number_of_parts
 from snip_hf.parallel.tensor_parallel import tensor_mesh, without_tensor_parallelism
-from snip_hf.training.checks import check_model, check_same_batch, check_split
+from snip_hf.training.checks import check_same_batch, check_split
 
 STYLES = {
     "lm_head": "colwise_gather_output",
@@ -230,15 +230,11 @@ def test_pipeline_parallel_models_are_refused() -> None:
         check_split(model, {})
 
 
-# What transformers 5.17 has for a model in shards.
-OF_5_17 = SimpleNamespace(tp_size=None, enable_expert_parallel=False, fsdp_size=2, fsdp_cpu_offload=False, pp_size=None)
-
-
-@pytest.mark.parametrize("sizes", [None, OF_5_17])
-def test_models_without_the_names_of_later_versions_are_accepted(sizes: Any) -> None:
+@pytest.mark.parametrize("sizes", [None, SimpleNamespace(pp_size=None)])
+def test_models_without_a_number_of_stages_are_accepted(sizes: Any) -> None:
+    """transformers 5.17 has none for a model in shards."""
     model = tiny_llama(hidden=16)
     model.config.distributed_config = sizes
-    check_model(model)
     check_split(model, {})
 
 
@@ -253,4 +249,7 @@ def test_ranks_that_share_weights_must_see_the_same_micro_batch() -> None:
 
     assert on_ranks(2, lambda ranks: check(False, ranks)) == ["", ""]
     for message in on_ranks(2, lambda ranks: check(True, ranks)):
-        assert "The 2 ranks that split each weight among them (tp_size) got different micro-batches" in message
+        assert message == (
+            "The 2 ranks that split each weight among them (tp_size) got different micro-batches; expected the same "
+            "one on all of them: sample the data by torch.distributed.get_rank() // 2."
+        )

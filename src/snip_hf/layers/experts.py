@@ -13,8 +13,8 @@ plans call a projection as checkpoints call its parameter: `model.layers.0.mlp.e
 parameters. Those stay with the experts module, where FSDP shards them and optimizers find them.
 
 Under expert parallelism (`parallel.tensor_parallel`) a rank holds some of the E experts and its module's `num_experts`
-counts only these. In training, the module runs them on the tokens that transformers brings here. Plans, shapes and
-probes are those of all E.
+counts only these. In training, the module runs them on the tokens that transformers sends to this rank. Plans, shapes
+and probes are those of all E.
 
 All modules of a model share the config that names the implementation. So a swapped module gets a shallow copy that
 names "snip". The config itself, which others read and `save_pretrained` writes, does not change. The module keeps the

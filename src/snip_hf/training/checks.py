@@ -273,8 +273,8 @@ def check_same_batch(batch: Mapping[str, Any] | None, processes: Processes) -> N
         if len(set(processes.tensor.gather(digest.hexdigest(), "a micro-batch"))) > 1:
             raise ValueError(
                 f"The {processes.tensor.size} ranks that split each weight among them (tp_size) got different "
-                "micro-batches; expected the same one on all of them: sample the data by the rank of the other "
-                'dimensions of the device mesh (model._mesh_manager.get_mesh("fsdp").get_local_rank()).'
+                "micro-batches; expected the same one on all of them: sample the data by "
+                f"torch.distributed.get_rank() // {processes.tensor.size}."
             )
     processes.everyone.agree(attempt.error)
 

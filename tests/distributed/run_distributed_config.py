@@ -36,7 +36,7 @@ from snip_hf import SnipCallback, SnipConfig, SnipController
 from snip_hf.json_io import read_json, write_json_atomic
 from snip_hf.parallel.sharding import own_part, whole
 
-# transformers before 5.24 has no number of ranks for it.
+# Came with transformers 5.19.
 HAS_EP_SIZE = "ep_size" in DistributedConfig.__dataclass_fields__
 EXPERT_PARALLEL: dict[str, int] = {"ep_size": 2} if HAS_EP_SIZE else {"enable_expert_parallel": True}
 STEPS, SAVE = 6, 2  # in the middle of the refresh of step 1 or 2, which is applied two steps later
@@ -57,7 +57,11 @@ COMPILED = {"formats": ("mxfp4", "fp8-tensor"), "backend": "auto"}
 """The default formats, on the kernels of the device."""
 BY_TRAINER = fp4_config(**{**SCHEDULE, **PROBED}, target_fp4_fraction=0.5, backend="emulated")
 TRAINS_SHARDED = hasattr(Trainer, "_defer_fsdp_gradient_reduction")
-"""False for transformers before 5.24, whose Trainer puts models with an `fsdp_size` into DDP, which refuses them."""
+"""True from transformers 5.23 on, which shards in all these ways."""
+WHY_NOT = (
+    "transformers 5.17 has no dp_replicate_size and no ep_size, its Trainer puts models with an fsdp_size into DDP, "
+    "which refuses them, and with a tp_size, too, from_pretrained fails on all but the first tp_size ranks"
+)
 ROWS, LENGTH = 4, 128  # of all ranks together; one tile, so that whole tiles are of one rank
 
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from comparing import LOSS, WEIGHT, errors
 from rank_processes import assert_succeeded, start_ranks
-from run_distributed_config import TRAINS_SHARDED, UNIFORM, by_trainer, one_process, save_mixture, save_model
+from run_distributed_config import TRAINS_SHARDED, UNIFORM, WHY_NOT, by_trainer, one_process, save_mixture, save_model
 from small import tiny_llama
 from tiny_runs import differing, one_thread
 
 pytestmark = pytest.mark.slow
-needs_new_trainer = pytest.mark.skipif(not TRAINS_SHARDED, reason="came with transformers 5.24")
+needs_new_transformers = pytest.mark.skipif(not TRAINS_SHARDED, reason=WHY_NOT)
 
 Found = list[dict[str, Any]]
 """Rank -> name -> what became of a run."""
@@ -29,7 +29,7 @@ def run(folder: Path, ranks: int, *names: str, script: str = "run_distributed_co
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-@pytest.fixture(scope="module", params=["fsdp", pytest.param("hsdp", marks=needs_new_trainer)])
+@pytest.fixture(scope="module", params=["fsdp", pytest.param("hsdp", marks=needs_new_transformers)])
 def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Found]:
     """Returns the name of what transformers' FSDP2 on two ranks, or its HSDP on four, found, and that."""
     folder = tmp_path_factory.mktemp("distributed_config")
@@ -39,7 +39,7 @@ def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return name, run(folder, 4 if name == "hsdp" else 2, *by_trainer, name)
 
 
-@needs_new_trainer
+@needs_new_transformers
 def test_a_sharded_models_plan_losses_and_divergences_are_those_under_ddp(sharded: tuple[str, Found]) -> None:
     name, found = sharded
     ours, theirs = found[0][f"trainer-{name}"], found[0]["ddp"]
@@ -115,7 +115,7 @@ SPLITS = {"tp": 2, "fsdp-tp": 4, "tp-ep": 2, "fsdp-ep": 2, "fsdp-tp-ep": 4}
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=needs_new_trainer if "fsdp" in name else ()) for name in SPLITS],
+    params=[pytest.param(name, marks=needs_new_transformers if "fsdp" in name else ()) for name in SPLITS],
 )
 def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Split:
     folder, name = tmp_path_factory.mktemp("split"), request.param

@@ -8,14 +8,16 @@ threshold may be rounded to its other neighbour: bounds are wider than on CPUs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from comparing import LOSS, WEIGHT, distance, equal_share, errors, read_run
 from rank_runs import OnTwoGpus, on_two_gpus
-from run_distributed_config import COMPILED, TRAINS_SHARDED, UNIFORM, save_model
+from run_distributed_config import COMPILED, TRAINS_SHARDED, UNIFORM, WHY_NOT, save_mixture, save_model
 from run_parallelism_config import RUNS
 from run_zero3 import SAVED
 from run_zero3 import STEPS as ZERO3_STEPS
@@ -24,35 +26,54 @@ from tiny_runs import differing
 pytestmark = on_two_gpus
 
 _needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-_needs_trainer = pytest.mark.skipif(not TRAINS_SHARDED, reason="this Trainer puts sharded models into DDP")
-LOOPS = ("fsdp", "tp")
+_needs_trainer = pytest.mark.skipif(not TRAINS_SHARDED, reason=WHY_NOT)
+SPLITS = ("tp", "tp-ep")
+LOOPS = ("fsdp", "offloaded", *SPLITS)
 TRAINERS = ("trainer-tp", *(["trainer-fsdp"] if TRAINS_SHARDED else []))
+Configs = dict[str, OnTwoGpus]
+"""Name of a compiled run -> its script; "" -> that of a model's other runs."""
 
 
 class Started(NamedTuple):
     """The scripts, each with its runs."""
 
-    config: OnTwoGpus
-    compiled: dict[str, OnTwoGpus]
+    config: Configs
     accelerate: OnTwoGpus
     zero3: OnTwoGpus | None
 
 
+def start(folder: Path, script: str, *words: str, save: Callable[[Path], None] = save_model) -> OnTwoGpus:
+    save(folder)
+    return OnTwoGpus(folder, script, *words)
+
+
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Started:
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Configs:
+    """Starts the scripts of a model with experts."""
+    new, script = tmp_path_factory.mktemp, "run_distributed_config.py"
+    words = {"": ("one", "tp-ep", "ddp", "trainer-tp-ep"), "compiled-tp-ep": ("compiled-tp-ep",)}
+    return {name: start(new("experts"), script, *words[name], save=save_mixture) for name in words}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory, experts: Configs) -> Started:
     """Starts everything at once."""
-
-    def start(name: str, script: str, *words: str) -> OnTwoGpus:
-        folder = tmp_path_factory.mktemp(name)
-        save_model(folder)
-        return OnTwoGpus(folder, script, *words)
-
+    new, script = tmp_path_factory.mktemp, "run_distributed_config.py"
+    words = {"": ("one", "fsdp", "tp", "offloaded", "ddp", *TRAINERS)}
+    words |= {name: (name,) for name in ("compiled-fsdp", "compiled-tp")}
     return Started(
-        start("config", "run_distributed_config.py", "one", *LOOPS, "offloaded", "ddp", *TRAINERS),
-        {name: start(f"compiled-{name}", "run_distributed_config.py", f"compiled-{name}") for name in LOOPS},
-        start("accelerate", "run_parallelism_config.py", *RUNS),
-        start("zero3", "run_zero3.py") if find_spec("deepspeed") else None,
+        {name: start(new("config"), script, *words[name]) for name in words},
+        start(new("accelerate"), "run_parallelism_config.py", *RUNS),
+        start(new("zero3"), "run_zero3.py") if find_spec("deepspeed") else None,
     )
+
+
+@pytest.fixture
+def config(request: pytest.FixtureRequest, name: str) -> OnTwoGpus:
+    """Returns the script that makes the run of this name."""
+    is_mixture = name.endswith("ep")
+    found: Configs = request.getfixturevalue("experts") if is_mixture else request.getfixturevalue("started").config
+    return found[name if name in found else ""]
 
 
 @pytest.fixture(scope="module")
@@ -72,18 +93,18 @@ def assert_alike(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-2)
 
 
-@pytest.mark.parametrize("name", [*LOOPS, "offloaded"])
-def test_two_gpus_that_share_a_model_plan_and_lose_as_one(started: Started, name: str) -> None:
-    theirs = started.config["one"][0]["probed"]
-    first, second = started.config[name]
+@pytest.mark.parametrize("name", LOOPS)
+def test_two_gpus_that_share_a_model_plan_and_lose_as_one(config: OnTwoGpus, name: str) -> None:
+    theirs = config["one"][0]["probed"]
+    first, second = config[name]
     assert "DTensor" in first["kinds"] and first["plan"] == second["plan"]
     assert first["losses"] == second["losses"]
     assert_alike(first, theirs)
 
 
-@pytest.mark.parametrize("name", [*LOOPS, "offloaded"])
-def test_a_resumed_loop_is_the_uninterrupted_one_to_the_bit(started: Started, name: str) -> None:
-    for whole, again in zip(started.config[name], started.config[f"{name}-resumed"], strict=True):
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_resumed_loop_is_the_uninterrupted_one_to_the_bit(config: OnTwoGpus, name: str) -> None:
+    for whole, again in zip(config[name], config[f"{name}-resumed"], strict=True):
         assert 0 < len(again["losses"]) < len(whole["losses"])
         assert again["losses"] == whole["losses"][-len(again["losses"]) :]
         assert again["plan"] == whole["plan"]
@@ -91,33 +112,34 @@ def test_a_resumed_loop_is_the_uninterrupted_one_to_the_bit(started: Started, na
 
 
 @pytest.mark.parametrize("fmt", UNIFORM)
-def test_losses_of_a_split_model_are_those_of_one_gpu(started: Started, fmt: str) -> None:
-    first, second = started.config["one"][0][fmt]["losses"]
-    for found in started.config[fmt]:
+@pytest.mark.parametrize("name", SPLITS)
+def test_losses_of_a_split_model_are_those_of_one_gpu(config: OnTwoGpus, fmt: str) -> None:
+    first, second = config["one"][0][fmt]["losses"]
+    for found in config[fmt]:
         assert found["losses"][0] == pytest.approx(first, rel=1e-5)
-        # FP4 rounds gradients stochastically, by other numbers in the parts of a weight's output features.
+        # FP4 rounds gradients stochastically, by other numbers in parts of a weight's output features, and in experts.
         assert found["losses"][1] == pytest.approx(second, rel=1e-3 if fmt == "fp8" else 5e-3)
 
 
-def test_ranks_that_split_a_model_and_see_different_data_are_refused_together(started: Started) -> None:
-    assert all("got different micro-batches" in refusal for refusal in started.config["disagreeing"])
+@pytest.mark.parametrize("name", SPLITS)
+def test_ranks_that_split_a_model_and_see_different_data_are_refused_together(config: OnTwoGpus) -> None:
+    assert all("got different micro-batches" in refusal for refusal in config["disagreeing"])
 
 
-@pytest.mark.parametrize("name", ["trainer-tp", pytest.param("trainer-fsdp", marks=_needs_trainer)])
-def test_the_trainer_plans_for_a_shared_model_as_under_ddp(started: Started, name: str) -> None:
-    for ours, theirs in zip(started.config[name], started.config["ddp"], strict=True):
+@pytest.mark.parametrize("name", ["trainer-tp", pytest.param("trainer-fsdp", marks=_needs_trainer), "trainer-tp-ep"])
+def test_the_trainer_plans_for_a_shared_model_as_under_ddp(config: OnTwoGpus, name: str) -> None:
+    for ours, theirs in zip(config[name], config["ddp"], strict=True):
         assert "DTensor" in ours["kinds"] and theirs["kinds"] == {"Tensor"}
         assert equal_share([ours["plan"]], [theirs["plan"]]) > 0.9
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-2)
-    assert_alike(started.config[name][0], started.config["ddp"][0])
+    assert_alike(config[name][0], config["ddp"][0])
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_compiled_layers_of_a_shared_model_lose_as_uncompiled_ones(started: Started, name: str) -> None:
+@pytest.mark.parametrize("name", ["compiled-fsdp", "compiled-tp", "compiled-tp-ep"])
+def test_compiled_layers_of_a_shared_model_lose_as_uncompiled_ones(config: OnTwoGpus, name: str) -> None:
     """A compiled graph keeps numbers in FP32 that are rounded to BF16 (by up to 0.4%) between single operations. On
     CPUs losses differed by up to 0.03%."""
-    found = started.compiled[name]
-    for ours, theirs in zip(found[f"compiled-{name}"], found[f"plain-{name}"], strict=True):
+    for ours, theirs in zip(config[name], config[name.replace("compiled", "plain")], strict=True):
         assert ours["backend"] == theirs["backend"]
         if torch.cuda.get_device_capability() >= (8, 9):
             assert ours["backend"] == "tensor-scaled"

@@ -387,13 +387,16 @@ def test_flops_are_those_that_torch_counts_in_training() -> None:
     found = coverage(model, text())
     with FlopCounterMode(display=False) as counter:
         model(**text()).loss.backward()
-    # torch has no formula for attention on CPUs.
-    assert found.flops + found.aside["output head"] == counter.get_total_flops()
+    # torch has no formula for attention on CPUs. In transformers 5.17 the angles of positions are a product, without a
+    # backward pass.
+    angles = counter.get_flop_counts()["Global"].get(torch.ops.aten.bmm, 0)
+    assert found.flops + found.aside["output head"] == counter.get_total_flops() - angles
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter:
         model(**text()).loss.backward()
     eager = coverage(model, text())
-    assert eager.flops == found.flops and sum(eager.aside.values()) + eager.flops == counter.get_total_flops()
+    assert eager.flops == found.flops
+    assert sum(eager.aside.values()) + eager.flops == counter.get_total_flops() + 2 * angles
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainingArguments
 
-from snip_hf import SnipCallback
+from snip_hf import SnipCallback, convert_model
 from snip_hf.parallel.sharding import compute_device, gather_ahead
+from snip_hf.training.checks import check_model
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +52,27 @@ def test_offloaded_weights_are_used_on_the_devices_of_their_mesh(monkeypatch: py
     monkeypatch.setattr(weight.device_mesh, "_device_type", "cuda")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert compute_device(weight) == torch.device("cuda", 3)
+
+
+def test_experts_whose_weights_are_gathered_one_by_one_are_not_probed() -> None:
+    """Ranks run different experts, and would gather different weights at once."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Module()])
+    model.layers[0].up = nn.Linear(16, 16)
+    model.layers[0].experts = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+    named = copy.deepcopy(model)
+    for one, config in ((model, fp4_config()), (named, fp4_config(skip_modules=("*.experts.*",)))):
+        convert_model(one, config)
+        check_model(one)
+        fully_shard(one, mesh=init_device_mesh("cpu", (1,)))
+    check_model(named)
+    with pytest.raises(ValueError) as caught:
+        check_model(model)
+    assert str(caught.value) == (
+        "The expert 'layers.0.experts.0' is a layer of its own whose weight FSDP2 or ZeRO-3 shards. The probe gathers "
+        "a weight when its layer runs, but the ranks run different experts. Name the experts in skip_modules, use DDP "
+        "or ZeRO-2, or use a policy that needs no probe, such as policy='layer-position'."
+    )
 
 
 def test_each_block_gathers_that_of_the_next_one_and_the_pass_is_the_same() -> None:

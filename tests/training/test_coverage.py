@@ -26,6 +26,7 @@ from snip_hf.numerics.formats import FORMATS
 from snip_hf.parallel.ranks import Processes, Ranks
 from snip_hf.records.events import Counted
 from snip_hf.records.load import load_run
+from snip_hf.training import checks
 from snip_hf.training import coverage as coverage_module
 from snip_hf.training.coverage import CoverageCounter
 from snip_hf.training.micro_batches import TrainingPass
@@ -405,7 +406,7 @@ def test_if_no_extra_pass_can_run_nothing_is_counted(
     assert told(sharded) == [message % "under FSDP version 1"]
     assert told(spread) == [message % "under DeepSpeed's ZeRO-3 with weights on disk"]
     assert told(parallel) == [message % "under tensor parallelism"]
-    monkeypatch.setattr(coverage_module, "is_fully_sharded", lambda model: True)
+    monkeypatch.setattr(checks, "is_fully_sharded", lambda model: True)
     assert told(routed) == [message % "under FSDP2 or ZeRO-3 with experts that are layers of their own"]
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from operator import index
 from typing import Any, SupportsIndex
@@ -33,6 +34,7 @@ from ..optimizers.deepspeed_zero import check_deepspeed
 from ..parallel.ranks import Attempt, Processes, Ranks
 from ..parallel.sharding import is_fully_sharded, is_sharded
 from ..parallel.tensor_parallel import split_of, tensor_mesh
+from ..parallel.zero3 import has_partitions
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
 from ..text import WITHOUT_PROBE
@@ -42,6 +44,8 @@ from .gradients import LATE
 _FREE = ("solver_time_limit", "backend", "timing_file")
 # Linears whose output features are whole heads of their module's `head_dim`.
 _BY_HEADS = ("q_proj", "k_proj", "v_proj")
+# Matches the name of a layer that belongs to one of several experts.
+_EXPERT = re.compile(r"experts?\.\d+(\.|$)")
 
 
 def deciding_fields(config: SnipConfig) -> dict[str, Any]:
@@ -197,8 +201,8 @@ def check_model(model: nn.Module, accelerator: Any = None) -> None:
         accelerator: the Accelerate object of the loop, if there is one; it may have a `tp_size`.
 
     Raises:
-        ValueError: an attention that does not support FP32 and cannot be switched, FSDP version 1, or tensor
-            parallelism by anything but transformers.
+        ValueError: an attention that does not support FP32 and cannot be switched, FSDP version 1, tensor parallelism
+            by anything but transformers, or an `expert_gathered_apart`.
     """
     parts = [name for name, layer in snip_linears(model).items() if is_sharded(layer.weight)]
     parallelism = getattr(getattr(accelerator, "state", accelerator), "parallelism_config", None)
@@ -216,7 +220,25 @@ def check_model(model: nn.Module, accelerator: Any = None) -> None:
             "The model is in FSDP version 1, which flattens the weights. Use version 2 (torch's fully_shard), or "
             f"{WITHOUT_PROBE}."
         )
+    expert = expert_gathered_apart(model)
+    if expert is not None:
+        raise ValueError(
+            f"The expert {expert!r} is a layer of its own whose weight FSDP2 or ZeRO-3 shards. The probe gathers a "
+            "weight when its layer runs, but the ranks run different experts. Name the experts in skip_modules, use "
+            f"DDP or ZeRO-2, or use {WITHOUT_PROBE}."
+        )
     check_attention(model)
+
+
+def expert_gathered_apart(model: nn.Module) -> str | None:
+    """Returns the name of a swapped expert that is a layer of its own in a model in shards; None if there is none.
+
+    A pass that gathers each weight when its layer runs is impossible then: ranks run different experts, so they would
+    gather different weights at once.
+    """
+    if not (is_fully_sharded(model) or has_partitions(model)):
+        return None
+    return next(filter(_EXPERT.search, snip_linears(model)), None)
 
 
 def check_split(model: nn.Module, layers: Mapping[str, SnipLayer]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -21,17 +20,14 @@ from ..estimation.batch import Objective
 from ..estimation.coverage import LITTLE, Coverage, PassCounts, count_pass, training_autocast
 from ..estimation.passes import forward_inputs
 from ..parallel.ranks import Attempt, Processes, RankError, describe, failing_together
-from ..parallel.sharding import is_fully_sharded
-from ..parallel.zero3 import are_on_disk, has_partitions
+from ..parallel.zero3 import are_on_disk
 from ..policies.registry import needs_probe
 from ..records.events import Counted
 from ..records.run_folder import EventWriter
+from .checks import expert_gathered_apart
 from .messages import tokens_of
 from .micro_batches import StepWatch, TrainingPass
 from .plan_in_force import PlanInForce
-
-# Matches the name of a layer that belongs to one of several experts.
-_EXPERT = re.compile(r"experts?\.\d+(\.|$)")
 
 
 class _Inputs(NamedTuple):
@@ -121,9 +117,7 @@ class CoverageCounter:
             return "under FSDP version 1"
         if are_on_disk(self._model):
             return "under DeepSpeed's ZeRO-3 with weights on disk"
-        is_sharded = is_fully_sharded(self._model) or has_partitions(self._model)
-        if is_sharded and any(_EXPERT.search(layer) for layer in self._in_force.setting.flops):
-            # Each layer gathers its weight when it runs, and ranks run different experts.
+        if expert_gathered_apart(self._model) is not None:
             return "under FSDP2 or ZeRO-3 with experts that are layers of their own"
         return None
 

@@ -56,16 +56,19 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
-from recipes.parts.data import load_documents, load_tokenizer, pack
-from recipes.parts.model import build_model
-from recipes.parts.recipe import DataSection, ModelSection, TokenizerSection, build, read_values
 from snip_hf import SnipConfig, SnipController, restore_model
 from snip_hf.cli import add_import, import_modules
+from snip_hf.extras import needed_by
 from snip_hf.policies.registry import needs_probe
 from snip_hf.records.events import Refresh
 
 from .paired import Paired, holm
 from .scoring.rows import git_commit
+
+with needed_by("eval.compare"):
+    from recipes.parts.data import load_documents, load_tokenizer, pack
+    from recipes.parts.model import build_model
+    from recipes.parts.recipe import DataSection, ModelSection, TokenizerSection, build, read_values
 
 Line = dict[str, Any]
 Section = TypeVar("Section", ModelSection, TokenizerSection, DataSection)
@@ -217,6 +220,10 @@ class Text:
     train: np.ndarray[Any, Any]
     held_out: np.ndarray[Any, Any]
     tokenizer: PreTrainedTokenizerBase
+
+    def describe(self) -> str:
+        length = self.train.shape[1]
+        return f"{len(self.train)} sequences of {length} tokens for training, {len(self.held_out)} held out"
 
     def batch(self, step: int, sequences: int, seed: int) -> Tensor:
         """Returns the sequences of a step, counted from 1: (sequences, length). Each epoch has its own order."""
@@ -525,6 +532,7 @@ def run_cells(config: Config, options: argparse.Namespace) -> int:
     contenders, seeds = options.only or config.contenders, options.seeds or config.seeds
     cells = [(contender, seed) for seed in seeds for contender in contenders]
     text, failed = load_text(config, options.cache), 0
+    print(text.describe(), flush=True)
     # In this order, also while another process trains the start, so that a cut leaves whole seeds.
     for contender, seed in cells:
         key = config.cell_key(contender, seed)
@@ -533,6 +541,7 @@ def run_cells(config: Config, options: argparse.Namespace) -> int:
         with claimed(options.cache, key) as mine:
             if not mine or any(line["key"] == key for line in read_lines(options.output)):
                 continue
+            print(f"{contender}, seed {seed}: begins", flush=True)
             try:
                 line = train_cell(config, contender, seed, text, options)
             except Exception as error:  # The other cells can still be trained.
@@ -663,7 +672,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "text":
             options.cache.mkdir(parents=True, exist_ok=True)
             text = load_text(config, options.cache)
-            print(f"{len(text.train)} sequences for training, {text.train.nbytes / 2**20:.1f} MiB: {options.cache}")
+            print(f"{text.describe()}, {text.train.nbytes / 2**20:.1f} MiB: {options.cache}")
             return 0
         if unknown := [name for name in options.only or () if name not in config.contenders]:
             raise ValueError(f"--only: {unknown[0]!r} is not a contender; known are {', '.join(config.contenders)}.")

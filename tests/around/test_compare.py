@@ -170,7 +170,7 @@ def test_tokens_are_prepared_once_for_runs_elsewhere(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert compare.main(["text", str(files[0]), "--cache", str(tmp_path / "text")]) == 0
-    assert "sequences for training" in capsys.readouterr().out
+    assert "sequences of 32 tokens for training, 4 held out, " in capsys.readouterr().out
     monkeypatch.setenv("COMPARE_TEXT", "/nowhere")
     text = compare.load_text(compare.load_config(files[0]), tmp_path / "text")
     assert text.train.dtype == np.uint16 and text.train.shape[1] == 32 and len(text.held_out) == 4
@@ -208,7 +208,8 @@ def test_all_contenders_of_a_seed_are_trained_before_the_next_seed(
     line = {"key": None, "losses": {}, "seconds": 0.0}
     monkeypatch.setattr(compare, "train_cell", lambda config, *cell: trained.append(cell[:2]) or line)
     monkeypatch.setattr(compare, "append", lambda output, line: None)
-    monkeypatch.setattr(compare, "load_text", lambda config, cache: None)
+    text = compare.Text(np.zeros((1, 32)), np.zeros((1, 32)), tokenizer=None)
+    monkeypatch.setattr(compare, "load_text", lambda config, cache: text)
     start = compare.start_path(compare.load_config(files[0]), 3, tmp_path)
     with FileLock(f"{start}.lock"):  # Another process trains it.
         assert run(files[0], tmp_path / "lines.jsonl", "--cache", str(tmp_path)) == 0

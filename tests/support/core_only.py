@@ -47,6 +47,10 @@ def check_commands(folder: Path) -> None:
     sentence = 'which is not installed. Install it: pip install "snip-hf[report]"\n'
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
     assert done.stderr.startswith("snip-hf: The command 'report' needs ") and done.stderr.endswith(sentence), done
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-m", "eval.compare", "-h"], capture_output=True, text=True, cwd=root)
+    sentence = 'eval.compare needs datasets, which is not installed. Install it: pip install "snip-hf[recipes]"\n'
+    assert done.stderr.endswith(sentence), done
     try:
         snip_hf.run_report(folder)
     except MissingExtra as error:

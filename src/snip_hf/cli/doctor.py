@@ -212,19 +212,29 @@ def _model(name: str, problems: list[str]) -> Iterator[str]:
 
 
 def _speed(model: Any, backend: Backend) -> str:
-    """Returns the speed that the backend had for the nearest hidden size that was measured."""
+    """Returns the speed that the backend had for the nearest hidden size that was measured, and its conditions."""
+    from ..kernels.backend import BACKENDS
+    from ..training.messages import least_tokens
+
     hidden, measured = getattr(model.config.get_text_config(), "hidden_size", None), backend.measured_speeds
     if backend.is_emulation:
-        return "slower than BF16, because the formats are emulated here; the fast kernels need an H100 or H200"
+        least = min(size for other in BACKENDS.values() for size in other.measured_speeds)
+        small = hidden is not None and hidden < least
+        there = f"; there BF16 is likely to be faster below a hidden size of {least} (yours: {hidden})" if small else ""
+        return f"slower than BF16, because the formats are emulated here; the fast kernels need an H100 or H200{there}"
     if not measured or hidden is None:
         return "not measured"
     if hidden < min(measured):
         return f"not measured below a hidden size of {min(measured)} (yours: {hidden}); BF16 is likely to be faster"
     nearest = min(measured, key=lambda size: abs(size - hidden))
-    graphs = ", and torch_compile_mode='reduce-overhead' if a step has one micro-batch (docs/hopper.md)"
+    graphs = (
+        ". The host may be the limit, most on an H100: try torch_compile_mode='reduce-overhead', if a step has one "
+        "micro-batch and all have one shape (docs/troubleshooting.md)"
+    )
     return (
         f"{measured[nearest]:.2f} times compiled BF16, as measured on one H200 at hidden size {nearest} (yours: "
-        f"{hidden}). Set bf16=True and torch_compile=True{graphs if hidden < max(measured) else ''}"
+        f"{hidden}). Set bf16=True and torch_compile=True, with at least {least_tokens(hidden):,} tokens per "
+        f"micro-batch{graphs if hidden < max(measured) else ''}"
     )
 
 

@@ -215,12 +215,17 @@ class SpeedForecast:
                 f"below a hidden size of {least_hidden:,} quantization outweighs faster products, and this model has "
                 f"{self._hidden:,}: BF16 is likely to be faster"
             )
-        elif tokens is not None and tokens < (enough := math.ceil(LEAST_WORK / self._hidden**2)):
+        elif tokens is not None and tokens < (enough := least_tokens(self._hidden)):
             missing.append(
                 f"micro-batches of {tokens:,} tokens are short at this hidden size: take longer or more sequences, "
                 f"with at least {enough:,} tokens"
             )
         return missing
+
+
+def least_tokens(hidden: int) -> int:
+    """Returns the tokens of a micro-batch from which on low precision pays at a hidden size."""
+    return math.ceil(LEAST_WORK / hidden**2)
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int | None:

@@ -45,7 +45,7 @@ CELLS = (
     ("SFT, packing", LARGE, (BF16, TORCHAO, OURS)),
     ("SFT, packing", SMALL, (BF16, TORCHAO, OURS)),
     ("SFT, LoRA", LARGE, (BF16, TORCHAO, OURS)),
-    ("DPO", LARGE, (BF16, OURS)),
+    ("DPO", LARGE, (BF16, TORCHAO, OURS)),
     ("SFT, padding-free", SMALL, (BF16, OURS)),
     ("GRPO", SMALL, (BF16, OURS)),
 )

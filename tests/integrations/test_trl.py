@@ -143,6 +143,16 @@ def test_a_reference_of_other_layers_is_refused_before_training(model: str, tmp_
     assert snip_linears(other) == {}
 
 
+def test_a_reference_that_is_the_model_without_its_adapters_cannot_be_in_high_precision(
+    model: str, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    snip = SnipCallback(fp4_config(policy="layer-position"), reference="high")
+    more = {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+    with pytest.raises(ValueError, match=r"^reference='high' cannot work: .* Use reference='policy'\.$"):
+        run(tmp_path, "DPO", callback=snip, model=model, more=more)
+
+
 def test_an_unknown_option_for_the_reference_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^reference='low' is not known; expected 'policy' \(the arithmetic of the"):
         SnipCallback(reference="low")

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainingArguments
 
 from snip_hf import SnipCallback, convert_model
+from snip_hf.integrations.reference_model import ReferenceModel
 from snip_hf.parallel.sharding import compute_device, gather_ahead
 from snip_hf.training.checks import check_model
 
@@ -73,6 +74,12 @@ def test_experts_whose_weights_are_gathered_one_by_one_are_not_probed() -> None:
         "a weight when its layer runs, but the ranks run different experts. Name the experts in skip_modules, use DDP "
         "or ZeRO-2, or use a policy that needs no probe, such as policy='layer-position'."
     )
+
+
+def test_a_reference_model_in_shards_is_refused() -> None:
+    controller: Any = None
+    with pytest.raises(ValueError, match=r"sharded by FSDP2 or DeepSpeed; only a whole model .*reference='high'\)\.$"):
+        ReferenceModel(sharded()[0], fp4_config(), controller)
 
 
 def test_each_block_gathers_that_of_the_next_one_and_the_pass_is_the_same() -> None:

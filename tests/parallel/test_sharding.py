@@ -61,19 +61,23 @@ def test_experts_whose_weights_are_gathered_one_by_one_are_not_probed() -> None:
     model.layers = nn.ModuleList([nn.Module()])
     model.layers[0].up = nn.Linear(16, 16)
     model.layers[0].experts = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
-    named = copy.deepcopy(model)
-    for one, config in ((model, fp4_config()), (named, fp4_config(skip_modules=("*.experts.*",)))):
-        convert_model(one, config)
+    named, partitioned = copy.deepcopy(model), copy.deepcopy(model)
+    convert_model(named, fp4_config(skip_modules=("*.experts.*",)))
+    for one in (model, partitioned):
+        convert_model(one, fp4_config())
         check_model(one)
+    for one in (model, named):
         fully_shard(one, mesh=init_device_mesh("cpu", (1,)))
+    partitioned.layers[0].up.weight.ds_tensor = torch.zeros(0)  # as DeepSpeed's ZeRO-3 marks it
     check_model(named)
-    with pytest.raises(ValueError) as caught:
-        check_model(model)
-    assert str(caught.value) == (
-        "The expert 'layers.0.experts.0' is a layer of its own whose weight FSDP2 or ZeRO-3 shards. The probe gathers "
-        "a weight when its layer runs, but the ranks run different experts. Name the experts in skip_modules, use DDP "
-        "or ZeRO-2, or use a policy that needs no probe, such as policy='layer-position'."
-    )
+    for one in (model, partitioned):
+        with pytest.raises(ValueError) as caught:
+            check_model(one)
+        assert str(caught.value) == (
+            "The expert 'layers.0.experts.0' is a layer of its own whose weight FSDP2 or ZeRO-3 shards. The probe "
+            "gathers a weight when its layer runs, but the ranks run different experts. Name the experts in "
+            "skip_modules, use DDP or ZeRO-2, or use a policy that needs no probe, such as policy='layer-position'."
+        )
 
 
 def test_a_reference_model_in_shards_is_refused() -> None:

@@ -140,7 +140,7 @@ def test_speeds_in_cuda_graphs_are_those_of_the_lines() -> None:
         assert written[row] == expected, row
 
 
-def test_short_and_awaited_steps_in_cuda_graphs_are_those_of_the_lines() -> None:
+def test_short_steps_and_steps_with_a_wait_in_cuda_graphs_are_those_of_the_lines() -> None:
     written = cells("results-speed.md", "CUDA graphs")
     runs = lines_of("speed_graphs")
     short = {(run["mode"], run["recipe"]): run.get("step_ms", run["mean_step_ms"]) for run in runs if "rows" in run}
@@ -153,8 +153,8 @@ def test_short_and_awaited_steps_in_cuda_graphs_are_those_of_the_lines() -> None
             assert row[at : at + 2] == expected, (name, mode)
     (awaited,) = (run["step_ms"] for run in runs if run["recipe"].endswith(", wait"))
     (bf16,) = (run["step_ms"] for run in runs if run["recipe"] == "BF16" and run["call"] == 2)
-    assert written["8 x 2,048, awaited: 75% in MXFP4"][2:] == [
-        f"{awaited:.1f}", f"{bf16 / awaited:.3f} times BF16 that is not awaited"
+    assert written["8 x 2,048, with a wait per step: 75% in MXFP4"][2:] == [
+        f"{awaited:.1f}", f"{bf16 / awaited:.3f} times BF16 without a wait"
     ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from small import tiny_llama, tiny_lm, tokens
 from thread_ranks import on_ranks
 from torch import Tensor, nn
 
+from snip_hf.estimation import pooling
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.pooling import pooled
 from snip_hf.estimation.probe import ProbeSettings, run_probe
@@ -81,6 +82,27 @@ def test_largest_magnitudes_are_those_of_all_ranks_for_the_mean_over_all(weights
 def test_a_rank_that_is_alone_keeps_its_samples_as_they_are() -> None:
     samples = {"layers.0": a_sample("layers.0", 3)}
     assert pooled(samples, 1.0, LAYERS, Ranks()) is samples
+
+
+def test_a_sharded_layer_that_only_one_rank_ran_is_an_error_on_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank may have gathered another layer's weight meanwhile."""
+
+    def error(ranks: Ranks) -> str:
+        names = ("layers.0", "layers.1") if ranks.rank else ("layers.0", "layers.2")
+        try:
+            pooled({name: a_sample(name, 2) for name in names}, 0.5, LAYERS, ranks)
+        except ValueError as caught:
+            return str(caught)
+        return ""
+
+    assert on_ranks(2, error) == ["", ""]
+    monkeypatch.setattr(pooling, "is_sharded", lambda weight: True)
+    for message in on_ranks(2, error):
+        assert message == (
+            "Only some ranks ran layer 'layers.1', and each rank holds a part of its weight: those that gathered it "
+            "may have got parts of another layer's. Name layers that only some tokens reach in skip_modules, use DDP "
+            "or ZeRO-2, or use a policy that needs no probe, such as policy='layer-position'."
+        )
 
 
 @pytest.mark.parametrize("weights", [[0.5, 0.5], [0.25, 0.75], [0.2, 0.5, 0.3]])

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..layers.layer import SnipLayer
 from ..parallel.ranks import Attempt, Ranks
-from ..parallel.sharding import compute_device
+from ..parallel.sharding import compute_device, is_sharded
+from ..text import WITHOUT_PROBE
 from .samples import LayerSample, Rows
 
 
@@ -29,11 +30,21 @@ def pooled(
         weight: share of this rank's loss in the mean loss over all ranks' tokens; the result is for that mean.
         layers: name -> layer, all of them, in the same order on all ranks.
         ranks: the data ranks.
+
+    Raises:
+        ValueError: on all ranks, if only some of them ran a layer whose weight they share.
     """
     if ranks.size == 1:
         return samples
     summaries = ranks.gather({name: _summary(sample, weight) for name, sample in samples.items()})
     seen = [name for name in layers if any(name in one_rank for one_rank in summaries)]
+    for name in seen:
+        if is_sharded(layers[name].weight) and not all(name in one_rank for one_rank in summaries):
+            raise ValueError(
+                f"Only some ranks ran layer {name!r}, and each rank holds a part of its weight: those that gathered it "
+                "may have got parts of another layer's. Name layers that only some tokens reach in skip_modules, use "
+                f"DDP or ZeRO-2, or use {WITHOUT_PROBE}."
+            )
     device = compute_device(next(iter(layers.values())).weight)
     result, attempt = {}, Attempt()
     for first in range(0, len(seen), ranks.size):

@@ -47,8 +47,8 @@ SIZES = {
     "tp": {"tp_size": 2},
     "fsdp-tp": {"fsdp_size": 2, "tp_size": 2},
     "tp-ep": {"tp_size": 2, **EXPERT_PARALLEL},
-    "fsdp-ep": {"fsdp_size": 2, "ep_size": 2},
-    "fsdp-tp-ep": {"fsdp_size": 2, "tp_size": 2, "ep_size": 2},
+    # Experts are spread over ranks with other data, too.
+    "fsdp-tp-ep": {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
 }
 PROBED = {"first_refresh": 1, "start_format": "bf16"}
 """Before the probe nothing is rounded, so that its table can be compared closely."""

@@ -6,6 +6,7 @@ transformers saves no checkpoint of such a Trainer's run that can be resumed, so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,22 +84,26 @@ def test_a_loop_with_offloading_is_that_without_it_and_resumes_to_the_bit(tmp_pa
         check_resumed(rank["offloaded"], rank["offloaded-resumed"])
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Returns the folder of a model whose halves are whole tiles of 128, and what one process found that trains it."""
-    folder = tmp_path_factory.mktemp("one")
-    save_model(folder)
+Whole = tuple[Path, dict[str, Any]]
+"""The folder of a model, and what one process found that trains it."""
+
+
+def trained_whole(folder: Path, save: Callable[[Path], None]) -> Whole:
+    save(folder)
     with one_thread():
         return folder, {**one_process(folder), "trainer": by_trainer(folder, "trainer", {})}
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Returns the same of a model with experts."""
-    folder = tmp_path_factory.mktemp("mixture")
-    save_mixture(folder)
-    with one_thread():
-        return folder, {**one_process(folder), "trainer": by_trainer(folder, "trainer", {})}
+def one(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Trains a model whose halves are whole tiles of 128."""
+    return trained_whole(tmp_path_factory.mktemp("one"), save_model)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Trains a model with experts."""
+    return trained_whole(tmp_path_factory.mktemp("mixture"), save_mixture)
 
 
 class Split(NamedTuple):
@@ -167,7 +172,7 @@ def test_ranks_that_split_a_model_and_see_different_data_are_refused_together(sp
 
 
 @pytest.fixture(scope="module")
-def configured(tmp_path_factory: pytest.TempPathFactory, one: tuple[Path, dict[str, Any]]) -> Found:
+def configured(tmp_path_factory: pytest.TempPathFactory, one: Whole) -> Found:
     """Returns what two ranks found under Accelerate's `ParallelismConfig`."""
     folder = tmp_path_factory.mktemp("parallelism_config")
     (folder / "model").symlink_to(one[0] / "model")
@@ -177,7 +182,7 @@ def configured(tmp_path_factory: pytest.TempPathFactory, one: tuple[Path, dict[s
 
 
 @pytest.fixture(scope="module")
-def replicated(tmp_path_factory: pytest.TempPathFactory, one: tuple[Path, dict[str, Any]]) -> Found:
+def replicated(tmp_path_factory: pytest.TempPathFactory, one: Whole) -> Found:
     """Returns what four ranks found."""
     folder = tmp_path_factory.mktemp("replicated")
     (folder / "model").symlink_to(one[0] / "model")

@@ -336,8 +336,7 @@ def inductor_run(folder: Path, make: Any) -> None:
     """Inductor fuses and sums in another order, which FP32 shows in the last digits of the loss."""
 
     plain = train(folder / "plain", CONFIG, model=make(), **SHORT)
-    # Scalar code: to find out by test programs what the CPU can do takes longer than all the rest.
-    with one_graph(), torch._inductor.config.patch({"cpp.vec_isa_ok": False}):
+    with one_graph():
         run: Run = train(folder / "compiled", CONFIG, model=make(), **SHORT, torch_compile=True)
     assert [(line["step"], line["status"]) for line in run.refreshes] == [(2, "applied")]
     assert [loss for loss, _ in run.losses.values()] == pytest.approx(

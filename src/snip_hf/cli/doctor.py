@@ -227,12 +227,13 @@ def _speed(model: Any, backend: Backend) -> str:
     if hidden < min(measured):
         return f"not measured below a hidden size of {min(measured)} (yours: {hidden}); BF16 is likely to be faster"
     nearest = min(measured, key=lambda size: abs(size - hidden))
+    low, high = measured[nearest]
     graphs = (
         ". The host may be the limit, most on an H100: try torch_compile_mode='reduce-overhead', if a step has one "
         "micro-batch and all have one shape (docs/troubleshooting.md)"
     )
     return (
-        f"{measured[nearest]:.2f} times compiled BF16, as measured on one H200 at hidden size {nearest} (yours: "
+        f"{low:.2f} to {high:.2f} times compiled BF16, as measured on H100s and H200s at hidden size {nearest} (yours: "
         f"{hidden}). Set bf16=True and torch_compile=True, with at least {least_tokens(hidden):,} tokens per "
         f"micro-batch{graphs if hidden < max(measured) else ''}"
     )

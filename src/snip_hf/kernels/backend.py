@@ -57,9 +57,9 @@ class Backend(ABC):
     """True if a layer recompiles when one of its GEMMs changes between quantized and not."""
     runs_gates: ClassVar[bool] = False
     """True if it has `gated_forward`. Otherwise the layers of a gated MLP run one by one."""
-    measured_speeds: ClassVar[Mapping[int, float]] = {}
-    """Hidden size -> speed of training relative to compiled BF16, for the log. Below the smallest size the backend
-    gains nothing. Empty: not measured."""
+    measured_speeds: ClassVar[Mapping[int, tuple[float, float]]] = {}
+    """Hidden size -> lowest and highest speed of training relative to compiled BF16, over hosts. Below the smallest size
+    the backend gains nothing. Empty: not measured."""
 
     @abstractmethod
     def lacks(self, device: torch.device) -> str | None:

@@ -179,9 +179,9 @@ class SpeedForecast:
                 "; ".join(missing),
             )
             return
-        slowest, fastest = min(measured.values()), max(measured.values())
+        slowest, fastest = min(low for low, _ in measured.values()), max(high for _, high in measured.values())
         self.text = (
-            f"{compiled}: runs on one H200 had {slowest:.2f} to {fastest:.2f} times the speed of compiled BF16 "
+            f"{compiled}: runs on H100s and H200s had {slowest:.2f} to {fastest:.2f} times the speed of compiled BF16 "
             "(docs/hopper.md)"
         )
 

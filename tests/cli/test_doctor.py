@@ -60,15 +60,15 @@ def test_a_model_is_examined_from_its_config(tmp_path: Path) -> None:
         (512, "not measured below a hidden size of 2048 (yours: 512); BF16 is likely to be faster"),
         (
             2560,
-            "1.12 to 1.30 times compiled BF16, as measured on H100s and H200s at hidden size 2048 (yours: 2560). Set bf16=True and "
-            "torch_compile=True, with at least 6,104 tokens per micro-batch. The host may be the limit, most on an "
-            "H100: try torch_compile_mode='reduce-overhead', if a step has one micro-batch and all have one shape "
-            "(docs/troubleshooting.md)",
+            "1.12 to 1.30 times compiled BF16, as measured on H100s and H200s at hidden size 2048 (yours: 2560). "
+            "Set bf16=True and torch_compile=True, with at least 6,104 tokens per micro-batch. The host may be the "
+            "limit, most on an H100: try torch_compile_mode='reduce-overhead', if a step has one micro-batch and all "
+            "have one shape (docs/troubleshooting.md)",
         ),
         (
             8192,
-            "1.42 to 1.48 times compiled BF16, as measured on H100s and H200s at hidden size 4096 (yours: 8192). Set bf16=True and "
-            "torch_compile=True, with at least 597 tokens per micro-batch",
+            "1.42 to 1.48 times compiled BF16, as measured on H100s and H200s at hidden size 4096 (yours: 8192). "
+            "Set bf16=True and torch_compile=True, with at least 597 tokens per micro-batch",
         ),
     ],
 )

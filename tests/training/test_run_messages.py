@@ -60,7 +60,8 @@ def test_a_compiled_model_of_enough_tokens_is_told_its_speed(measured: pytest.Lo
     for layer in model.model.layers:
         layer.compile(backend="eager")
     assert said(model, 1024).text == (
-        "compiled by regions: runs on H100s and H200s had 1.10 to 1.40 times the speed of compiled BF16 (docs/hopper.md)"
+        "compiled by regions: runs on H100s and H200s had 1.10 to 1.40 times the speed of compiled BF16 "
+        "(docs/hopper.md)"
     )
     assert texts(measured) == []
 

@@ -58,8 +58,8 @@ class Backend(ABC):
     runs_gates: ClassVar[bool] = False
     """True if it has `gated_forward`. Otherwise the layers of a gated MLP run one by one."""
     measured_speeds: ClassVar[Mapping[int, tuple[float, float]]] = {}
-    """Hidden size -> lowest and highest speed of training relative to compiled BF16, over hosts. Below the smallest size
-    the backend gains nothing. Empty: not measured."""
+    """Hidden size -> lowest and highest speed of training, over hosts, relative to compiled BF16. Below the smallest
+    size the backend gains nothing. Empty: not measured."""
 
     @abstractmethod
     def lacks(self, device: torch.device) -> str | None:

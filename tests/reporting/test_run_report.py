@@ -91,7 +91,7 @@ def test_the_plan_is_printed_per_block_and_kind_with_one_format_or_one_per_gemm(
     }
     write_run(tmp_path, [assignment])
     text = rows(printed(tmp_path))
-    assert text[text.index(["block", "q_proj", "down_proj"]) + 2 :][:2] == [["0", "8/4/16", "fp4"], ["10", "bf16"]]
+    assert text[text.index(["block", "q_proj", "down_proj"]) + 2 :][:2] == [["0", "8/4/16", "4"], ["10", "16"]]
 
 
 def test_the_losses_are_printed_at_the_validations_and_thinned_to_twenty_rows(tmp_path: Path) -> None:
@@ -592,7 +592,7 @@ def test_gemms_that_do_not_run_have_no_price_and_a_dash_in_the_plan(tmp_path: Pa
     tokens = {layers[0]: 0.0, layers[1]: {"forward": 1.0, "grad_input": 0.0}, **dict.fromkeys(layers[2:], 1.0)}
     path.write_text("\n".join([start, json.dumps(counted_event(1, tokens=tokens).to_record()), *rest]) + "\n")
     text = printed(tmp_path)
-    assert ["0", "-", "4/-/4"] in rows(text) and ["1", "fp4", "fp4"] in rows(text)
+    assert ["0", "-", "4/-/4"] in rows(text) and ["1", "4", "4"] in rows(text)
     assert "-: does not run" in joined(text)
     priced = {line[2] for line in rows(text) if len(line) == 7 and line[1] == "0" and line[-1] == "fp4"}
     assert priced == {"down_proj:forward", "down_proj:grad_weight"}

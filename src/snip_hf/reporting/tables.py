@@ -85,7 +85,7 @@ def _plan_cell(formats: Mapping[str, str | None], marks: Mapping[str, str]) -> T
     """Returns the text of a layer's formats, with a dash for a GEMM or a layer that does not run."""
     names = list(formats.values())
     if len(set(names)) == 1:
-        return Text("-") if names[0] is None else Text(names[0], style=FORMATS[names[0]].style)
+        names = names[:1]
     return Text("/").join(Text("-") if x is None else Text(marks[x], style=FORMATS[x].style) for x in names)
 
 

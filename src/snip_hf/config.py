@@ -79,7 +79,7 @@ REMOVED_FIELDS = {
     "weight_divergence_factor": _OWN_WEIGHTS,
     "loss_weight": _OWN_WEIGHTS,
     "weight_weight": _OWN_WEIGHTS,
-    "guard_spike": "remove it; a spike always is more than 6 standard deviations above the mean",
+    "guard_spike": "remove it; a spike is always more than 6 standard deviations above the mean",
     "guard_window": "remove it; the guard always compares with the last 128 healthy steps",
     "guard_noise": "remove it; guard='raise' adds no noise, it only raises the formats of layers",
     "guard_failures": "a callback can go back to a checkpoint (docs/reliability.md, Rolling back)",
@@ -251,8 +251,8 @@ class SnipConfig(_NamedFields):
     )
     ties: str | tuple[tuple[str, ...], ...] = _field(
         AUTO_TIES,
-        'Linears of a block that share a format, by last name: (("q_proj", "k_proj", "v_proj"),). "auto" ties '
-        "those that receive the same tensor.",
+        'Linears of a block that share a format, by the last part of their names: (("q_proj", "k_proj", "v_proj"),). '
+        '"auto" ties those that receive the same tensor.',
         _TIES,
     )
     skip_modules: tuple[str, ...] = _field(
@@ -297,7 +297,7 @@ class SnipConfig(_NamedFields):
     backend: str = _field(
         "auto", 'Kernels: the name of a backend (docs/kernels.md), or "auto", the fastest one available.'
     )
-    seed: int = _field(0, "Seed of stochastic rounding, of the probe's noise and of policies that draw lots.")
+    seed: int = _field(0, "Seed of stochastic rounding, of the probe's noise and of random policies.")
 
     # Speed as the target
 
@@ -336,7 +336,7 @@ class SnipConfig(_NamedFields):
     )
     stages: int | tuple[tuple[str, ...], ...] | None = _field(
         None,
-        "Pipeline stages, each of which attains the target: their number (contiguous runs of equally many blocks), "
+        "Pipeline stages that must each reach the target: their number (consecutive stages of equally many blocks), "
         "or the layer names of each. None means one stage.",
         _STAGES,
     )
@@ -365,8 +365,8 @@ class SnipConfig(_NamedFields):
     )
     solver: Solver = _field(
         "auto",
-        'Solver of the integer program: "cbc" (python-mip), "highs" (scipy) or "greedy". "auto" is the first one '
-        "that is installed.",
+        'Solver of the integer program: "cbc" (python-mip), "highs" (scipy) or "greedy". "auto" uses the first '
+        "one that is installed.",
     )
     solver_time_limit: float = _field(60.0, "Seconds after which the solver is stopped.")
     guard_patience: int = _field(

@@ -67,7 +67,7 @@ def binding_kept(dicts: Iterable[dict[Any, Any]]) -> Iterator[None]:
         dicts: e.g. `vars(module)`, and the parameters, buffers and hooks of a module.
     """
     before = [(one, dict(one)) for one in dicts]
-    generators = [value for _, then in before for value in then.values() if isinstance(value, torch.Generator)]
+    generators = [value for _, then in before for value in then.values() if type(value) is torch.Generator]
     states = [one.get_state() for one in generators]
     try:
         yield

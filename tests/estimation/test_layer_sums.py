@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from snip_hf.estimation.layer_sums import read_all
 from snip_hf.estimation.optimizer_step import UpdateChange
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.estimation.table import LAYER, ROWS
+from snip_hf.kernels.errors import WeightErrors, weight_errors
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import CONTRACTIONS, GEMMS, ROW_TILE, SQUARE_TILE
 from snip_hf.numerics.rounding import round_operand
@@ -279,8 +280,11 @@ def test_on_a_gpu_they_are_those_of_its_kernels(fmt: str) -> None:
     sample, weight = a_sample(1203, 2406, 2, 260, 130), a_weight(130, 260)
     factors = torch.rand(130, 260, generator=torch.Generator().manual_seed(4))
     expected = squares_written_out(sample, weight, factors.mul, fmt, 2)
+    rise = LayerSums(sample, weight, factors, 2).loss_divergence(fmt, "saliency")
     for push in (factors.cuda(), factors.cuda().mul):
-        found = LayerSums(moved(sample, "cuda"), weight.cuda(), push, 2).weight_divergences(fmt, KEYS)
+        sums = LayerSums(moved(sample, "cuda"), weight.cuda(), push, 2)
+        found = sums.weight_divergences(fmt, KEYS)
+        assert sums.loss_divergence(fmt, "saliency") == pytest.approx(rise, rel=1e-3)
         for row in ROWS:
             step, bias, size = expected[row]
             assert found[row].step == pytest.approx(step, rel=1e-3, abs=1e-4 * size)
@@ -295,13 +299,21 @@ def test_products_of_bf16_parts_change_them_by_less_than_a_part_in_1000(
     sample, weight = a_sample(1203, 2406, 2, 260, 130), a_weight(130, 260)
     factors = torch.rand(130, 260, generator=torch.Generator().manual_seed(4))
     exact = LayerSums(sample, weight, factors, 2)
-    expected, rise = exact.weight_divergences(fmt, KEYS), exact.loss_divergence(fmt, "token-fisher")
+    expected, forms = exact.weight_divergences(fmt, KEYS), ("token-fisher", "saliency")
+    rises = {form: exact.loss_divergence(fmt, form) for form in forms}
     for module in (products, layer_sums_module):
         monkeypatch.setattr(module, "is_split", lambda left, right: True)
+
+    def with_narrow_errors(weight: Tensor, rounded: Sequence[Tensor], out: Tensor) -> WeightErrors:
+        return weight_errors(weight, rounded, out)._replace(first=(rounded[0] - weight).bfloat16())
+
+    monkeypatch.setattr(layer_sums_module, "weight_errors", with_narrow_errors)
     for push in (factors, factors.mul):
         sums = LayerSums(sample, weight, push, 2)
-        found, rough_rise = sums.weight_divergences(fmt, KEYS), sums.loss_divergence(fmt, "token-fisher")
-        assert rough_rise != rise and rough_rise == pytest.approx(rise, rel=1e-3)
+        found = sums.weight_divergences(fmt, KEYS)
+        for form, rise in rises.items():
+            assert sums.loss_divergence(fmt, form) != rise
+            assert sums.loss_divergence(fmt, form) == pytest.approx(rise, rel=1e-3)
         for row in ROWS:
             step = expected[row].step
             assert found[row].step != step and found[row].step == pytest.approx(step, rel=1e-3)

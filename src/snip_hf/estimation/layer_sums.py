@@ -132,8 +132,8 @@ class LayerSums:
         self._dots = [
             (roughly(x_dot), roughly(g_dot)) for x_dot, g_dot in zip(sample.x_dot, sample.grad_output_dot, strict=True)
         ]
-        # eX is multiplied by Gdot W in the weight divergence and by G W in the loss divergence; eG by Xdot W^T.
-        self.g_w, self._gdot_w, self._xdot_w = self._products_with_weights()
+        # The weight divergence multiplies eX by Gdot W and eG by Xdot W^T.
+        self._gdot_w, self._xdot_w = self._products_with_weights()
         # (Probe, format) -> what `Sizes.of_pieces` takes, for eW in forward, in grad_input and in both, (3, 2).
         self._on_weight = self._weight_terms() if sample.rows is None else self._terms_of_several()
 
@@ -212,20 +212,24 @@ class LayerSums:
 
     # ------------------------------------------------------------------------------------ what errors are multiplied by
 
-    def _products_with_weights(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Returns G W (n, I), and for each probe Gdot W (n, I) and Xdot W^T (n, O)."""
+    def _products_with_weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns for each probe Gdot W (n, I) and Xdot W^T (n, O)."""
         found: list[list[Tensor]] = []
         for _, w, rows, _ in self._each_matrix():
             rough = roughly(w)
             found.append(
                 [
-                    product(self.g[rows], w),  # (n, O) x (O, I)
-                    *(rough_product(g_dot[rows], rough) for _, g_dot in self._dots),
+                    *(rough_product(g_dot[rows], rough) for _, g_dot in self._dots),  # (n, O) x (O, I)
                     *(rough_product(x_dot[rows], rough.t()) for x_dot, _ in self._dots),  # (n, I) x (I, O)
                 ]
             )
-        g_w, *met = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in map(list, zip(*found, strict=True))]
-        return g_w, met[: self._probes], met[self._probes :]
+        met = [_one_after_the_other(parts) for parts in zip(*found, strict=True)]
+        return met[: self._probes], met[self._probes :]
+
+    @cached_property
+    def g_w(self) -> Tensor:
+        """G W, (n, I), by which some loss divergences multiply eX."""
+        return _one_after_the_other([product(self.g[rows], w) for _, w, rows, _ in self._each_matrix()])
 
     def _weight_terms(self) -> dict[tuple[int, str], Tensor]:
         """Returns the sums of eW times its factors along each probe's direction, for a layer of one matrix.
@@ -429,10 +433,12 @@ class LayerSums:
         for _, w, rows, lengths in self._each_matrix():
             if len(self.matrices) > 1 and not sum(lengths):
                 continue
-            gradient = product(self.g[rows].t(), self.x[rows])  # (O, n) x (n, I)
+            # A rounding error of 2^-9 of its terms hardly shows in the magnitude of an element, less in their sum.
+            gradient = rough_product(self._rough_g[rows].t(), self._rough_x[rows], True)  # (O, n) x (n, I)
             for name in self._formats:
-                error = self._rounded_weight(w, name, 1) - w
-                found[name] += error.mul_(gradient).abs_().sum()
+                error = self._narrow_errors.get(name)
+                error = self._rounded_weight(w, name, 1) - w if error is None else error
+                found[name] += (error * gradient).abs_().sum(dtype=torch.float32)
         return {name: total[None] for name, total in found.items()}
 
     def _fisher_sum(self, name: str) -> Tensor:
@@ -614,6 +620,10 @@ def _by_lengths(rows: Tensor, lengths: list[int]) -> Tensor:
 def _joined(first: Tensor, second: Tensor, lengths: list[int]) -> Tensor:
     """Returns two (n, C) by piece, one after the other, (R, 2 L, C)."""
     return torch.cat([_by_lengths(first, lengths), _by_lengths(second, lengths)], 1)
+
+
+def _one_after_the_other(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 def _own_and_total(parts: Tensor) -> Tensor:

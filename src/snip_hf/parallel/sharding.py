@@ -169,7 +169,7 @@ def pending_squares(tensors: Iterable[Tensor]) -> Tensor:
     """Returns `squares` as a tensor, without waiting for the device."""
     found, layouts = [], []
     for tensor in tensors:
-        found.append(_sum_of_squares(own_part(on_compute_device(tensor))))
+        found.append(sum_of_squares(own_part(on_compute_device(tensor))))
         layouts.append((tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None)
     if not found:
         return torch.zeros(0)
@@ -184,7 +184,8 @@ def pending_squares(tensors: Iterable[Tensor]) -> Tensor:
     return sums
 
 
-def _sum_of_squares(tensor: Tensor) -> Tensor:
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """Returns the sum of squares of a whole tensor, in FP32."""
     if tensor.is_cuda:  # in one pass
         norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
         return norm.square()

@@ -7,6 +7,7 @@ is not finite.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from ..layers.run_hooks import RunHook
 from ..optimizers.deepspeed_zero import ZeroOptimizer, find_zero
 from ..optimizers.response import check_optimizer, groups_of, responses, trained_by
 from ..parallel.ranks import Attempt, Ranks
-from ..parallel.sharding import is_fully_sharded, own_part
+from ..parallel.sharding import is_fully_sharded, own_part, sum_of_squares
 from ..text import WITHOUT_PROBE
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Clipping(BackwardEnd):
         """
         noted = {name: square for name, square in self._squares.items() if name in gradients}
         unclipped = sum(read(list(noted.values())))
-        clipped = sum(read([_square(gradient) for name, gradient in gradients.items() if name in noted]))
+        clipped = sum(read([sum_of_squares(own_part(gradients[name])) for name in gradients if name in noted]))
         before, after = (sum(parts) for parts in zip(*everyone.gather([unclipped, clipped]), strict=True))
         return (after / before) ** 0.5 if before > 0 else 1.0
 
@@ -106,11 +107,7 @@ class Clipping(BackwardEnd):
         weights = {name: layer.weight for name, layer in self._layers.items()}
         for name, weight in {**weights, **self._others}.items():
             if weight.grad is not None:
-                self._squares[name] = _square(weight.grad.detach())
-
-
-def _square(gradient: Tensor) -> Tensor:
-    return own_part(gradient).to(torch.float32).square().sum()
+                self._squares[name] = sum_of_squares(own_part(weight.grad.detach()))
 
 
 class LossScaling:
@@ -168,12 +165,13 @@ def check_gradients(gradients: Mapping[str, Tensor], is_trained: bool, everyone:
     """
     attempt, is_any_nonzero = Attempt(), False
     with attempt:
-        parts = [own_part(gradient) for gradient in gradients.values()]
-        flags = read([*(torch.isfinite(one).all() for one in parts), *(one.any() for one in parts)])
-        for name, is_finite in zip(gradients, flags, strict=False):
-            if not is_finite:
+        parts = {name: part for name, gradient in gradients.items() if (part := own_part(gradient)).numel()}
+        # In one launch for many gradients; a NaN is larger than everything.
+        largest = read(torch._foreach_norm(list(parts.values()), torch.inf) if parts else [])
+        for name, magnitude in zip(parts, largest, strict=True):
+            if not math.isfinite(magnitude):
                 raise ValueError(f"The gradient of layer {name!r} is not finite; expected finite numbers.")
-        is_any_nonzero = any(flags[len(parts) :])
+        is_any_nonzero = any(largest)
     everyone.agree(attempt.error)
     columns = zip(*everyone.gather([is_trained, bool(gradients), is_any_nonzero]), strict=True)
     are_expected, are_present, are_nonzero = (any(column) for column in columns)

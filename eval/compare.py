@@ -23,6 +23,9 @@ The config has the sections `model`, `tokenizer` and `data` of a recipe (recipes
     reference    the contender that all others are compared with
     comparisons  optional list of {contender, against, margin}; margin in percent of the loss
 
+If the column `data.text_column` has chats (lists of messages with role and content), a sequence is one chat in the
+tokenizer's chat template, padded, and only its last message has a loss.
+
 $NAME in a path is an environment variable.
 """
 
@@ -66,7 +69,7 @@ from .paired import Paired, holm
 from .scoring.rows import git_commit
 
 with needed_by("eval.compare"):
-    from recipes.parts.data import load_documents, load_tokenizer, pack
+    from recipes.parts.data import Documents, load_documents, load_tokenizer, pack
     from recipes.parts.model import build_model
     from recipes.parts.recipe import DataSection, ModelSection, TokenizerSection, build, read_values
 
@@ -215,7 +218,7 @@ def _hashed(values: Any) -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """Training and held-out sequences, (count, length)."""
+    """Training and held-out sequences, (count, length). A token without a loss is stored as -1 less its number."""
 
     train: np.ndarray[Any, Any]
     held_out: np.ndarray[Any, Any]
@@ -244,6 +247,30 @@ def _order(count: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
     return _ORDERS[key]
 
 
+def inputs(rows: Tensor) -> dict[str, Tensor]:
+    """Returns what a model takes for rows of a text."""
+    has_loss = rows >= 0
+    return {"input_ids": torch.where(has_loss, rows, -1 - rows), "labels": torch.where(has_loss, rows, -100)}
+
+
+def chat_rows(chats: Documents, tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarray[Any, Any]:
+    """Returns one row per chat, padded with eos. Longer chats are left out.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or all chats are longer.
+    """
+    rows, padding = [], -1 - tokenizer.eos_token_id
+    for chat in (row["text"] for row in chats):
+        prompt = tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
+        whole = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
+        if len(whole) <= length:
+            masked = [-1 - token for token in prompt]
+            rows.append(masked + whole[len(prompt) :] + [padding] * (length - len(whole)))
+    if not rows:
+        raise ValueError(f"All chats have more than {length} tokens. Raise data.sequence_length.")
+    return np.array(rows, np.int32)
+
+
 def load_text(config: Config, cache: Path) -> Text:
     """Returns the packed text, prepared once per cache."""
     key = _hashed([asdict(config.data), asdict(config.tokenizer), config.model.name_or_path])
@@ -254,9 +281,15 @@ def load_text(config: Config, cache: Path) -> Text:
             data, model = _expanded(config.data), _expanded(config.model)
             documents = load_documents(data)
             tokenizer = load_tokenizer(_expanded(config.tokenizer), model.name_or_path, documents[0])
-            dtype = np.uint16 if len(tokenizer) <= 2**16 else np.int32
-            for name, rows in zip(("train", "held_out"), pack(*documents, tokenizer, data), strict=True):
-                np.save(folder / f"{name}.npy", np.array(rows.with_format("numpy")["input_ids"][:], dtype))
+            if isinstance(next(iter(documents[0]))["text"], str):
+                dtype = np.uint16 if len(tokenizer) <= 2**16 else np.int32
+                packed = pack(*documents, tokenizer, data)
+                rows = [np.array(part.with_format("numpy")["input_ids"][:], dtype) for part in packed]
+            else:
+                rows = [chat_rows(part, tokenizer, data.sequence_length) for part in documents]
+                rows[1] = rows[1][: data.validation_sequences]
+            for name, array in zip(("train", "held_out"), rows, strict=True):
+                np.save(folder / f"{name}.npy", array)
             tokenizer.save_pretrained(folder / "tokenizer")
     train, held_out = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("train", "held_out"))
     return Text(train, held_out, AutoTokenizer.from_pretrained(folder / "tokenizer"))
@@ -310,8 +343,7 @@ class Trainee:
             self._compiled = True
         for group in self.optimizer.param_groups:
             group["lr"] = self._training.learning_rate * self._training.rate(number)
-        ids = self._text.batch(number, self._training.sequences, self._seed).to(self._device)
-        batch = {"input_ids": ids, "labels": ids}
+        batch = inputs(self._text.batch(number, self._training.sequences, self._seed).to(self._device))
         own = number - self._training.base_steps
         if controller is not None:
             controller.capture(batch)
@@ -329,16 +361,17 @@ class Trainee:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Returns the mean loss over the held-out sequences, under the formats in force."""
+        """Returns the mean loss over the tokens of the held-out sequences, under the formats in force."""
         self.model.eval()
-        total, count = 0.0, self._training.sequences
+        total, tokens, count = 0.0, 0, self._training.sequences
         for first in range(0, len(self._text.held_out), count):
-            rows = self._text.held_out[first : first + count]
-            ids = torch.from_numpy(rows.astype(np.int64)).to(self._device)
+            rows = self._text.held_out[first : first + count].astype(np.int64)
+            own = int((rows[:, 1:] >= 0).sum())
             with self._autocast():
-                total += len(rows) * float(self.model(input_ids=ids, labels=ids).loss)
+                total += own * float(self.model(**inputs(torch.from_numpy(rows).to(self._device))).loss)
+            tokens += own
         self.model.train()
-        return total / len(self._text.held_out)
+        return total / tokens
 
     def _autocast(self) -> Any:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda")

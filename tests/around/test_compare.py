@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,13 @@ from filelock import FileLock
 from registries import restored
 from scipy.stats import nct, ttest_1samp, ttest_rel
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval import compare, compare_scores
+from eval import arc_chats, compare, compare_scores
 from eval.paired import Paired, holm
 from eval.scoring.questions import packed
 from snip_hf.config import POLICIES
+from snip_hf.numerics.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
 VALUES: dict[str, Any] = {
@@ -247,6 +251,7 @@ def test_checkpoints_adapters_and_experts_are_compared_too(
             "model.config.moe_intermediate_size=16",
             "model.config.num_local_experts=2",
             "model.config.num_experts_per_tok=1",
+            "model.config._experts_implementation=eager",
         ],
     }[kind]
     options = ["--seeds", "3", "--only", "bf16", "snip"]
@@ -366,16 +371,106 @@ def test_the_shipped_config_is_one() -> None:
     assert options.cache == Path("runs/a.jsonl.cache")
 
 
+def proof(name: str) -> compare.Config:
+    return compare.load_config(ROOT / "eval" / "proof" / f"{name}.yaml")
+
+
+@pytest.mark.parametrize("name", ["probe", "smollm2"])
+def test_the_committed_lines_are_of_todays_configs(name: str) -> None:
+    config = proof(name)
+    with gzip.open(ROOT / "eval" / "results" / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
+        for line in map(json.loads, lines):
+            assert line["key"] == config.cell_key(line["contender"], line["seed"])
+
+
 def test_the_planned_comparisons_are_fresh_and_share_their_reference() -> None:
-    probe, frontier, smollm2 = (
-        compare.load_config(ROOT / "eval" / "proof" / f"{name}.yaml") for name in ("probe", "frontier", "smollm2")
-    )
+    probe, frontier, smollm2, orders = map(proof, ("probe", "frontier", "smollm2", "smollm2-orders"))
     assert probe.seeds == list(range(8, 32)) and frontier.seeds == probe.seeds[:8]
     assert [(pair.contender, pair.against, pair.margin) for pair in probe.comparisons] == [
         ("snip", "backward-first", 0.1)
     ]
     assert probe.cell_key("bf16", 8) == frontier.cell_key("bf16", 8)
     assert len(smollm2.contenders) == 20 and smollm2.snip_config("snip-paper", 0).target_fp4_fraction == 0.75
+    assert all(orders.cell_key(name, 2) == smollm2.cell_key(name, 2) for name in smollm2.contenders)
+    for name in ("sft", "sft-lora", "moe"):
+        assert proof(name).seeds == list(range(8))
+
+
+# --- chats and tricks
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # PEFT's use of transformers
+def test_only_the_answers_of_chats_have_a_loss(files: tuple[Path, Path], tmp_path: Path, trained_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(trained_model)
+    tokenizer.chat_template = (
+        "{% for message in messages %}<{{ message.content }}>{% endfor %}{% if add_generation_prompt %}<{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    answers = ["loss", "tensor plan", "a much longer answer", "plan " * 32]  # the last one is left out
+    chats = [
+        {"messages": [{"role": "user", "content": "format"}, {"role": "assistant", "content": answer}]}
+        for answer in answers
+    ]
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
+    overrides = ["model.model_type=null", f"model.name_or_path={trained_model}", "tokenizer.vocab_size=null"]
+    overrides += [f"tokenizer.name_or_path={tmp_path / 'tokenizer'}", "data.validation_fraction=null"]
+    overrides += ["data.text_column=messages", f"data.files=[{tmp_path}/train.jsonl]", "training.steps=3"]
+    overrides += [f"data.validation_files=[{tmp_path}/validation.jsonl]", "training.measure_at=[]"]
+    overrides += ["model.lora={r: 2, target_modules: all-linear}"]
+    options = ["--only", "bf16", "snip", "--seeds", "3", "--save", str(tmp_path), "--override", *overrides]
+    assert run(files[0], tmp_path / "lines.jsonl", *options) == 0
+    text = compare.load_text(compare.load_config(files[0], overrides), tmp_path / "lines.jsonl.cache")
+    assert len(text.train) == 3
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "snip-3")
+    losses = []
+    for row, answer in zip(text.held_out, answers, strict=False):
+        batch = {name: values[None] for name, values in compare.inputs(torch.from_numpy(row.astype(np.int64))).items()}
+        whole = tokenizer.encode(f"<format><{answer}>")
+        assert batch["input_ids"][0, : len(whole)].tolist() == whole
+        labels = batch["labels"][0, 1:]
+        assert tokenizer.decode(labels[labels >= 0]) == f"{answer}>"
+        logits = model(batch["input_ids"]).logits[0, :-1]
+        losses += nn.functional.cross_entropy(logits, labels, reduction="none")[labels >= 0].tolist()
+    bf16, snip = compare.read_lines(tmp_path / "lines.jsonl")
+    assert snip["loss_unquantized"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert snip["share"] > 0 and bf16["losses"] != snip["losses"]
+
+
+def test_chats_are_made_of_questions_that_no_later_split_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert arc_chats.main([str(tmp_path), str(tmp_path / "chats")]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+    (tmp_path / "arc").mkdir()
+    questions = {"train": ["New?", "Is it held  out?", "Asked"], "validation": ["Is it held out?"], "test": ["Asked?"]}
+    for split, texts in questions.items():
+        rows = [
+            {"question": text, "choices": {"text": ["no", "yes"], "label": ["1", "2"]}, "answerKey": "2"}
+            for text in texts
+        ]
+        for level in ("Easy", "Challenge"):
+            own = rows if level == "Easy" else []
+            path = tmp_path / "arc" / f"ARC-{level}-{split}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in own), encoding="utf-8")
+    assert arc_chats.main([str(tmp_path), str(tmp_path / "chats")]) == 0
+    assert "train: 1 chats, 2 questions" in capsys.readouterr().out
+    expected = [{"role": "user", "content": "New?"}, {"role": "assistant", "content": "yes"}]
+    assert compare.read_lines(tmp_path / "chats" / "train.jsonl") == [{"messages": expected}]
+
+
+def test_tricks_are_contenders(files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "eval.proof.tricks", raising=False)
+    with restored(FORMATS):
+        compare.import_modules(["eval.proof.tricks"])
+        config = proof("less-loss")
+        own = {name: config.contenders[name] for name in ("only-grad-weight", "mxfp4-nearest", "mxfp4-ue5m3")}
+        options = ["--cache", f"{files[1]}.cache", "--seeds", "3", "--only", *own, "--override"]
+        options += [f"contenders={json.dumps(own)}", "training.measure_at=[]", "snip.formats=[mxfp4, fp8-tensor]"]
+        assert run(files[0], tmp_path / "lines.jsonl", *options) == 0
+    lines = compare.read_lines(tmp_path / "lines.jsonl")
+    assert [line["share"] for line in lines] == [pytest.approx(1 / 3, abs=1e-5), 1, 1]
+    assert len({line["losses"]["5"] for line in lines}) == 3
 
 
 # --- scores

@@ -1,0 +1,32 @@
+"""Formats and policies of less-loss.yaml: variants of MXFP4, and one kind of GEMM in 4 bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from snip_hf import formats, register_format
+from snip_hf.numerics.formats import Operand
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.policies.registry import Policy, register_policy
+from snip_hf.policies.setting import Assignment, Setting
+
+_variant = partial(replace, formats["mxfp4"])
+register_format(_variant(name="mxfp4-nearest", label="MXFP4, no SR", colour="#332288", gradient=Operand((1, 32))))
+register_format(
+    _variant(name="mxfp4-rht-wgrad", label="MXFP4 RHT wgrad", colour="#117733", rotation=128, rotated=("grad_weight",))
+)
+register_format(_variant(name="mxfp4-ue5m3", label="MXFP4 UE5M3", colour="#882255", scale="e5m3"))
+
+
+def _only(low: str, setting: Setting) -> Assignment:
+    """Puts the GEMMs `low` into the least precise format and all others into the most precise one."""
+    config = setting.config
+    return {
+        layer: {gemm: config.least_precise if gemm == low else config.most_precise for gemm in row}
+        for layer, row in setting.flops.items()
+    }
+
+
+for _gemm in GEMMS:
+    register_policy(Policy(name=f"only-{_gemm.replace('_', '-')}", assign=partial(_only, _gemm), aims_at_share=False))

@@ -112,14 +112,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     *(
         (
-            {"policy": "snip-paper", "granularity": granularity, "decides": "forward"},
-            "decides='forward' with policy='snip-paper' cannot work: the paper's estimate is one number per linear, "
-            "not one per GEMM. Set decides='all', or policy='snip'.",
-        )
-        for granularity in (None, "layer")
-    ),
-    *(
-        (
             {"target_fp4_fraction": value},
             f"target_fp4_fraction={value!r} {what}, {EXAMPLE}.",
         )
@@ -163,11 +155,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
             "choose a policy with a target (docs/policies.md).",
         )
         for policy in ("uniform-fp8", "uniform-fp4", "bf16", "first2-last8-bf16", "last-15-percent-bf16")
-    ),
-    (
-        {"decides": "forward", "granularity": "gemm", "policy": "backward-first"},
-        "policy='backward-first' with decides='forward' has nothing to order: all backward GEMMs are in the least "
-        "precise format anyway. Use policy='layer-position', which orders the forward GEMMs alike.",
     ),
     (
         {"decides": "forward", "granularity": "gemm", "target_linear_speedup": 2.0, "rates": "ideal"},

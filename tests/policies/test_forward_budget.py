@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from configs import fp4_config
 from oracles.brute_force import best_map
 from own_loop import Loop
 from policy_settings import LISTS, TIES, assert_complete, llama_flops, plain_flops, setting_of
-from registries import restored
 from rich.console import Console
 from tiny_runs import SCHEDULE, history
 
@@ -27,7 +25,7 @@ from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, forward_shares
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
-from snip_hf.policies.registry import POLICIES, Policy, needs_probe, register_policy, rule_assignment
+from snip_hf.policies.registry import needs_probe, rule_assignment
 from snip_hf.policies.setting import Setting
 from snip_hf.records.load import load_run
 from snip_hf.reporting.figures import write_figures
@@ -130,41 +128,6 @@ def test_with_measured_time_the_share_is_one_of_the_forward_gemms_time() -> None
     assert found is not None
     assert (found.fp4_fraction, found.fp4_time_fraction) == (0.5, 0.8)
     assert found.describe() == "50.0% of the forward GEMMs only and 80.0% of their time"
-
-
-def test_a_policy_of_ones_own_that_decides_on_backward_gemms_is_refused() -> None:
-    def all_in_fp8(setting: Setting) -> dict[str, dict[str, str]]:
-        return {layer: dict.fromkeys(row, "fp8") for layer, row in setting.flops.items()}
-
-    with restored(POLICIES):
-        register_policy(Policy(name="all-in-fp8", assign=all_in_fp8))
-        setting = setting_of(plain_flops(1.0), policy="all-in-fp8", **FORWARD)
-        message = (
-            "policy='all-in-fp8' with decides='forward' put the grad_input of layer 'layers.0.fc' into fp8; expected "
-            "fp4. Decide on `setting.groups(stage)`, and return `setting.assignment(choices)`."
-        )
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            rule_assignment(setting)
-        assert rule_assignment(setting_of(plain_flops(1.0), policy="all-in-fp8")) == all_in_fp8(setting)
-
-
-def test_a_policy_of_ones_own_that_separates_tied_layers_is_refused() -> None:
-    def by_layer(setting: Setting) -> dict[str, dict[str, str]]:
-        formats = {layer: "fp8" if "q_proj" in layer else "fp4" for layer in setting.flops}
-        return {layer: dict.fromkeys(row, formats[layer]) for layer, row in setting.flops.items()}
-
-    flops = {f"layers.0.{name}": dict.fromkeys(GEMMS, 1.0) for name in ("q_proj", "k_proj")}
-    with restored(POLICIES):
-        register_policy(Policy(name="by-layer", assign=by_layer))
-        tied = setting_of(flops, policy="by-layer", ties=(("q_proj", "k_proj"),))
-        message = (
-            "policy='by-layer' put the forward of the tied layers layers.0.q_proj, layers.0.k_proj into fp8, fp4; "
-            "expected one format for them, or ties=()."
-        )
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            rule_assignment(tied)
-        untied = setting_of(flops, policy="by-layer", ties=())
-        assert rule_assignment(untied) == by_layer(untied)
 
 
 def test_a_plan_that_decides_on_all_gemms_has_no_shares_of_its_own_for_forward_ones() -> None:

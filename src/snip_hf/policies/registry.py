@@ -14,8 +14,7 @@ from ..config import ALL, DEFAULT_FP4_FRACTION, POLICIES, Granularity, SnipConfi
 from ..estimation.criterion import LayerCriterion
 from ..estimation.table import LAYER, Divergence, DivergenceTable
 from ..numerics.formats import FORMATS, UNQUANTIZED
-from ..numerics.gemms import GEMMS
-from .setting import Setting, siblings
+from .setting import Setting
 
 Cost = Callable[[Divergence], float]
 
@@ -103,39 +102,10 @@ def cost_of(config: SnipConfig, table: DivergenceTable) -> Cost:
 
 
 def rule_assignment(setting: Setting) -> dict[str, dict[str, str]]:
-    """Returns the assignment of a policy that needs no probe.
-
-    Raises:
-        ValueError: the policy leaves a GEMM without a format, changes that of a GEMM that is not to be decided on
-            (`SnipConfig.decides`), or gives tied layers different formats.
-    """
+    """Returns the assignment of a policy that needs no probe."""
     policy: Policy = POLICIES[setting.config.policy]
     assert policy.assign is not None
-    assignment = policy.assign(setting)
-    for layer, row in setting.flops.items():
-        if missing := [gemm for gemm in row if gemm not in assignment.get(layer, ())]:
-            raise ValueError(
-                f"policy={policy.name!r} gave the {missing[0]} of layer {layer!r} no format. Return "
-                "`setting.assignment(choices)`, with a choice for every group of `setting.groups(stage)`."
-            )
-    low = setting.config.least_precise
-    for layer in setting.flops if policy.aims_at_share else ():
-        for gemm, name in assignment[layer].items():
-            if gemm not in setting.decided(layer) and name != low:
-                raise ValueError(
-                    f"policy={policy.name!r} with decides={setting.config.decides!r} put the {gemm} of layer {layer!r} "
-                    f"into {name}; expected {low}. Decide on `setting.groups(stage)`, and return "
-                    "`setting.assignment(choices)`."
-                )
-    for tied in siblings(setting):
-        for gemm in GEMMS:
-            chosen = {layer: assignment[layer][gemm] for layer in tied if gemm in assignment[layer]}
-            if len(set(chosen.values())) > 1:
-                raise ValueError(
-                    f"policy={policy.name!r} put the {gemm} of the tied layers {', '.join(chosen)} into "
-                    f"{', '.join(chosen.values())}; expected one format for them, or ties=()."
-                )
-    return assignment
+    return policy.assign(setting)
 
 
 def first_total(config: SnipConfig, table: DivergenceTable, figure: Callable[[Divergence], float]) -> float:

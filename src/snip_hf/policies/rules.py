@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..config import ALL, SnipConfig
 from ..layers.state import block_of
 from .registry import Policy, register_policy
 from .setting import Setting, tied_groups
@@ -94,14 +92,6 @@ def _backward_order(setting: Setting, stage: Sequence[str]) -> list[str]:
     return sorted(_position_order(setting, stage), key=lambda group: setting.members(group)[0][1] == "forward")
 
 
-def _refuse_without_choice(config: SnipConfig) -> None:
-    if config.decides != ALL and config.fixed_plan is None:
-        raise ValueError(
-            f"policy={config.policy!r} with decides={config.decides!r} has nothing to order: all backward GEMMs are in "
-            "the least precise format anyway. Use policy='layer-position', which orders the forward GEMMs alike."
-        )
-
-
 def rule(name: str, order: Callable[[Setting, Sequence[str]], list[str]], **facts: Any) -> Policy:
     """Returns the policy that fills each stage in the order of `order(setting, layers)`."""
 
@@ -109,13 +99,7 @@ def rule(name: str, order: Callable[[Setting, Sequence[str]], list[str]], **fact
         check_attainable(setting, (setting.config.least_precise, setting.config.most_precise))
         choices: dict[str, str] = {}
         for stage in setting.stages:
-            ordered, groups = order(setting, stage), setting.groups(stage)
-            if Counter(ordered) != Counter(groups):
-                raise ValueError(
-                    f"policy={name!r} orders {len(ordered)} groups; expected the {len(groups)} of "
-                    "`setting.groups(layers)`, each once."
-                )
-            choices |= _fill(setting, stage, ordered)
+            choices |= _fill(setting, stage, order(setting, stage))
         return setting.assignment(choices)
 
     return Policy(name=name, assign=assign, **facts)
@@ -126,4 +110,4 @@ register_policy(rule("layer-type", _type_order))
 register_policy(rule("layer-position", _position_order))
 register_policy(rule("first2-last8", _nvfp4_order))
 register_policy(rule("last-15-percent", _front_order))
-register_policy(rule("backward-first", _backward_order, granularities=("gemm",), check=_refuse_without_choice))
+register_policy(rule("backward-first", _backward_order, granularities=("gemm",)))

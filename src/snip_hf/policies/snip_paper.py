@@ -49,7 +49,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from ..config import ALL, SnipConfig
+from ..config import SnipConfig
 from ..estimation.criterion import LayerCriterion
 from ..estimation.extrapolation import Squares
 from ..estimation.layer_sums import Deferred
@@ -162,16 +162,6 @@ def _sum_of(row: Divergence) -> float:
     return row.loss_divergence + row.weight_divergence
 
 
-def _check(config: SnipConfig) -> None:
-    if config.fixed_plan is not None:
-        return
-    if config.decides != ALL:
-        raise ValueError(
-            f"decides={config.decides!r} with policy='snip-paper' cannot work: the paper's estimate is one number per "
-            "linear, not one per GEMM. Set decides='all', or policy='snip'."
-        )
-
-
 register_policy(
     Policy(
         name="snip-paper",
@@ -179,6 +169,5 @@ register_policy(
         granularities=("layer",),
         criterion=PaperEstimate,
         weighs_updates=True,
-        check=_check,
     )
 )

@@ -183,21 +183,17 @@ class PrecisionPlan:
         work = times.work
         return tuple(self._fp4_fraction(stage, work) for stage in self.stages)
 
-    def linear_speedup(self, rates: str | None = None) -> float | None:
+    def linear_speedup(self) -> float | None:
         """Returns the time of the planned GEMMs in BF16 / their time in the plan; None: the speeds are unknown.
 
-        Args:
-            rates: a table of `costs.rates`. None: the measured times, or else the table that the plan's config names.
-
-        Raises:
-            KeyError: there is no such table, or it does not have a format of the plan.
+        The speeds are the measured ones, or else those of the table that the plan's config names.
         """
-        times = self._times(rates)
+        times = self._speeds()
         return None if times is None else speedup(self.assignment, self.assignment, times)
 
-    def stage_linear_speedups(self, rates: str | None = None) -> tuple[float, ...] | None:
+    def stage_linear_speedups(self) -> tuple[float, ...] | None:
         """`linear_speedup` of each stage."""
-        times = self._times(rates)
+        times = self._speeds()
         return None if times is None else tuple(speedup(stage, self.assignment, times) for stage in self.stages)
 
     @property
@@ -214,9 +210,7 @@ class PrecisionPlan:
         """True if there are measured times in every format of the plan."""
         return self.measured is not None and self._used <= set(self.measured.formats)
 
-    def _times(self, rates: str | None) -> GemmTimes | None:
-        if rates is not None:
-            return linear_times(self.executed, self._used, rates, None)
+    def _speeds(self) -> GemmTimes | None:
         own = (self.provenance.config or {}).get("rates")
         try:
             return linear_times(self.executed, self._used, own, self.times if self.is_timed else None)

@@ -7,12 +7,10 @@ import functools
 import json
 import math
 import os
-import re
 import secrets
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -43,10 +41,7 @@ def write_json_atomic(path: str | os.PathLike[str], document: Any) -> None:
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a temporary file next to `path`, syncs it and renames it, so that `path` is never a partial file.
-
-    A killed process may leave the temporary file (`remove_temporaries`).
-    """
+    """Writes a temporary file next to `path`, syncs it and renames it, so that `path` is never a partial file."""
     path = Path(path)
     # A random name, because containers that share a folder may have equal process ids.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -65,14 +60,6 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
-
-
-def remove_temporaries(folder: Path, *names: str) -> None:
-    """Removes the temporary files that killed processes left for these names or globs."""
-    for path in folder.iterdir():
-        match = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}\.tmp", path.name)
-        if match and any(fnmatchcase(match[1], name) for name in names):
-            path.unlink(missing_ok=True)
 
 
 def append_json_line(path: str | os.PathLike[str], document: Any) -> None:

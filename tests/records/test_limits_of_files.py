@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from configs import fp4_config
-from fault_runs import CONFIG, SAVING, SHORT
-from tiny_runs import Run, differing, train, weights
 
 from snip_hf import json_io as json_io_module
 from snip_hf.costs import timing as timing_module
@@ -89,14 +87,6 @@ def test_files_of_a_refresh_are_read_back_and_grow_to_the_largest_model(
     assert caplog.messages == []
 
 
-@pytest.mark.slow
-def test_files_of_a_refresh_of_the_largest_model_are_read_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert_round_trip(Decided(LARGEST), tmp_path, LARGEST)
-    assert caplog.messages == []
-
-
 def test_large_documents_are_written_without_indentation_and_small_ones_for_people(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_json_atomic(path, {"a": [1, 2]})
@@ -116,24 +106,6 @@ def test_a_writer_refuses_what_a_reader_would(tmp_path: Path, monkeypatch: pytes
             write(path, "x" * 99)
         assert read_json(path) == "x" * 97
         path.unlink()
-
-
-def test_a_record_too_large_to_be_read_is_lost_and_nothing_else(
-    undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(json_io_module, "MAX_JSON_BYTES", 9000)
-    run = train(tmp_path, CONFIG, **SHORT, **SAVING)
-    assert run.losses == undisturbed.losses
-    assert differing(weights(run.model), weights(undisturbed.model)) == []
-    assert [line["applied_step"] for line in run.refreshes] == [4, 8]
-    assert all(path.stat().st_size <= 9000 for path in (tmp_path / "snip").iterdir())
-    said = {message.rpartition(": ")[0] for message in caplog.messages if "can be read back" in message}
-    states = [tmp_path / f"checkpoint-{step}" / "snip_state.json" for step in range(1, 9)]
-    assert said == {
-        f"snip-hf: could not write to {tmp_path / 'snip'}, training goes on",
-        *[f"snip-hf: could not write {path}; resuming there will fail" for path in states if not path.exists()],
-    }
-    assert {path.parent.name for path in states if not path.exists()} >= {"checkpoint-2", "checkpoint-6"}
 
 
 def test_times_that_are_too_many_to_be_read_cost_a_warning(

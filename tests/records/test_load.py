@@ -5,23 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from written_runs import random_assignments, write_run
 
 from snip_hf.records.events import LOSS, Alarm, Retarget
 from snip_hf.records.load import load_run
 
 
-@pytest.mark.parametrize(("figure", "begins"), [(LOSS, 5)])
-def test_raised_formats_are_in_force_after_an_alarm_and_from_the_first_step_after_a_way_back(
-    figure: str, begins: int, tmp_path: Path
-) -> None:
+def test_raised_formats_are_in_force_after_an_alarm(tmp_path: Path) -> None:
     write_run(tmp_path, random_assignments(1))
     path = tmp_path / "snip" / "history.jsonl"
     (layer, row), *_ = json.loads(path.read_text())["plan"].items()
     alarm = Alarm(
         step=5,
-        figure=figure,
+        figure=LOSS,
         value=None,
         limit=None,
         action="raised",
@@ -33,8 +29,8 @@ def test_raised_formats_are_in_force_after_an_alarm_and_from_the_first_step_afte
     with path.open("a") as file:
         file.write(json.dumps(alarm.to_record()) + "\n")
     run = load_run(tmp_path)
-    assert [step for step, _ in run.plans] == [0, begins]
-    assert run.fp4_fractions[1:] == [(begins, 0.25)]
+    assert [step for step, _ in run.plans] == [0, 5]
+    assert run.fp4_fractions[1:] == [(5, 0.25)]
 
 
 def test_the_last_config_has_the_target_that_a_run_was_last_resumed_with(tmp_path: Path) -> None:

@@ -102,19 +102,6 @@ def test_a_resumed_run_moves_nothing_aside(undisturbed: Run, tmp_path: Path) -> 
     assert resumed.losses == undisturbed.losses
 
 
-def test_a_move_that_was_cut_short_is_completed_by_the_next_run(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    record(folder)
-    folder.write_divergences(6, TABLE)
-    before = contents(tmp_path / "snip")
-    # A process that was killed after the first file leaves this.
-    target = tmp_path / "_snip-earlier-1" / "snip"
-    target.mkdir(parents=True)
-    shutil.move(tmp_path / "snip" / "divergence-2.json", target)
-    record(RunFolder(tmp_path))
-    assert contents(target) == before
-
-
 def test_a_record_that_cannot_be_moved_aside_is_not_mixed_with_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -124,7 +111,7 @@ def test_a_record_that_cannot_be_moved_aside_is_not_mixed_with_another(
     def fail(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run_folder_module.shutil, "move", fail)
+    monkeypatch.setattr(run_folder_module.os, "replace", fail)
     second = RunFolder(tmp_path)
     record(second)
     second.cut(1, None, START)
@@ -259,26 +246,6 @@ def test_a_run_that_changes_to_another_folder_goes_on_with_its_record_and_its_ti
 
 
 # -------------------------------------------------------------------------------------------------- files of the user
-
-THEIRS = [
-    *["divergence-notes.json", "divergence-7-copy.json", "divergence-\u00b2.json", "divergence-.json", "plan-old.json"],
-    *["history.jsonl.bak", ".notes.json.0123456789abcdef.tmp", ".plan.json.tmp", ".plan.json.old.tmp", "README.md"],
-]
-
-
-def test_files_of_the_user_stay_in_the_folder(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    record(folder)
-    snip = tmp_path / "snip"
-    for name in THEIRS:
-        (snip / name).write_text("mine")
-    (snip / ".plan.json.0123456789abcdef.tmp").write_text("of a killed run")
-    (snip / "divergence-9.json").mkdir()
-    RunFolder(tmp_path).clear()
-    RunFolder(tmp_path).cut(0, None, START)
-    theirs = [*THEIRS, "divergence-9.json"]
-    assert sorted(path.name for path in snip.iterdir()) == sorted([*theirs, "history.jsonl", "plan.json"])
-    assert all((snip / name).read_text() == "mine" for name in THEIRS)
 
 
 def test_two_threads_that_train_into_one_folder_do_not_mix_their_histories(tmp_path: Path) -> None:

@@ -54,12 +54,3 @@ def test_refreshes_divergences_and_losses_have_a_file_each_if_there_are_any(tmp_
     assert len(rows) == 2 * len(GEMMS) * len(assignments[0])
     assert (rows[0]["step"], rows[0]["format"], rows[0]["weight_divergence"]) == ("100", "fp4", "0.3")
     assert table(tmp_path / "out" / "losses.csv")[-1] == {"step": "50", "loss": "9.5", "eval_loss": "19.5"}
-
-
-def test_a_name_from_elsewhere_is_no_formula(tmp_path: Path) -> None:
-    write_run(tmp_path, random_assignments(2, granularity="layer"), kept=(1,))
-    path = tmp_path / "snip" / "history.jsonl"
-    path.write_text(path.read_text().replace("The solver [cbc]", "=cmd|' /C calc'!A0\\u202e,"))
-    write_csv(load_run(tmp_path))
-    (row,) = table(tmp_path / "snip" / "refreshes.csv")
-    assert row["reason"] == "'=cmd|' /C calc'!A0\\u202e, was killed after 60 s."

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from transformers import Trainer, TrainerState, TrainingArguments
 
-from ..json_io import read_json, remove_temporaries, write_json_atomic
+from ..json_io import read_json, write_json_atomic
 from ..records.load import STATE_NAME
 from ..text import printable
 from ..training.controller import SnipController
@@ -86,7 +86,6 @@ class StateFiles:
         _marks(state)[self._callback] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            remove_temporaries(folder, STATE_NAME)
             if isinstance(self._last, Exception):
                 raise ValueError(str(self._last))
             weights = {"weights": controller.weights_fingerprint()}  # ties the state to the weights beside it

@@ -1,7 +1,7 @@
 """The folder OUTPUT/snip of a run: the plan in force, the history, and tables of divergences.
 
 Training must not fail because of a failed write, so all methods except `hold` warn instead of raising an error. Only
-one run at a time writes to the folder. Records of an earlier run are moved aside; other files stay.
+one run at a time writes to the folder. The folder of an earlier run is moved aside.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,6 @@ from ..json_io import (
     SCHEMA_VERSION,
     append_json_line,
     parse_json,
-    remove_temporaries,
     write_atomic,
     write_json_atomic,
 )
@@ -95,10 +93,7 @@ class RunFolder:
             self._lock.release()
 
     def clear(self) -> None:
-        """Moves the records of an earlier run to OUTPUT/_snip-earlier-1/snip, or to the next free number.
-
-        Copies the plan instead of moving it, so that the folder always has one.
-        """
+        """Moves the folder of an earlier run to OUTPUT/_snip-earlier-1/snip, or to the next free number."""
         self._write(self._move_earlier)
 
     def save_plan(self, plan: PrecisionPlan) -> None:
@@ -129,7 +124,6 @@ class RunFolder:
         """
 
         def rewrite(folder: Path) -> None:
-            _remove_temporaries(folder)
             path = folder / "history.jsonl"
             lines = _read(path) if path.exists() else []
             kept = [line for line in lines if line.get("decided_step", line["step"]) <= step]
@@ -144,22 +138,13 @@ class RunFolder:
         self._write(rewrite)
 
     def _move_earlier(self, folder: Path) -> None:
-        _remove_temporaries(folder)
-        history = folder / "history.jsonl"
-        # Moves the history last, so that an interrupted move continues into the same target.
-        own = [path for path in (*tables(folder).values(), history) if path.is_file()]
-        if not own:
+        if not tables(folder) and not (folder / "history.jsonl").exists():
             return
-        for number in itertools.count(1):
-            target = folder.parent / f"_snip-earlier-{number}" / FOLDER
-            if not any(os.path.lexists(target / path.name) for path in (*own, history)):
-                break
-        target.mkdir(parents=True, exist_ok=True)
+        targets = (folder.parent / f"_snip-earlier-{number}" / FOLDER for number in itertools.count(1))
+        target = next(target for target in targets if not target.exists())
         try:
-            if (folder / "plan.json").is_file():
-                shutil.copy2(folder / "plan.json", target)
-            for path in own:
-                shutil.move(path, target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(folder, target)
         except OSError as error:
             # Two runs must not mix in one history, and the earlier history must not be overwritten.
             self._lost = True
@@ -252,10 +237,6 @@ def tables(folder: Path) -> dict[int, Path]:
     """Returns step -> file of divergences. Ignores names that no run writes, which are the user's."""
     found = {path: re.fullmatch(r"divergence-([0-9]{1,18})\.json", path.name) for path in folder.glob("divergence-*")}
     return dict(sorted((int(match[1]), path) for path, match in found.items() if match and path.is_file()))
-
-
-def _remove_temporaries(folder: Path) -> None:
-    remove_temporaries(folder, "plan.json", "history.jsonl", "divergence-*.json")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -15,8 +15,6 @@ from ..records.load import Run
 from ..records.run_folder import FOLDER
 from ..text import printable
 
-# First characters of formulas in spreadsheets. A name from elsewhere must not become a formula.
-_FORMULA = ("=", "+", "-", "@")
 _TEXT = 2000
 _DIVERGENCE = (
     "layer",
@@ -107,7 +105,4 @@ def _refresh_rows(run: Run) -> Iterator[Sequence[Any]]:
 
 
 def _cell(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    text = printable(value, _TEXT)
-    return f"'{text}" if text.startswith(_FORMULA) else text
+    return printable(value, _TEXT) if isinstance(value, str) else value

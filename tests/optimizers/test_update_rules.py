@@ -75,8 +75,6 @@ AUTOGRAD: dict[str, Case] = {
         {"lr": 1e-2, "decouple_lr": True, "max_lr": 0.1, "foreach": False, "triton": False},
         {},
     ),
-    "GrokAdamW": ("grokadamw", "GrokAdamW", {"lr": 1e-2}, {}),
-    "GrokAdamW unclipped": ("grokadamw", "GrokAdamW", {"lr": 1e-2, "gradient_clipping": 0.0}, {}),
 }
 CASES = ELEMENTWISE | AUTOGRAD
 LION: dict[str, Case] = {
@@ -242,16 +240,6 @@ def test_an_option_overridden_for_one_weight_counts_for_it_only(source: Callable
     assert torch.equal(after["tall"], before["tall"])
 
 
-def test_grokadamw_takes_its_signal_from_the_losses_in_its_group(source: Callable[[Case], Make]) -> None:
-    make = source(("grokadamw", "GrokAdamW", {"lr": 1e-2, "gradient_clipping": 0.0}, {}))
-    parameters, optimizer = trained(make, 3)
-    optimizer.param_groups[0].update(train_loss=1.0, eval_loss=2.0)
-    before, after = (real_update(make, parameters, optimizer, draw(seed)) for seed in (55, 56))
-    answer = responses(optimizer, parameters)["tall"]
-    got = answer.update(draw(56)["tall"]) - answer.update(draw(55)["tall"])
-    torch.testing.assert_close(got, after["tall"] - before["tall"], rtol=1e-3, atol=1e-6)
-
-
 def test_anyprecision_adamw_is_differentiated_by_its_own_steps() -> None:
     def make(parameters: Any) -> optim.Optimizer:
         return stand_ins.AnyPrecisionAdamW(list(parameters), lr=1e-2)
@@ -307,7 +295,6 @@ def test_a_schedule_free_run_with_evaluations_resumes_to_the_bit(tmp_path: Path)
         ("schedulefree", "schedule_free_radam"),
         ("galore_torch", "galore_adafactor"),
         ("apollo_torch", "apollo_adamw"),
-        ("grokadamw", "grokadamw"),
     ],
 )
 def test_the_trainer_s_names_train_and_refresh(package: str, name: str, tmp_path: Path) -> None:
@@ -385,12 +372,6 @@ def test_options_that_make_bitsandbytes_updates_depend_on_others_are_refused() -
     assert ": no rule describes it, and its kernels take no FP64" in refusal(
         stand_ins.LAMB([nn.Parameter(torch.ones(2, 2))])
     )
-
-
-def test_grokadamw_with_signals_of_the_user_s_is_refused() -> None:
-    optimizer = stand_ins.GrokAdamW([nn.Parameter(torch.ones(2, 2))])
-    optimizer.param_groups[0]["grokking_signal_fns"] = [lambda: 0.5]
-    assert ": its grokking_signal_fns decide how it averages gradients. " in refusal(optimizer)
 
 
 def test_a_package_that_steps_in_another_way_is_refused_before_training() -> None:

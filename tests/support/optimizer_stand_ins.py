@@ -21,11 +21,11 @@ class _EachWeight(optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for index, parameter in enumerate(trained):
-                self.one(group, parameter, index)
+            for parameter in trained:
+                self.one(group, parameter)
             self.end_step(group)
 
-    def one(self, group: dict[str, Any], parameter: Tensor, index: int) -> None:
+    def one(self, group: dict[str, Any], parameter: Tensor) -> None:
         raise NotImplementedError
 
     def end_step(self, group: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class _Quantizing(_EachWeight):
         self.args = SimpleNamespace(optim_bits=optim_bits, max_unorm=0.0, skip_zeros=False)
         self.mng = GlobalOptimManager()
 
-    def one(self, group: dict[str, Any], parameter: Tensor, index: int) -> None:
+    def one(self, group: dict[str, Any], parameter: Tensor) -> None:
         state = self.state[parameter]
         numbers = []
         for number in range(1, self.count + 1):
@@ -227,7 +227,7 @@ class _ScheduleFree(_EachWeight):
                 )
             group["train_mode"] = trains
 
-    def one(self, group: dict[str, Any], parameter: Tensor, index: int) -> None:
+    def one(self, group: dict[str, Any], parameter: Tensor) -> None:
         assert group["train_mode"]
         momentum = _momentum(group)
         state, rate = self.state[parameter], self.rate(group)
@@ -355,7 +355,7 @@ class _LowRank(_EachWeight):
 
 
 class GaLoreAdamW(_LowRank):
-    def one(self, group: dict[str, Any], parameter: Tensor, index: int) -> None:
+    def one(self, group: dict[str, Any], parameter: Tensor) -> None:
         state, gradient = self.state[parameter], parameter.grad
         state.setdefault("step", 0)
         if "rank" in group:
@@ -374,7 +374,7 @@ class APOLLOAdamW(_LowRank):
         for seed, parameter in enumerate((one for group in self.param_groups for one in group["params"]), 1):
             self.state[parameter]["seed"] = seed
 
-    def one(self, group: dict[str, Any], parameter: Tensor, index: int) -> None:
+    def one(self, group: dict[str, Any], parameter: Tensor) -> None:
         state, gradient = self.state[parameter], parameter.grad
         state.setdefault("step", 0)
         if "rank" in group:
@@ -404,7 +404,7 @@ class GaLoreAdafactor(_EachWeight):
         more = {"weight_decay": 0.0, "scale_parameter": scale_parameter, "relative_step": relative_step}
         super().__init__(params, {**options, **more, "warmup_init": False})
 
-    def one(self, group: dict[str, Any], parameter: Tensor, index: int) -> None:
+    def one(self, group: dict[str, Any], parameter: Tensor) -> None:
         state, gradient = self.state[parameter], parameter.grad
         state.setdefault("step", 0)
         projector = state.setdefault("projector", _Projector(group))
@@ -436,7 +436,7 @@ class StableAdamW(_EachWeight):
         options = {"lr": lr, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": weight_decay}
         super().__init__(params, {**options, "decouple_lr": decouple_lr, "max_lr": max_lr})
 
-    def one(self, group: dict[str, Any], parameter: Tensor, index: int) -> None:
+    def one(self, group: dict[str, Any], parameter: Tensor) -> None:
         step, state, gradient = float(group.get("step", 0)) + 1, self.state[parameter], parameter.grad
         beta1, beta2 = (beta * (1 - beta ** (step - 1)) / (1 - beta**step) for beta in (group["beta1"], group["beta2"]))
         first = _averaged(state, "exp_avg", gradient, beta1)
@@ -450,30 +450,6 @@ class StableAdamW(_EachWeight):
         group["step"] = torch.tensor(float(group.get("step", 0)) + 1)
 
 
-class GrokAdamW(_EachWeight):
-    def __init__(self, params: Any, lr: float = 1e-3, gradient_clipping: float = 1.0) -> None:
-        options = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "alpha_init": 0.98}
-        more = {"lamb": 2.0, "gamma": 0.1, "grokking_signal_fns": None, "grokking_signal_decay_rate": 0.1}
-        super().__init__(params, {**options, **more, "gradient_clipping": gradient_clipping})
-
-    def one(self, group: dict[str, Any], parameter: Tensor, index: int) -> None:
-        state = group.setdefault("state", {}).setdefault(parameter, {"step": 0})
-        state["step"] += 1
-        if group["gradient_clipping"] > 0:
-            torch.nn.utils.clip_grad_norm_([parameter], group["gradient_clipping"])
-        signal = 0.0
-        if group.get("eval_loss") is not None:
-            signal = max(0.0, 1 - group["train_loss"] / group["eval_loss"])
-        kept = group["alpha_init"] * math.exp(-group["grokking_signal_decay_rate"] * signal)
-        (beta1, beta2), step = group["betas"], state["step"]
-        gradient = parameter.grad + group["lamb"] * _averaged(state, "grok_ema", parameter.grad, kept)
-        first = _averaged(state, "exp_avg", gradient, beta1 * (1 - group["gamma"]) ** index)
-        second = _averaged(state, "exp_avg_sq", gradient**2, beta2)
-        rate = group["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step)
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(rate * first / (second.sqrt() + group["eps"]))
-
-
 class AnyPrecisionAdamW(_EachWeight):
     """AdamW of torchdistx, whose averages have dtypes of their own."""
 
@@ -481,7 +457,7 @@ class AnyPrecisionAdamW(_EachWeight):
         options = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
         super().__init__(params, {**options, "momentum_dtype": torch.float32, "variance_dtype": torch.float32})
 
-    def one(self, group: dict[str, Any], parameter: Tensor, index: int) -> None:
+    def one(self, group: dict[str, Any], parameter: Tensor) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         state["step"] = state.get("step", 0) + 1
         first = _averaged(state, "exp_avg", parameter.grad, beta1)
@@ -509,6 +485,5 @@ _of("galore_torch.adamw", GaLoreAdamW, name="AdamW")
 _of("galore_torch.adafactor", GaLoreAdafactor, name="Adafactor")
 _of("apollo_torch.apollo", APOLLOAdamW, name="AdamW")
 _of("optimi.stableadamw", StableAdamW)
-_of("grokadamw.grokadamw", GrokAdamW)
 _of("torchdistx.optimizers", AnyPrecisionAdamW)
 _of("lomo_optim.lomo", Lomo)

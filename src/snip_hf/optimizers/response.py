@@ -48,7 +48,7 @@ _TESTED_PACKAGES = ("torch", "torchao", "transformers")
 # Packages in which several modules have classes of one name.
 _BY_MODULE = ("galore_torch", "apollo_torch")
 # Packages whose states cannot be sharded: not one number per element, or held elsewhere.
-_UNSHARDED = ("bitsandbytes", "galore_torch", "apollo_torch", "grokadamw")
+_UNSHARDED = ("bitsandbytes", "galore_torch", "apollo_torch")
 _IN_BACKWARD = "it updates weights within the backward pass, so that the gradients of a step are never there together"
 _NO_FP64 = "no rule describes it, and its kernels take no FP64, in which differences of its steps are taken"
 _LITTLE_MEMORY = "adafactor' or 'paged_adamw_8bit', which need little memory too, or '" + DEFAULT
@@ -56,12 +56,12 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
     "lomo_optim.Lomo": (_IN_BACKWARD, _LITTLE_MEMORY),
     "lomo_optim.AdaLomo": (_IN_BACKWARD, _LITTLE_MEMORY),
     "transformers.LayerWiseDummyOptimizer": (_IN_BACKWARD, "galore_adamw' or 'apollo_adamw"),
+    "grokadamw.GrokAdamW": ("it keeps its states outside the optimizer's state", DEFAULT),
     "galore_torch.adamw8bit.AdamW8bit": (
         "it gives bitsandbytes the arguments of an old version, which now mean max_unorm=100 and skip_zeros=True",
         "galore_adamw' or 'adamw_8bit",
     ),
 }
-_OF_PACKAGES = ("optimi.StableAdamW", "grokadamw.GrokAdamW")
 # Step of numerical differences, relative to the gradient's element and to the root mean square of all elements.
 RELATIVE_STEP = 1e-3
 LEAST_STEP = 1e-5
@@ -413,42 +413,16 @@ def refusal(optimizer: Any) -> tuple[str, str] | None:
     reason = None
     if package == "bitsandbytes":
         reason = bitsandbytes_states.refusal(optimizer)
-    elif name in _OF_PACKAGES:
-        reason = _refused_option(optimizer)
+    elif any(group.get("gradient_release") for group in optimizer.param_groups):  # StableAdamW
+        reason = "with gradient_release it steps within the backward pass"
     return None if reason is None else (reason, DEFAULT)
 
 
 def context_of(optimizer: Any, group: Mapping[str, Any], parameter: Tensor) -> UpdateContext:
     """Returns the context of the next update of a parameter of this group."""
-    name = rule_name(type(optimizer))
-    if name == "grokadamw.GrokAdamW":
-        return _grok_context_of(optimizer, group, parameter)
-    if name.startswith("bitsandbytes."):
+    if rule_name(type(optimizer)).startswith("bitsandbytes."):
         return bitsandbytes_states.context_of(optimizer, group, parameter)
     return UpdateContext(group, optimizer.state.get(parameter, {}), parameter.detach())
-
-
-def _grok_context_of(optimizer: Any, group: Mapping[str, Any], parameter: Tensor) -> UpdateContext:
-    """Returns the context of a parameter of GrokAdamW, which keeps its states in the group, on the CPU.
-
-    Its momentum depends on the number of the parameter in the group.
-    """
-    trained = [one for one in group["params"] if one.requires_grad]
-    index = next((number for number, one in enumerate(trained) if one is parameter), 0)
-    held = group.get("state", {}).get(parameter, {})
-    state = {key: value.to(parameter.device) if isinstance(value, Tensor) else value for key, value in held.items()}
-    options = {key: value for key, value in group.items() if key != "state"}
-    return UpdateContext(options, {**state, "index": index}, parameter.detach())
-
-
-def _refused_option(optimizer: Any) -> str | None:
-    """Returns the option that keeps StableAdamW or GrokAdamW from being differentiated; None if there is none."""
-    for group in optimizer.param_groups:
-        if group.get("gradient_release"):
-            return "with gradient_release it steps within the backward pass"
-        if group.get("grokking_signal_fns"):
-            return "its grokking_signal_fns decide how it averages gradients"
-    return None
 
 
 def parts_of(optimizer: Any) -> list[Any]:

@@ -29,8 +29,6 @@ from ..parallel.sharding import on_compute_device, own_part, whole
 # of c by 20% of its mean size (about FP4's effect on a gradient) is then first-order to 2%, and a quarter of all
 # elements carries the sum of squares. With 0.1 that were 23% and 6% of the elements; larger ones are less of a sign.
 LION_SMOOTHING = 0.5
-# torch adds this to a norm before it divides by it to clip.
-_CLIP_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -327,31 +325,6 @@ def stable_adamw(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return at.number("lr") / growth.clamp(min=1) * (update + decay * at.parameter), touched
 
 
-def grokadamw(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """GrokAdamW (package grokadamw): AdamW on gradients, clipped weight by weight, to which their average is added."""
-    group, beta1, beta2 = at.group, *(float(beta) for beta in at.group["betas"])
-    bound = at.number("gradient_clipping")
-    if bound > 0:
-        gradient = gradient * (bound / (torch.linalg.vector_norm(gradient) + _CLIP_EPS)).clamp(max=1)
-    kept = at.number("alpha_init") * math.exp(-at.number("grokking_signal_decay_rate") * _signal(group))
-    amplified = gradient + at.number("lamb") * at.average("grok_ema", gradient, 1 - kept)
-    of_layer = beta1 * (1 - at.number("gamma")) ** int(at.state.get("index", 0))
-    first = at.average("exp_avg", amplified, 1 - of_layer)
-    second = at.average("exp_avg_sq", amplified.square(), 1 - beta2)
-    touched = second > 0
-    update = first / (torch.where(touched, second, 1).sqrt() + at.number("eps"))
-    return at.number("lr") * math.sqrt(1 - beta2**at.step) / (1 - beta1**at.step) * update, touched
-
-
-def _signal(group: Mapping[str, Any]) -> float:
-    """Returns GrokAdamW's signal: the relative excess of the evaluation loss over the training loss."""
-    of_training, of_evaluation = group.get("train_loss"), group.get("eval_loss")
-    if of_training is None or of_evaluation is None:
-        return 0.0
-    largest = max(of_training, of_evaluation)
-    return float(max(0, of_evaluation - of_training) / largest) if largest > 0 else 0.0
-
-
 Elementwise = Callable[[UpdateContext, Tensor], tuple[Tensor, Tensor, Tensor]]
 Autograd = Callable[[UpdateContext, Tensor], tuple[Tensor, Tensor]]
 Slopes = Callable[[UpdateContext, Tensor, Tensor], Tensor | None]
@@ -377,5 +350,4 @@ AUTOGRAD: Mapping[str, Autograd] = {
     # No library that we require has one; `response.check_optimizer` tries whether a class of this name is Lion.
     "Lion": lion,
     "optimi.StableAdamW": stable_adamw,
-    "grokadamw.GrokAdamW": grokadamw,
 }

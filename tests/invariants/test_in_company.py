@@ -1,9 +1,8 @@
-"""The bit-exact invariants hold with a user's callbacks, hooks and aliased modules in the run."""
+"""Probes leave no trace, to the bit, with a user's callbacks and hooks in the run."""
 
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,12 @@ import pytest
 import torch
 from configs import fp4_config
 from tiny_runs import SCHEDULE, Run, differing, model_with_dropout, one_thread, solve_with, train, weights
-from torch import Tensor, nn
+from torch import nn
 from transformers import TrainerCallback
 
 from snip_hf import SnipConfig, is_probing
 
-CONFIG = fp4_config(**SCHEDULE)
 UNTOUCHED = fp4_config(start_format="bf16", **SCHEDULE)
-SHORT = {"max_steps": 8}
-SAVING = {"save_strategy": "steps", "save_steps": 1}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -68,74 +64,21 @@ def observed(model: nn.Module) -> nn.Module:
     return model
 
 
-class Aliased(nn.Module):
-    """Holds the model's blocks, one of their norms and the head under second names."""
-
-    _keys_to_ignore_on_save = None  # read by the Trainer on resume
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lm = model_with_dropout()
-        self.blocks = self.lm.model.layers
-        self.norm = self.lm.model.layers[0].input_layernorm
-        self.head = self.lm.lm_head
-        self.config = self.lm.config
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Tensors under their first names, since safetensors stores no tensor twice."""
-        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if name.startswith("lm.")}
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, num_items_in_batch: Any = None) -> Any:
-        return self.lm(input_ids=input_ids, labels=labels, num_items_in_batch=num_items_in_batch)
-
-
-COMPANY: dict[str, tuple[Any, list[type[TrainerCallback]]]] = {
-    "generation": (model_with_dropout, [Generating]),
-    "a moving average": (model_with_dropout, [Averaging]),
-    "observing hooks": (lambda: observed(model_with_dropout()), []),
-    "aliased modules": (Aliased, []),
-}
-COMPANY["all of them"] = (lambda: observed(model_with_dropout()), [Generating, Averaging])
-
-
-def in_company(kind: str, folder: Path, config: SnipConfig | None, **changes: Any) -> Run:
-    make, callbacks = COMPANY[kind]
-    return train(folder, config, model=make(), callbacks=[callback() for callback in callbacks], **SHORT | changes)
+def in_company(folder: Path, config: SnipConfig | None) -> Run:
+    model = observed(model_with_dropout())
+    return train(folder, config, model=model, callbacks=[Generating(), Averaging()], max_steps=8)
 
 
 def state_of(run: Run) -> tuple[Any, ...]:
     return run.losses, torch.get_rng_state().tolist(), [float(norm) for norm in getattr(run.model, "seen", [])]
 
 
-# It has what the others have one by one.
-@pytest.mark.parametrize("kind", ["all of them"])
-def test_probes_whose_solver_always_fails_leave_no_trace(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = in_company(kind, tmp_path / "plain", None)
+def test_probes_whose_solver_always_fails_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = in_company(tmp_path / "plain", None)
     expected = state_of(plain)
     solve_with(monkeypatch, "raise SystemExit('no solver today')")
-    run = in_company(kind, tmp_path / "snip", UNTOUCHED)
+    run = in_company(tmp_path / "snip", UNTOUCHED)
     assert [(line["step"], line["status"]) for line in run.refreshes] == [(2, "kept"), (6, "kept")]
     assert all("no solver today" in line["reason"] for line in run.refreshes)
     assert state_of(run) == expected
     assert differing(weights(run.model), weights(plain.model)) == []
-
-
-@pytest.fixture(scope="module")
-def full(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Run]:
-    run = in_company(request.param, tmp_path_factory.mktemp("full"), CONFIG, **SAVING)
-    assert [(line["step"], line["applied_step"]) for line in run.refreshes] == [(2, 4), (6, 8)]
-    return request.param, run
-
-
-@pytest.mark.parametrize(("full", "step"), [("aliased modules", 3), ("all of them", 3)], indirect=["full"])
-@pytest.mark.slow
-def test_resuming_gives_the_uninterrupted_run(full: tuple[str, Run], step: int, tmp_path: Path) -> None:
-    kind, expected = full
-    shutil.copytree(expected.folder / "snip", tmp_path / "snip")
-    checkpoint = shutil.copytree(expected.folder / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
-    run = in_company(kind, tmp_path, CONFIG, resume=checkpoint, **SAVING)
-    assert run.losses == expected.losses
-    assert differing(weights(run.model), weights(expected.model)) == []
-    assert [line["changes"] for line in run.refreshes] == [line["changes"] for line in expected.refreshes]

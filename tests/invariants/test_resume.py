@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import tiny_runs
 from configs import fp4_config
 from safetensors.torch import load_file
-from slow_cases import slow
 from tiny_runs import (
     SCHEDULE,
     Run,
@@ -22,12 +20,11 @@ from tiny_runs import (
     history,
     model_with_dropout,
     one_thread,
-    solve_with,
     tiny_llama,
     weights,
     without_seconds,
 )
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from snip_hf import PrecisionPlan, SnipCallback, SnipConfig
 from snip_hf.integrations import state_files
@@ -80,10 +77,10 @@ def assert_same_states(resumed: Run, full: Run, steps: range) -> None:
         assert without_seconds(state(resumed.folder, step)) == without_seconds(state(full.folder, step))
 
 
-@pytest.mark.parametrize("step", [3, slow(5)])
 def test_resuming_after_any_step_gives_the_uninterrupted_run(
-    full: Run, step: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    full: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    step = 3
     caplog.set_level(logging.INFO, "snip_hf")
     checkpoint = interrupted(full, step, tmp_path)
     resumed = train(tmp_path, CONFIG, resume=checkpoint, **SAVING)
@@ -109,11 +106,10 @@ def test_the_comparison_notices_a_state_of_another_seed(full: Run, tmp_path: Pat
     assert resumed.losses[6] != full.losses[6]
 
 
-@pytest.mark.parametrize("step", [5])
 def test_resuming_holds_under_autocast_accumulation_gemm_granularity_and_back_to_back_refreshes(
-    other: Run, step: int, tmp_path: Path
+    other: Run, tmp_path: Path
 ) -> None:
-    checkpoint = interrupted(other, step, tmp_path)
+    checkpoint = interrupted(other, 5, tmp_path)
     resumed = train(tmp_path, OTHER, resume=checkpoint, **ACCUMULATED, **SAVING)
     assert_same_end(resumed, other)
     assert without_seconds(resumed.history) == without_seconds(other.history)
@@ -141,19 +137,12 @@ class _Power(TrainerCallback):
         return control
 
 
-@pytest.mark.parametrize(("step", "polite"), [slow(5, True), (7, False)])
-def test_a_run_that_was_really_stopped_goes_on_in_its_folder(
-    full: Run, polite: bool, step: int, tmp_path: Path
-) -> None:
-    if polite:
-        stopped = train(tmp_path, CONFIG, callbacks=[_Power(step, True)], **SAVING)
-        assert len(stopped.losses) == step
-    else:
-        callback = SnipCallback(CONFIG)
-        with pytest.raises(KeyboardInterrupt):
-            train(tmp_path, callback=callback, callbacks=[_Power(step, False)], **SAVING)
-        assert callback.controller._run.refresher.pending is None  # the run has ended, and with it its solver
-    resumed = train(tmp_path, CONFIG, resume=tmp_path / f"checkpoint-{step}", **SAVING)
+def test_a_run_that_was_really_stopped_goes_on_in_its_folder(full: Run, tmp_path: Path) -> None:
+    callback = SnipCallback(CONFIG)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, callback=callback, callbacks=[_Power(7, False)], **SAVING)
+    assert callback.controller._run.refresher.pending is None  # the run has ended, and with it its solver
+    resumed = train(tmp_path, CONFIG, resume=tmp_path / "checkpoint-7", **SAVING)
     assert_same_end(resumed, full)
     assert without_seconds(resumed.history) == without_seconds(full.history)
 
@@ -179,8 +168,8 @@ def test_a_solver_that_cannot_be_started_again_costs_the_refresh_and_not_the_run
     assert set(resumed.losses) == {1, 2, 3, 4, 5}
 
 
-@pytest.mark.parametrize("step", [5, slow(7)])
-def test_a_moved_checkpoint_is_found(full: Run, step: int, tmp_path: Path) -> None:
+def test_a_moved_checkpoint_is_found(full: Run, tmp_path: Path) -> None:
+    step = 5
     moved = shutil.copytree(full.folder / f"checkpoint-{step}", tmp_path / "elsewhere" / "best")
     resumed = train(tmp_path / "run", CONFIG, resume=moved)
     assert_same_end(resumed, full)
@@ -197,10 +186,10 @@ def test_a_moved_checkpoint_is_found(full: Run, step: int, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_checkpoint_trained_without_snip_is_continued_with_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saving = SAVING | {"save_steps": 5, "max_steps": 12}
-    plain = train(tmp_path, **saving)
+    train(tmp_path, **saving | {"max_steps": 5})
     resumed = train(tmp_path, CONFIG, resume=tmp_path / "checkpoint-5", **saving)
     expected = (
         f"snip-hf: resuming at step 5 with a new plan, because there is no snip_state.json in {tmp_path}/checkpoint-5: "
@@ -213,14 +202,6 @@ def test_a_checkpoint_trained_without_snip_is_continued_with_it(
     assert (start["step"], {fmt for formats in start["plan"].values() for fmt in formats.values()}) == (5, {"fp8"})
     assert [(line["step"], line["applied_step"]) for line in refreshes] == [(6, 8), (10, 12)]
     assert state(tmp_path, 10)["pending"]["step"] == 10
-
-    # With a plan that stays bf16 it is the run without SNIP, to the bit.
-    solve_with(monkeypatch, "raise SystemExit(1)")
-    untouched = fp4_config(start_format="bf16", **SCHEDULE)
-    shutil.rmtree(tmp_path / "checkpoint-10")
-    again = train(tmp_path, untouched, resume=tmp_path / "checkpoint-5", **saving)
-    assert again.losses == plain.losses
-    assert differing(weights(again.model), weights(plain.model)) == []
 
 
 def test_resume_false_starts_a_new_plan_from_the_weights(
@@ -274,35 +255,11 @@ def test_the_solvers_time_limit_may_differ_on_resume(full: Run, tmp_path: Path) 
     assert without_seconds(resumed.refreshes) == without_seconds(full.refreshes)
 
 
-DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda data: b"", "it is not valid JSON, perhaps truncated (line 1: Expecting value)."),
-    "truncated": (lambda data: data[: len(data) // 2], "it is not valid JSON, perhaps truncated"),
-    "not text": (lambda data: b"\x80\x04" + data, "it is not UTF-8 text (byte 0)."),
-    "a list": (
-        lambda data: b"[]",
-        "The SNIP state has no schema_version 1; expected what `SnipController.state_dict` of this version returned.",
-    ),
-    "of another version": (
-        lambda data: data.replace(b'"schema_version": 1', b'"schema_version": 2', 1),
-        "The SNIP state has no schema_version 1; expected what `SnipController.state_dict` of this version returned.",
-    ),
-    "a plan instead": (
-        lambda data: json.dumps(json.loads(data)["plan"]).encode(),
-        "The SNIP state has no schema_version 1; expected what `SnipController.state_dict` of this version returned.",
-    ),
-    "without its configuration": (
-        lambda data: data.replace(b'"config"', b'"other"', 1),
-        "The SNIP state is not complete or damaged (KeyError('config')); restore the file from another checkpoint.",
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", list(DAMAGE)[:2])
-def test_a_damaged_state_is_refused_by_the_name_of_its_file(full: Run, damage: str, tmp_path: Path) -> None:
-    change, expected = DAMAGE[damage]
+def test_a_damaged_state_is_refused_by_the_name_of_its_file(full: Run, tmp_path: Path) -> None:
     path = interrupted(full, 7, tmp_path) / "snip_state.json"
-    path.write_bytes(change(path.read_bytes()))
-    assert refused(tmp_path, SnipCallback(CONFIG), path.parent).startswith(f"Cannot resume from {path}: {expected}")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    expected = f"Cannot resume from {path}: it is not valid JSON, perhaps truncated"
+    assert refused(tmp_path, SnipCallback(CONFIG), path.parent).startswith(expected)
 
 
 def test_a_state_of_another_step_is_refused(full: Run, tmp_path: Path) -> None:
@@ -416,30 +373,3 @@ def test_the_best_model_at_the_end_has_its_plan_in_its_checkpoint_and_the_record
     of_best.apply(run.model)
     with one_thread():
         assert run.trainer.evaluate()["eval_loss"] == run.trainer.state.best_metric
-
-
-@pytest.mark.slow
-def test_a_run_resumes_from_the_oldest_checkpoint_that_rotation_left(full: Run, tmp_path: Path) -> None:
-    stopped = train(tmp_path, CONFIG, callbacks=[_Power(7, True)], save_total_limit=3, **SAVING)
-    assert len(stopped.losses) == 7
-    kept = sorted(tmp_path.glob("checkpoint-*"))
-    assert [folder.name for folder in kept] == ["checkpoint-5", "checkpoint-6", "checkpoint-7"]
-    assert all((folder / "snip_state.json").is_file() for folder in kept)
-    resumed = train(tmp_path, CONFIG, resume=kept[0], save_total_limit=3, **SAVING)
-    assert_same_end(resumed, full)
-    assert without_seconds(resumed.history) == without_seconds(full.history)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_as_the_hub_hands_it_out_with_its_weights_in_parts_goes_on(full: Run, tmp_path: Path) -> None:
-    """A folder of any name, in which every file is a link; the weights are in several files with an index."""
-    blobs, folder = shutil.copytree(full.folder / "checkpoint-7", tmp_path / "blobs"), tmp_path / "snapshots" / "0f1e2d"
-    whole = AutoModelForCausalLM.from_pretrained(blobs)
-    (blobs / "model.safetensors").unlink()
-    whole.save_pretrained(blobs, max_shard_size="20KB")
-    assert len(list(blobs.glob("model-*.safetensors"))) > 2
-    folder.mkdir(parents=True)
-    for file in blobs.iterdir():
-        (folder / file.name).symlink_to(file)
-    resumed = train(tmp_path / "run", CONFIG, resume=folder)
-    assert_same_end(resumed, full)

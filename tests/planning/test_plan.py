@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 import math
-import os
 import random
 import re
 from fractions import Fraction
@@ -20,7 +19,6 @@ from torch import nn
 
 from snip_hf.costs.flops import linear_flops, relative_tokens
 from snip_hf.costs.timing import Machine, MeasuredCost
-from snip_hf.json_io import read_json, write_json_atomic
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import FORMATS
@@ -240,37 +238,6 @@ def test_a_file_that_is_not_a_plan_is_refused_by_name(changes: dict[str, Any], m
     assert str(caught.value) == message
 
 
-def test_a_file_cut_after_any_byte_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    small_plan().save(path)
-    data = path.read_bytes()
-    # The last byte is the line break behind the document: without it the plan is still whole.
-    for length in [*range(0, len(data) - 1, 7), len(data) - 2]:
-        path.write_bytes(data[:length])
-        with pytest.raises(
-            ValueError, match=r"^.*plan\.json is not a usable precision plan: it is not valid JSON, perh"
-        ):
-            PrecisionPlan.load(path)
-
-
-def test_a_file_with_any_flipped_bit_is_refused_or_is_another_valid_plan(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    small_plan().save(path)
-    data = path.read_bytes()
-    rng = random.Random(0)
-    refused = 0
-    for _ in range(300):
-        broken = bytearray(data)
-        broken[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        path.write_bytes(bytes(broken))
-        try:
-            PrecisionPlan.load(path).to_dict()
-        except ValueError as error:
-            assert str(error).endswith((ADVICE, "Otherwise, restore the file or let a run write it again."))
-            refused += 1
-    assert refused > 200
-
-
 def edited(**changes: Any) -> str:
     return json.dumps({**small_plan().to_dict(), **changes})
 
@@ -299,52 +266,6 @@ def test_a_file_that_is_no_plan_is_refused_with_its_name_the_field_and_a_way_out
     with pytest.raises(ValueError) as caught:
         PrecisionPlan.load(path)
     assert str(caught.value) == f"{path} is not a usable precision plan: {message} {ADVICE}"
-
-
-def test_bytes_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_bytes(b'{"kind": "\xff"}')
-    with pytest.raises(
-        ValueError, match=r"plan\.json is not a usable precision plan: it is not UTF-8 text \(byte 10\)"
-    ):
-        PrecisionPlan.load(path)
-
-
-def test_a_plan_that_is_not_there_is_an_oserror_naming_it(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"plan\.json"):
-        PrecisionPlan.load(tmp_path / "plan.json")
-
-
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "state.json"
-    write_json_atomic(path, {"old": 1})
-
-    def full_disk(*_: object) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError, match="no space left"):
-        write_json_atomic(path, {"new": 2})
-    with pytest.raises(ValueError, match="Out of range float"):
-        write_json_atomic(path, {"new": float("nan")})
-    assert [file.name for file in tmp_path.iterdir()] == ["state.json"]
-    assert read_json(path) == {"old": 1}
-
-
-def test_whoever_has_the_old_file_open_still_reads_all_of_it(tmp_path: Path) -> None:
-    small_plan().save(tmp_path / "plan.json")
-    with open(tmp_path / "plan.json") as reader:
-        random_plan(0).save(tmp_path / "plan.json")
-        assert PrecisionPlan.from_dict(json.loads(reader.read())) == small_plan()
-    assert PrecisionPlan.load(tmp_path / "plan.json") == random_plan(0)
-
-
-def test_the_written_file_has_the_permissions_of_any_other_new_file(tmp_path: Path) -> None:
-    (tmp_path / "plain").touch()
-    write_json_atomic(tmp_path / "plan.json", {})
-    assert (tmp_path / "plan.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_apply_sets_every_gemm_of_every_layer_by_exact_name() -> None:

@@ -81,13 +81,13 @@ def children() -> set[str]:
     return found - {str(resource_tracker._resource_tracker._pid)} - _OTHERS  # type: ignore[attr-defined]
 
 
-def in_a_process(program: str, *words: Any, prefix: tuple[str, ...] = ()) -> str:
+def in_a_process(program: str, *words: Any, code: int = 0) -> str:
     """Runs a program in a Python of its own, with the modules of the tests; returns what it prints."""
     tests = Path(__file__).parents[1]
     path = os.pathsep.join(map(str, (tests, tests / "support")))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), path]))
-    command = [*prefix, sys.executable, "-W", "ignore", "-c", program, *map(str, words)]
+    command = [sys.executable, "-W", "ignore", "-c", program, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return done.stdout

@@ -28,85 +28,44 @@ ilp.solve = lambda problem: time.sleep(600)
 ilp.main()
 """
 
-# Trains in children of its own, one for each place that is named, which are killed by SIGKILL: while the solver runs
-# (after the save of step 3), in the middle of the probe of step 2, and in the middle of the write of the plan that is
-# applied after step 4.
+# Trains, and is killed by SIGKILL after the save of step 3, while the solver runs.
 PROGRAM = """
-import os, signal, sys, threading
+import os, signal, sys
 from pathlib import Path
 from fault_runs import CONFIG, SAVING, SHORT
 from tiny_runs import train
 from transformers import TrainerCallback
-import snip_hf.training.refresh, snip_hf.json_io, snip_hf.planning.solver.process
+import snip_hf.planning.solver.process
 from snip_hf import SnipCallback
-folder, hanging, *places = Path(sys.argv[1]), *sys.argv[2:]
-
-def die(*args, **kwargs):
-    os.kill(os.getpid(), signal.SIGKILL)
+folder, hanging = Path(sys.argv[1]), sys.argv[2]
 
 class Killer(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
-        if state.global_step == 3 and where == "solver":
+        if state.global_step == 3:
             process = callback.controller._run.refresher.pending.process._process
             assert process.poll() is None
             (folder / "pid").write_text(str(process.pid))
-            die()
-        if state.global_step == 3 and where == "plan":
-            snip_hf.json_io.os.replace = die
+            os.kill(os.getpid(), signal.SIGKILL)
 
-for where in places:
-    child = os.fork()
-    if child:
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, where
-        continue
-    if where == "solver":
-        snip_hf.planning.solver.process.ilp.__file__ = hanging
-    if where == "probe":
-        snip_hf.training.refresh.divergences_at = die
-    callback = SnipCallback(CONFIG)
-    train(folder / where, callback=callback, callbacks=[Killer()], **SHORT, **SAVING)
-    os._exit(0)
+snip_hf.planning.solver.process.ilp.__file__ = hanging
+callback = SnipCallback(CONFIG)
+train(folder, callback=callback, callbacks=[Killer()], **SHORT, **SAVING)
 """
 
 
-def killed_at(folder: Path, *places: str) -> Path:
-    """Leaves in the folder those of the killed runs, and the id of the solver that one of them had."""
-    stub = folder / "hanging.py"
-    stub.write_text(HANGING.format(folder=str(Path(ilp.__file__).parent)))
-    in_a_process(PROGRAM, folder, stub, *places)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def killed_while_solving(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return killed_at(tmp_path_factory.mktemp("solver"), "solver")
-
-
-@pytest.fixture(scope="module")
-def killed_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return killed_at(tmp_path_factory.mktemp("others"), "probe", "plan")
-
-
 @pytest.mark.slow
-def test_a_solver_does_not_outlive_a_trainer_that_was_killed(killed_while_solving: Path) -> None:
-    pid = int((killed_while_solving / "pid").read_text())
-    wait_until(lambda: not alive(pid) and members(pid) == [], BOUND)
-
-
-@pytest.mark.parametrize(("where", "step"), [("solver", 3), ("probe", 1), ("plan", 3)])
-@pytest.mark.slow
-def test_a_run_that_was_killed_in_a_refresh_goes_on_to_the_bit(
-    where: str, step: int, undisturbed: Run, request: pytest.FixtureRequest
+def test_a_run_that_was_killed_in_a_refresh_goes_on_to_the_bit_and_its_solver_ends(
+    undisturbed: Run, tmp_path: Path
 ) -> None:
-    killed: Path = request.getfixturevalue("killed_while_solving" if where == "solver" else "killed_elsewhere")
-    folder = killed / where
-    temporary = [path.name for path in (folder / "snip").glob(".*")]
-    assert len(temporary) == (where == "plan")  # killed between the write and the rename
-    resumed = train(folder, CONFIG, resume=folder / f"checkpoint-{step}", **SHORT, **SAVING)
+    stub = tmp_path / "hanging.py"
+    stub.write_text(HANGING.format(folder=str(Path(ilp.__file__).parent)))
+    in_a_process(PROGRAM, tmp_path, stub, code=-signal.SIGKILL)
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not alive(pid) and members(pid) == [], BOUND)
+    resumed = train(tmp_path, CONFIG, resume=tmp_path / "checkpoint-3", **SHORT, **SAVING)
     assert resumed.losses == undisturbed.losses
     assert differing(weights(resumed.model), weights(undisturbed.model)) == []
     assert without_seconds(resumed.history) == without_seconds(undisturbed.history)
-    assert list((folder / "snip").glob(".*")) == []
 
 
 @pytest.mark.parametrize("how", ["is killed", "is killed before its solver has begun", "leaves by os._exit"])

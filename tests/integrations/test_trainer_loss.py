@@ -293,13 +293,10 @@ def of_class(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
     return model
 
 
-@pytest.mark.parametrize("trainer_class", [Trainer])
-def test_labels_of_another_name_are_probed_and_counted_as_labels_are(
-    trainer_class: type[Trainer], tmp_path: Path
-) -> None:
+def test_labels_of_another_name_are_probed_and_counted_as_labels_are(tmp_path: Path) -> None:
     """Also in a part of the micro-batch."""
     config, rows = fp4_config(**SCHEDULE, probe_batch_tokens=128), data(24, 80)
-    options: dict[str, Any] = {"trainer_class": trainer_class, **SHORT}
+    options: dict[str, Any] = {**SHORT}
     named = train(tmp_path / "labels", config, model=of_class(Labelled), trainer={"train_dataset": rows}, **options)
     renamed = [{"input_ids": row["input_ids"], "targets": row["labels"]} for row in rows]
     of_data = {"train_dataset": renamed, "data_collator": default_data_collator}

@@ -212,25 +212,21 @@ def test_tokens_are_counted_if_they_can_be() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("asked", [None])
-def test_a_trainer_compiles_by_regions_unless_the_user_said_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: pytest.LogCaptureFixture, asked: str | None
+def test_a_trainer_compiles_by_regions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv(compilation.REGIONS, raising=False)
-    if asked is not None:
-        monkeypatch.setenv(compilation.REGIONS, asked)
     monkeypatch.setattr(Emulated, "is_emulation", False)
     torch._dynamo.reset()
     config = fp4_config(policy="uniform-fp4", backend="emulated")
     run = train(tmp_path, config, max_steps=1, torch_compile=True, torch_compile_backend="eager")
     torch._dynamo.reset()
-    by_regions = asked is None
     message = "snip-hf: the decoder layers are compiled one by one; "
-    assert any(text.startswith(message) for text in measured.messages) is by_regions
+    assert any(text.startswith(message) for text in measured.messages)
     assert run.callback is not None and run.callback.controller is not None
-    assert run.callback.controller.compiled == ("compiled by regions" if by_regions else AS_A_WHOLE)
+    assert run.callback.controller.compiled == "compiled by regions"
     compiled = [module for module in run.trainer.model_wrapped.modules() if type(module).__name__ == "OptimizedModule"]
-    assert (len(compiled) > 1) is by_regions
+    assert len(compiled) > 1
 
 
 def begin_and_end(loop: Loop, caplog: pytest.LogCaptureFixture, until: int) -> list[str]:

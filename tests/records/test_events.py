@@ -176,10 +176,6 @@ def test_a_count_that_is_none_is_refused_by_its_field(changes: dict[str, Any], m
         ([], "is empty; expected a line with the start of the run."),
         ([refresh_event(2)], "Line 1 of .* expected one start, in the first line."),
         ([start_event(), start_event()], "Line 2 of .* expected one start, in the first line."),
-        (
-            [start_event(), refresh_event(2, changes={"b:forward": ("fp8", "fp4")})],
-            "changes 'b:forward', which the start",
-        ),
     ],
 )
 def test_a_history_that_no_run_writes_is_refused(lines: list[Event], message: str, tmp_path: Path) -> None:

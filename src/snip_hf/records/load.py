@@ -131,7 +131,8 @@ class Run:
     def mean_fp4_fraction(self) -> float | None:
         """Mean of `fp4_fractions` over the steps up to the last known one; None if no step is known."""
         steps, shares = zip(*self.fp4_fractions, strict=True)
-        known = list(itertools.accumulate([*steps, self.last_step], max))  # a history may go back
+        # The plan of an alarm may begin after the last known step.
+        known = list(itertools.accumulate([*steps, self.last_step], max))
         spans = [end - start for start, end in itertools.pairwise(known)]
         whole = sum(spans)
         return sum(share * span for share, span in zip(shares, spans, strict=True)) / whole if whole > 0 else None
@@ -205,8 +206,7 @@ def _in_order(refreshes: Sequence[Refresh], alarms: Sequence[Alarm]) -> list[Ref
     """Returns the events that changed the plan in force, in order."""
     changing = [refresh for refresh in refreshes if refresh.applied_step is not None]
     raising = [alarm for alarm in alarms if alarm.changes]
-    # Without alarms, keeps the order of the file, whose steps may go back.
-    return sorted([*changing, *raising], key=_begins) if raising else [*changing]
+    return sorted([*changing, *raising], key=_begins)
 
 
 def _begins(event: Refresh | Alarm) -> int:
@@ -217,7 +217,7 @@ def _begins(event: Refresh | Alarm) -> int:
 
 
 def _read_events(path: Path, notes: list[str], until: float) -> tuple[Start, list[Event]]:
-    """Returns the start, and the events up to a step; adds a note if steps go back."""
+    """Returns the start, and the events up to a step."""
     if not path.exists():
         run = path.parent.parent
         if run.is_file():
@@ -237,12 +237,6 @@ def _read_events(path: Path, notes: list[str], until: float) -> tuple[Start, lis
     assert isinstance(start, Start)
     # The same events that a resumed run keeps.
     events = [event for event in later if (event.decided_step if isinstance(event, Refresh) else event.step) <= until]
-    latest = 0
-    for number, event in enumerate(events, 2):
-        if event.step < latest:
-            notes.append(f"The history goes back from step {latest} to step {event.step} in line {number}.")
-            break
-        latest = event.step
     return start, events
 
 

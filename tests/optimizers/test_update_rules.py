@@ -378,8 +378,8 @@ def test_a_package_that_steps_in_another_way_is_refused_before_training() -> Non
     class Next(stand_ins.StableAdamW):
         """Steps as a later version might."""
 
-        def one(self, group: dict[str, Any], parameter: Tensor, index: int) -> None:
-            super().one({**group, "lr": group["lr"] * float(parameter.grad.norm())}, parameter, index)
+        def one(self, group: dict[str, Any], parameter: Tensor) -> None:
+            super().one({**group, "lr": group["lr"] * float(parameter.grad.norm())}, parameter)
 
     Next.__module__, Next.__qualname__ = "optimi.stableadamw", "StableAdamW"
     message = refusal(Next([nn.Parameter(torch.ones(2, 2))], lr=0.1))

@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from snip_hf.numerics.random_streams import stream_key
 from snip_hf.parallel import gradient_compression as gradient_compression_module
 from snip_hf.parallel.gradient_compression import GradientCompression, compress_gradients, decode, encode
 
@@ -29,7 +28,6 @@ SHAPES = [(7,), (129,), (40, 33), (1,), (301,), (257, 3)]
 SIZE = sum(math.prod(shape) for shape in SHAPES)
 BUCKET_MB = 0.004
 STEPS = 20
-DRAWS = 64
 POISONED = 700  # of the flat gradient: inside the (40, 33) parameter
 SECONDS = 120
 
@@ -72,11 +70,11 @@ def averaged(ddp: nn.Module, gradient: Tensor) -> Tensor:
 
 
 def compressed(
-    seed: int = 0, error_feedback: bool = True, bucket_mb: float = BUCKET_MB, dtype: torch.dtype = torch.float32
+    error_feedback: bool = True, bucket_mb: float = BUCKET_MB, dtype: torch.dtype = torch.float32
 ) -> tuple[nn.Module, GradientCompression]:
     device = f"cuda:{dist.get_rank()}" if dist.get_backend() == "nccl" else "cpu"
     ddp = nn.parallel.DistributedDataParallel(Given(dtype).to(device), bucket_cap_mb=bucket_mb)
-    return ddp, compress_gradients(ddp, seed, error_feedback, stochastic=True)
+    return ddp, compress_gradients(ddp, error_feedback)
 
 
 def several_steps(rank: int, steps: range = range(STEPS), **options: Any) -> Tensor:
@@ -170,8 +168,6 @@ def with_accelerate(rank: int) -> dict[str, Any]:
 
 SCENARIOS = {
     "steps": several_steps,
-    "the same": several_steps,
-    "another seed": functools.partial(several_steps, steps=range(1), seed=2**40 + 1),
     "no feedback": functools.partial(several_steps, error_feedback=False),
     "in pieces": in_pieces,
     "bfloat16": functools.partial(several_steps, steps=range(2), dtype=torch.bfloat16),
@@ -183,12 +179,6 @@ SCENARIOS = {
 }
 
 
-def draws(rank: int) -> Tensor:
-    """The same gradient again and again."""
-    ddp, _ = compressed(error_feedback=False, bucket_mb=1)
-    return torch.stack([averaged(ddp, given(rank, 0)) for _ in range(DRAWS)])
-
-
 def one_rank(rank: int, world: int, folder: Path, backend: str) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
@@ -198,7 +188,7 @@ def one_rank(rank: int, world: int, folder: Path, backend: str) -> None:
     )
     results = {name: scenario(rank) for name, scenario in SCENARIOS.items()}
     if backend == "gloo":
-        results |= {"draws": draws(rank)} if world == 2 else {"accelerate": with_accelerate(rank)}
+        results["accelerate"] = with_accelerate(rank)
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -219,11 +209,6 @@ def run_ranks(world: int, folder: Path, backend: str = "gloo") -> Results:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run_ranks(2, tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.fixture(scope="module")
 def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_ranks(3, tmp_path_factory.mktemp("ranks"))
 
@@ -238,7 +223,6 @@ def two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.fixture(
     params=[
         # Seconds for the imports of each process alone; tests/distributed has ranks that fast tests look at.
-        pytest.param("two_ranks", marks=pytest.mark.slow),
         pytest.param("three_ranks", marks=pytest.mark.slow),
         pytest.param("two_gpus", marks=pytest.mark.gpu),
     ]
@@ -271,11 +255,12 @@ def test_all_ranks_have_the_same_gradients_bit_for_bit(ranks: Results, scenario:
 def test_the_mean_is_within_the_roundings_of_its_terms_and_itself(ranks: Results, scenario: str) -> None:
     got = ranks[0][scenario][0]
     terms = torch.stack([given(rank, 0) for rank in range(len(ranks))]).to(got.dtype).double()
-    # Three bits behind the point: an eighth. Below the normal numbers: 2**-9 of a scale, which is at most 2 amax / 448.
+    # Three bits behind the point: to a sixteenth. Below the normal numbers: 2**-9 of a scale, which is at most
+    # 2 amax / 448.
     floor = 2**-9 * 2 * terms.abs().max() / 448
-    of_terms = (terms.abs() / 8 + floor).mean(0)
+    of_terms = (terms.abs() / 16 + floor).mean(0)
     mean = terms.mean(0)
-    bound = of_terms + (mean.abs() + of_terms) / 8 + floor
+    bound = of_terms + (mean.abs() + of_terms) / 16 + floor
     assert ((got.double() - mean).abs() <= bound).all()
     assert 0.01 < (got.double() - mean).norm() / mean.norm() < 0.1
 
@@ -283,18 +268,6 @@ def test_the_mean_is_within_the_roundings_of_its_terms_and_itself(ranks: Results
 def test_averaged_gradients_have_four_significant_bits(ranks: Results) -> None:
     mantissa, _ = torch.frexp(ranks[0]["steps"])
     assert torch.equal(mantissa * 16, (mantissa * 16).round())
-
-
-@pytest.mark.slow
-def test_the_mean_of_many_draws_converges_to_the_true_mean(two_ranks: Results) -> None:
-    truth = true_mean(2, 0)
-    errors = two_ranks[0]["draws"].double() - truth
-    one, eight, all_draws = (
-        (errors.view(DRAWS // count, count, SIZE).mean(1).norm(dim=1).mean() / truth.norm()).item()
-        for count in (1, 8, DRAWS)
-    )
-    assert one / eight == pytest.approx(math.sqrt(8), rel=0.1)
-    assert one / all_draws == pytest.approx(math.sqrt(DRAWS), rel=0.2)
 
 
 def test_with_error_feedback_the_sum_of_steps_errs_by_one_step_only(ranks: Results) -> None:
@@ -313,12 +286,6 @@ def test_the_ranks_carry_over_what_the_sum_of_steps_lacks(ranks: Results) -> Non
     truth = sum(true_mean(len(ranks), step) for step in range(STEPS // 2))
     lacking = truth - ranks[0]["resumed"]["applied"][: STEPS // 2].double().sum(0)
     torch.testing.assert_close(carried.double().mean(0), lacking, rtol=1e-5, atol=1e-5 * lacking.abs().max().item())
-
-
-def test_the_same_seed_gives_the_same_gradients_and_another_gives_others(ranks: Results) -> None:
-    for result in ranks:
-        assert torch.equal(result["steps"], result["the same"])
-        assert not torch.equal(result["steps"][0], result["another seed"][0])
 
 
 @pytest.mark.parametrize("scenario", ["nan", "infinity"])
@@ -406,7 +373,7 @@ def test_one_process_sends_nothing_and_has_exact_gradients(alone: None, caplog: 
 def hooked(dtype: torch.dtype) -> tuple[nn.Module, GradientCompression]:
     """Compresses the gradients of one process, which sends them to itself."""
     ddp = nn.parallel.DistributedDataParallel(Given(dtype), bucket_cap_mb=BUCKET_MB)
-    compression = GradientCompression(ddp, 0, error_feedback=True, stochastic=True)
+    compression = GradientCompression(ddp, error_feedback=True)
     ddp.register_comm_hook(compression, lambda state, bucket: state.start(bucket))
     return ddp, compression
 
@@ -458,37 +425,17 @@ def powers(x: Tensor) -> Tensor:
 
 def test_blocks_rounded_to_nearest_match_torchs_cast() -> None:
     x = blocks()
-    encoded = encode(x, None)
+    encoded = encode(x)
     assert encoded.shape == (len(x), 129) and encoded.dtype == torch.uint8
     cast = (x.double() / powers(x)).float().to(torch.float8_e4m3fn)
     assert torch.equal(encoded[:, :128], cast.view(torch.uint8))
     assert torch.equal(decode(encoded).double(), (cast.double() * powers(x)).float().double())
 
 
-def test_blocks_rounded_stochastically_take_a_neighbour_and_keep_their_mean() -> None:
-    x = blocks()[:19]
-    scaled = x.double() / powers(x)
-    grid = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    grid = grid[~grid.isnan()].unique()
-    above = torch.searchsorted(grid, scaled)
-    lower, upper = grid[(above - 1).clamp_min(0)], grid[above]
-    total = torch.zeros_like(scaled)
-    for step in range(DRAWS):
-        value = decode(encode(x, stream_key(7, step, 0, 0, 0))).double() / powers(x)
-        assert ((value == lower) | (value == upper)).all()
-        total += value
-    assert total.ne(DRAWS * lower).any() and total.ne(DRAWS * upper).any()
-    # Eight random bits: the mean is within 2**-9 spacings; the rest is chance.
-    errors = (total / DRAWS - scaled) / (upper - lower).clamp_min(2**-9)
-    assert errors.abs().max() < 0.5 * 5 / math.sqrt(DRAWS)
-    assert errors.mean().abs() < 0.5 * 4 / math.sqrt(DRAWS * errors.numel()) + 2**-9
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("key", [None, 12345])
-def test_a_block_with_a_non_finite_number_is_nan_in_full(value: float, key: int | None) -> None:
+def test_a_block_with_a_non_finite_number_is_nan_in_full(value: float) -> None:
     x = torch.ones(3, 128)
     x[1, 17] = value
-    got = decode(encode(x, key))
+    got = decode(encode(x))
     assert got[1].isnan().all()
     assert torch.equal(got[[0, 2]], x[[0, 2]])

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from ..numerics.formats import E4M3
 from ..numerics.gemms import ROW_TILE, TILE
-from ..numerics.random_streams import stream_key, uniform
 from ..numerics.rounding import round_to_grid, tile_scales
 
 logger = logging.getLogger(__name__)
@@ -42,19 +41,14 @@ _MANTISSA, _MANTISSA_BITS, _EXPONENT = 0x007FFFFF, 23, 0x7F800000
 _PIECE = 2**23
 
 
-def compress_gradients(
-    model: nn.Module, seed: int = 0, error_feedback: bool = True, stochastic: bool = False
-) -> GradientCompression:
+def compress_gradients(model: nn.Module, error_feedback: bool = True) -> GradientCompression:
     """Makes a DDP model average its gradients in FP8 from the next backward pass on.
 
     Args:
         model: in `DistributedDataParallel`, also compiled around it; before its first backward pass. Its gradients are
             FP32 or BF16 and dense. `no_sync` works as without the hook: only synchronised gradients are compressed.
-        seed: of the stochastic rounding; the same on all ranks.
         error_feedback: add rounding errors to the next step's gradient. Takes 4 bytes of memory per trainable
             parameter on every rank.
-        stochastic: round stochastically. With error feedback rounding to nearest kept the loss better, since its errors
-            are smaller (docs/distributed.md); without it only stochastic rounding has no bias.
 
     Returns: the hook's state, which counts bytes and can be saved. In a group of one process nothing is registered.
 
@@ -68,7 +62,7 @@ def compress_gradients(
             f"Gradients are compressed in DistributedDataParallel only; got {type(ddp).__name__}. Wrap the model first "
             "(`accelerator.prepare`, or `trainer.model_wrapped` when training begins), or leave the compression out."
         )
-    compression = GradientCompression(ddp, seed, error_feedback, stochastic)
+    compression = GradientCompression(ddp, error_feedback)
     if compression.world == 1:
         logger.info("snip-hf: one process sends no gradients; their compression is left out.")
     else:
@@ -87,12 +81,8 @@ class GradientCompression:
     step: int = 0
     """Backward passes whose gradients were averaged."""
 
-    def __init__(
-        self, ddp: nn.parallel.DistributedDataParallel, seed: int, error_feedback: bool, stochastic: bool
-    ) -> None:
-        self.seed = seed
+    def __init__(self, ddp: nn.parallel.DistributedDataParallel, error_feedback: bool) -> None:
         self.error_feedback = error_feedback
-        self.stochastic = stochastic
         self.group = ddp.process_group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._parameters: dict[str, Tensor] = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
@@ -131,26 +121,23 @@ class GradientCompression:
             )
         errors = torch.cat([self._error(p) for p in parameters]) if self.error_feedback else None
         for i, piece in enumerate(gradient.split(_PIECE)):
-            keys: list[int | None] = [None, None]
-            if self.stochastic:
-                keys = [int(stream_key(self.seed, self.step, bucket.index(), self.rank, 2 * i + k)) for k in (0, 1)]
-            self._average(piece, None if errors is None else errors[i * _PIECE :][: len(piece)], keys)
+            self._average(piece, None if errors is None else errors[i * _PIECE :][: len(piece)])
         if errors is not None:
             self._errors.update(zip(parameters, errors.split([p.numel() for p in parameters]), strict=True))
         self.bytes_uncompressed += (self.world - 1) * 2 * gradient.numel() * gradient.element_size() // self.world
         self.step += bucket.is_last()
         return gradient
 
-    def _average(self, piece: Tensor, errors: Tensor | None, keys: list[int | None]) -> None:
+    def _average(self, piece: Tensor, errors: Tensor | None) -> None:
         """Puts the mean over the ranks into `piece`, (m,), and the new errors into `errors`, (m,), FP32."""
         count, chunk = len(piece), -(-len(piece) // (self.world * TILE))  # m, B
         own = piece.new_zeros((self.world * chunk, TILE), dtype=torch.float32)
         own.view(-1)[:count] = piece if errors is None else piece + errors
-        sent = encode(own, keys[0])  # (W * B, 129)
+        sent = encode(own)  # (W * B, 129)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         mean = decode(received).view(self.world, chunk, TILE).mean(0)
-        sent_mean = encode(mean, keys[1])  # (B, 129)
+        sent_mean = encode(mean)  # (B, 129)
         gathered = torch.empty_like(sent)
         dist.all_gather(list(gathered.chunk(self.world)), sent_mean, group=self.group)
         piece.copy_(decode(gathered).view(-1)[:count])
@@ -196,20 +183,15 @@ class GradientCompression:
         return parameter.new_zeros(parameter.numel(), dtype=torch.float32) if error is None else error
 
 
-def encode(x_fp32: Tensor, key: int | None) -> Tensor:
+def encode(x_fp32: Tensor) -> Tensor:
     """Rounds blocks to E4M3: (R, 128) in FP32 -> (R, 129) bytes, a block and its scale's exponent (biased by 127).
 
     The scale is the smallest power of two that keeps the block's largest magnitude within E4M3; 255 stands for NaN.
-
-    Args:
-        x_fp32: a row per block.
-        key: of the stochastic rounding (see `random_streams.stream_key`); None rounds to nearest.
     """
     scales = tile_scales(x_fp32, E4M3, ROW_TILE)  # (R, 1)
     powers = (scales.view(torch.int32) + _MANTISSA).bitwise_and_(_EXPONENT).view(torch.float32)
     powers = torch.where(scales.isnan(), scales, powers)
-    random = None if key is None else uniform(key, x_fp32.shape, x_fp32.device)
-    values = round_to_grid(x_fp32 * powers.reciprocal(), E4M3, random).to(torch.float8_e4m3fn)
+    values = round_to_grid(x_fp32 * powers.reciprocal(), E4M3, None).to(torch.float8_e4m3fn)
     exponents = (powers.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
     return torch.cat([values.view(torch.uint8), exponents], 1)
 

@@ -198,9 +198,8 @@ def test_options_that_no_better_map_has_are_left_out_and_the_optimum_stays() -> 
     assert not any(ilp.hopeless_options(two, [0] * 56, 0.0))
 
 
-@pytest.mark.slow
-def test_greedy_is_within_a_thousandth_of_its_bound_on_45000_groups_and_auto_takes_it() -> None:
-    found = ilp.solve(model_problem(45_000, 8, solver="auto", relative_gap=1e-3))
+def test_greedy_is_within_a_thousandth_of_its_bound_on_4500_groups_and_auto_takes_it() -> None:
+    found = ilp.solve(model_problem(4_500, 8, solver="auto", relative_gap=1e-3))
     assert found["solver"] == "greedy"
     assert found["status"] == "optimal"
     assert 0 < (found["objective"] - found["bound"]) / found["objective"] <= 1e-3

@@ -313,15 +313,6 @@ def test_a_run_decides_by_the_two_divergences_that_its_file_has(tmp_path: Path) 
     assert Setting(config, plan.flops, plan.stages).assignment(ilp.solve(program)["choices"]) == plan.assignment
 
 
-@pytest.mark.slow
-def test_training_is_that_of_a_run_that_has_the_plans_without_a_probe(tmp_path: Path) -> None:
-    """A probe's noise leaves no trace: until a plan applies, losses are those of FP8 alone."""
-    config = {**SCHEDULE, "apply_delay": 3}
-    probed = Loop(fp4_config(policy="snip-paper", **config), tmp_path).run(5)
-    plain = Loop(fp4_config(policy="uniform-fp8")).run(5)
-    assert probed.losses == plain.losses
-
-
 def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
     config = fp4_config(policy="snip-paper", **SCHEDULE | {"refresh_every": 2, "apply_delay": 1})
     full = train(tmp_path / "full", config, max_steps=5, save_strategy="steps", save_steps=3)

@@ -12,7 +12,6 @@ from pages import Page, hash_of
 from written_runs import random_assignments, write_divergence, write_losses, write_run
 
 from snip_hf import SnipConfig
-from snip_hf.numerics.gemms import GEMMS
 from snip_hf.records.load import load_run
 from snip_hf.reporting.page import blocks, config_code, page, write_page
 from snip_hf.reporting.run_report import run_contents
@@ -151,14 +150,3 @@ def test_a_page_replaces_a_file_or_a_link_and_is_not_written_through_it(tmp_path
 def test_a_page_of_no_run_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^There is no run to report on"):
         page({})
-
-
-@pytest.mark.slow
-def test_the_page_of_eighty_blocks_and_a_hundred_refreshes_is_below_two_megabytes(tmp_path: Path) -> None:
-    assignments = random_assignments(101, blocks=280)  # of two layers each, where a Llama has seven
-    write_run(tmp_path, assignments, kept=tuple(range(10, 101, 10)))
-    write_losses(tmp_path / "trainer_state.json", 10_100)
-    for step in range(1000, 10_001, 1000):
-        values = {(layer, gemm): (0.1 * step, 0.2) for layer in assignments[0] for gemm in (*GEMMS, "layer")}
-        write_divergence(tmp_path, step, values)
-    assert len(page({"long": load_run(tmp_path)}).encode()) < 2e6

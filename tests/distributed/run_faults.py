@@ -56,9 +56,7 @@ QUICK = replace(CONFIG, solver_time_limit=4.0)
 BOUND = 6.0  # seconds that a rank then waits for the others: the sum of the two
 LAYER = "model.layers.1.mlp.down_proj"
 _PATIENCE = 180.0  # seconds for each wave of groups
-KILLED = "all ranks are killed"
 _START = SolverProcess.start
-_HANGING = "import time; time.sleep(600)"
 
 Fault = Callable[[Loop], AbstractContextManager[None]]
 
@@ -151,14 +149,14 @@ def out_of_memory(loop: Loop, name: str, rank: int = 1, owner: Any = divergence)
 
 
 @contextmanager
-def solver(loop: Loop, program: str) -> Iterator[None]:
-    """The first refresh is solved, on rank 0, by another program."""
+def hanging_solver(loop: Loop) -> Iterator[None]:
+    """The solver of the first refresh, on rank 0, gives no answer."""
 
     def start(problem: dict[str, Any]) -> SolverProcess:
         assert loop.rank == 0
         if loop.at != 2:
             return _START(problem)
-        return _START(problem, [sys.executable, "-S", "-c", program])
+        return _START(problem, [sys.executable, "-S", "-c", "import time; time.sleep(600)"])
 
     with replaced(SolverProcess, "start", staticmethod(start)):
         yield
@@ -219,11 +217,10 @@ SURVIVED |= {
 }
 _NO_PUSHFORWARD = partial(out_of_memory, name="pushforward", owner=optimizer_step.RelativeUpdates)
 SURVIVED |= {
-    "ddp solver hangs": ("ddp", replace(PATIENT, solver_time_limit=5.0), partial(solver, program=_HANGING)),
+    "ddp solver hangs": ("ddp", replace(PATIENT, solver_time_limit=5.0), hanging_solver),
     "ddp out of memory in the probe": ("ddp", PATIENT, partial(out_of_memory, name="run_probe")),
     "ddp out of memory after the probe": ("ddp", PATIENT, _NO_PUSHFORWARD),
     "ddp not captured when a plan is due": ("ddp", LATE, partial(not_captured, step=6)),
-    "ddp solver prints garbage": ("ddp", PATIENT, partial(solver, program="print('Welcome to the CBC MILP Solver')")),
     "ddp solver slow": ("ddp", PATIENT, slow_solver),
     "ddp full disk": ("ddp", PATIENT, full_disk),
 }
@@ -328,33 +325,6 @@ def _hanging(folder: Path) -> list[str]:
     return [sys.executable, str(program), str(os.getpid()), "600"]
 
 
-def be_killed(folder: Path) -> None:
-    """Kills all ranks after the save of step 3, while the solver runs."""
-    rank = dist.get_rank()
-    with _noting_solver(folder):
-        loop = Loop(folder / f"rank{rank}", PATIENT).run(3)
-    loop.save(folder / "checkpoint-3")
-    die()
-
-
-def go_on(folder: Path) -> None:
-    """Resumes what `be_killed` left, and trains the same in one go."""
-    killed = folder.with_name(KILLED)
-    found = {}
-    for name in ("undisturbed", "resumed"):
-        own = (killed if name == "resumed" else folder) / f"rank{dist.get_rank()}"
-        loop = Loop(own, PATIENT, seed=int(name == "resumed"))
-        if name == "resumed":
-            loop.load(killed / "checkpoint-3", "accelerate")
-        loop.run(STEPS).close()
-        weights = {key: value.double().sum().item() for key, value in loop.weights().items()}
-        found[name] = {"losses": loop.losses, "plans": loop.plans, "weights": weights}
-        if loop.rank == 0:
-            found[name]["history"] = history(own)
-    _note(folder, found)
-    dist.barrier()
-
-
 def _note(folder: Path, found: Any) -> None:
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
 
@@ -367,8 +337,7 @@ WAVES: list[dict[str, Callable[[Path], None]]] = [
         wrapper: partial(survive, names=[name for name in SURVIVED if name.startswith(wrapper)])
         for wrapper in ("ddp", "fsdp2")
     },
-    {name: partial(end, name=name) for name in ENDED} | {KILLED: be_killed},
-    {"resumed": go_on},
+    {name: partial(end, name=name) for name in ENDED},
 ]
 
 

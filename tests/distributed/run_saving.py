@@ -23,11 +23,11 @@ from snip_hf import SnipCallback
 from snip_hf.integrations.trainer_loss import find_trainer
 
 STEPS = 8
-# Refreshes at steps 2 and 6, applied after steps 4 and 8: in the middle of one, and between two.
-SAVES = (3, 5)
+# The step of the checkpoint. Refreshes at steps 2 and 6 are applied after steps 4 and 8: in the middle of one.
+SAVED = 3
 # Saved run -> the way in which as many ranks load it again.
 WRAPPERS = {"ddp": ("accelerate", 0.1), "fsdp2": ("accelerate", 0.0), "fsdp2-whole": ("whole", 0.0)}
-# On GPUs: what is saved at the first of the steps -> wrapper, dropout, and further settings of the loop. "hopper" has
+# On GPUs: what is saved -> wrapper, dropout, and further settings of the loop. "hopper" has
 # the backend that "auto" takes for the formats of the preset.
 HOPPER = fp4_config(probe_tokens=None, **SCHEDULE)
 ON_GPUS: dict[str, tuple[str, float, dict[str, Any]]] = {
@@ -37,28 +37,25 @@ ON_GPUS: dict[str, tuple[str, float, dict[str, Any]]] = {
 }
 
 
-def uninterrupted(
-    folder: Path, wrapper: str, dropout: float = 0.0, saves: tuple[int, ...] = SAVES, **options: Any
-) -> dict[str, Any]:
+def uninterrupted(folder: Path, wrapper: str, dropout: float = 0.0, **options: Any) -> dict[str, Any]:
     """Trains and saves, each rank into a folder of its own but for the checkpoints.
 
     Args:
         options: further ones of the loop.
     """
     run = Loop(folder / f"rank{_rank()}", wrapper=wrapper, dropout=dropout, **options)
-    for step in saves:
-        run.run(step).save(folder / f"checkpoint-{step}")
+    run.run(SAVED).save(folder / "checkpoint")
     return run.run(STEPS).close()
 
 
 def resumed(
-    saved: Path, folder: Path, step: int, how: str, wrapper: str = "ddp", dropout: float = 0.0, **options: Any
+    saved: Path, folder: Path, how: str, wrapper: str = "ddp", dropout: float = 0.0, **options: Any
 ) -> dict[str, Any]:
     """Goes on from a checkpoint with other weights, whose rank 0 left its history where it had been."""
     if _rank() == 0:
         shutil.copytree(saved / "rank0", folder / "rank0")
     run = Loop(folder / f"rank{_rank()}", wrapper=wrapper, dropout=dropout, seed=1, **options)
-    return run.load(saved / f"checkpoint-{step}", how).run(STEPS).close()
+    return run.load(saved / "checkpoint", how).run(STEPS).close()
 
 
 class SavesEarly(TrainerCallback):
@@ -112,24 +109,21 @@ def over_gloo(folder: Path) -> dict[str, Any]:
         saved = folder / wrapper
         if wrapper == name:
             found[name] = uninterrupted(saved, wrapper, dropout)
-        for step in SAVES:
-            again = f"{name}-from-{step}"
-            found[again] = resumed(saved, folder / again, step, how, wrapper, dropout)
+        again = f"{name}-resumed"
+        found[again] = resumed(saved, folder / again, how, wrapper, dropout)
     for wrapper, how in (("ddp", "accelerate"), ("fsdp2", "whole")):
-        for step in SAVES:
-            again = f"one-{wrapper}-from-{step}"
-            found[again] = resumed(folder / "one", folder / again, step, how, wrapper)
+        again = f"one-{wrapper}-resumed"
+        found[again] = resumed(folder / "one", folder / again, how, wrapper)
     found["trainer"] = trainers(folder / "trainer")
     return found
 
 
 def on_gpus(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    step = SAVES[0]
     for name, (wrapper, dropout, options) in ON_GPUS.items():
-        saved, again = folder / name, f"{name}-from-{step}"
-        found[name] = uninterrupted(saved, wrapper, dropout, (step,), **options)
-        found[again] = resumed(saved, folder / again, step, "accelerate", wrapper, dropout, **options)
+        saved, again = folder / name, f"{name}-resumed"
+        found[name] = uninterrupted(saved, wrapper, dropout, **options)
+        found[again] = resumed(saved, folder / again, "accelerate", wrapper, dropout, **options)
     return found
 
 

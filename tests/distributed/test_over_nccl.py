@@ -19,8 +19,8 @@ from rank_runs import found_by, on_two_gpus
 from run_faults import ON_GPUS as FAULTY
 from run_gathering_loss import MEMORY
 from run_gathering_loss import ON_GPUS as GATHERING
-from run_saving import ON_GPUS as SAVED
-from run_saving import SAVES
+from run_saving import ON_GPUS as RESUMED
+from run_saving import SAVED
 from tiny_runs import differing
 
 pytestmark = on_two_gpus
@@ -115,16 +115,15 @@ def test_two_gpus_lose_as_one_in_the_formats_of_fp8_tensor_cores(one: Runs, two:
         assert {fmt for row in found["plans"][-1].values() for fmt in row.values()} == {"mxfp4", "fp8-tensor"}
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", RESUMED)
 def test_two_gpus_go_on_from_the_middle_of_a_refresh(resumed: list[Runs], name: str) -> None:
     """Equal to the bit, but for exponents of FP8 tensor cores: the second rank goes on with those of the first one, and
     blocks outside their range are rounded otherwise (docs/kernels.md)."""
-    step = SAVES[0]
     for found in resumed:
-        whole, again = found[name], found[f"{name}-from-{step}"]
-        losses, plans = ({at: value for at, value in whole[what].items() if at > step} for what in ("losses", "plans"))
+        whole, again = found[name], found[f"{name}-resumed"]
+        losses, plans = ({at: value for at, value in whole[what].items() if at > SAVED} for what in ("losses", "plans"))
         assert list(again["losses"]) == list(losses)
-        assert whole["plans"][step] != again["plans"][step + 1] == plans[step + 1]
+        assert whole["plans"][SAVED] != again["plans"][SAVED + 1] == plans[SAVED + 1]
         if name == "hopper":
             assert list(again["losses"].values()) == pytest.approx(list(losses.values()), rel=1e-3)
             assert equal_share(list(again["plans"].values()), list(plans.values())) > 0.9

@@ -25,7 +25,6 @@ from hub_server import TOKEN, USER, Hub, Repository
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import LlamaConfig
-from written_runs import random_assignments, write_divergence, write_losses, write_run
 
 from snip_hf import PrecisionPlan, load_plan, push_plan
 from snip_hf.cli.plans import empty_model
@@ -144,17 +143,6 @@ def test_a_hub_that_refuses_the_push_lets_training_end_and_a_push_by_hand_says_s
     assert repository(hub, "read-only").files == {}
     assert (folder / "read-only" / "snip" / "plan.json").exists()
     assert (folder / "read-only" / "model.safetensors").exists()
-
-
-@pytest.mark.slow
-def test_an_unreachable_hub_stops_the_run_before_the_first_step(tmp_path: Path) -> None:
-    with socket.socket() as silent:
-        # Bound, so that nobody else gets the port, and not listening, so that every connection is refused.
-        silent.bind(("127.0.0.1", 0))
-        result = in_other_process(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}")
-    assert result.returncode != 0
-    assert "ConnectError" in result.stderr
-    assert list(tmp_path.rglob("plan.json")) == []
 
 
 # --- plans
@@ -318,14 +306,6 @@ def test_the_hub_s_revision_is_asked_for(hub: Hub) -> None:
 
 # --- runs
 
-REPORT = """
-import sys
-import time
-from snip_hf.cli import main
-
-sys.exit(main(sys.argv[1:]))
-"""
-
 
 def test_a_folder_is_preferred_to_a_repository_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -365,49 +345,6 @@ def test_a_name_that_is_neither_a_folder_nor_a_repository_is_reported_as_both(
     assert str(caught.value) == (
         "There is no folder runs/misspelt here, and no run can be read from a Hub repository of this name: "
         "404: there is none"
-    )
-
-
-@pytest.mark.slow
-def test_a_pushed_run_is_reported_from_a_server(tmp_path: Path) -> None:
-    assignments = random_assignments(3)
-    write_run(tmp_path / "run", assignments)
-    write_divergence(tmp_path / "run", 100, {(layer, "layer"): (0.1, 0.2) for layer in assignments[0]})
-    write_losses(tmp_path / "run" / "last-checkpoint" / "trainer_state.json", 200)
-    files = {
-        str(path.relative_to(tmp_path / "run")): path.read_bytes()
-        for path in (tmp_path / "run").rglob("*")
-        if path.is_file()
-    }
-    with Hub.running() as hub:
-        hub.repositories["someone/model"] = Repository(files | {"model.safetensors": b"large"}, [("first", {})])
-        hub.repositories["someone/other"] = Repository({"model.safetensors": b"large"}, [("first", {})])
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-        env = kept | {
-            "HF_ENDPOINT": hub.url,
-            "HF_HOME": str(tmp_path / "hf-home"),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "NO_PROXY": "127.0.0.1",
-            "no_proxy": "127.0.0.1",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }
-        runs = {}
-        for name in ("someone/model", "someone/other"):
-            command = [sys.executable, "-c", REPORT, "report", name, "--html"]
-            runs[name] = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
-        asked = list(hub.requests)
-        assert hub.unknown == []
-    assert runs["someone/model"].returncode == 0, runs["someone/model"].stderr
-    page = (tmp_path / "snip-report" / "report.html").read_text()
-    assert "<title>SNIP: model</title>" in page and all(
-        f'alt="{name}.png"' in page for name in ("divergence", "losses")
-    )
-    assert not any("model.safetensors" in request for request in asked)
-    assert runs["someone/other"].returncode == 2
-    assert runs["someone/other"].stderr.splitlines()[-1] == (
-        "snip-hf: There is no folder someone/other here, and no run can be read from a Hub repository of this name: "
-        "it has no snip/history.jsonl; expected a model that was pushed with SnipCallback."
     )
 
 

@@ -29,7 +29,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launch
 from events import records_of
 from parts.recipe import load_recipe
 from safetensors.torch import load_file
-from tiny_runs import history, without_seconds
+from tiny_runs import history
 from transformers import AutoModelForCausalLM
 
 from snip_hf import PrecisionPlan
@@ -321,42 +321,6 @@ def test_one_process_with_twice_the_batch_has_the_losses_and_the_plan_of_two(
     assert refreshes(tmp_path)[0] == refreshes(two[0])[0]
     for step in range(9, 17):  # a sum that rounds to the other neighbour in FP4 or FP8 is no longer the same
         assert one[step] == pytest.approx(both[step], rel=2e-3)
-
-
-@pytest.mark.slow
-def test_two_processes_resumed_are_the_uninterrupted_run_to_the_bit(
-    two: tuple[Path, str], recipe: Path, cache: Path, tmp_path: Path
-) -> None:
-    resumable(two[0], tmp_path, 6)
-    launch(cache, ["ddp", *PLAIN], "pretrain.py", str(recipe), "--override", TWO, f"training.output_dir={tmp_path}",
-           "training.resume_from_checkpoint=true")  # fmt: skip
-    assert losses(tmp_path) == losses(two[0])
-    assert _without_measurements(tmp_path) == _without_measurements(two[0])
-    resumed, whole = (load_file(folder / "model.safetensors") for folder in (tmp_path, two[0]))
-    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
-
-
-@pytest.mark.slow
-def test_plan_and_schedule_go_on_when_the_number_of_processes_changes(
-    two: tuple[Path, str], recipe: Path, cache: Path, tmp_path: Path
-) -> None:
-    one = resumable(two[0], tmp_path / "one", 6)
-    alone(recipe, one, "training.resume_from_checkpoint=true")
-    again = resumable(one, tmp_path / "two", 12)
-    launch(cache, ["ddp", *PLAIN], "pretrain.py", str(recipe), "--override", TWO, f"training.output_dir={again}",
-           "training.resume_from_checkpoint=true")  # fmt: skip
-    # The pending refresh travels in the checkpoint, so that its plan is the same wherever it is solved.
-    assert refreshes(one)[0] == refreshes(two[0])[0]
-    assert refreshes(again) == refreshes(one)
-    assert [line["step"] for line in refreshes(again)] == [5, 11]
-    # The same rows in the same steps: the first step after each change sees the weights of the checkpoint.
-    assert losses(one)[7] == pytest.approx(losses(two[0])[7], rel=1e-5)
-    assert losses(again)[13] == pytest.approx(losses(one)[13], rel=1e-5)
-
-
-def _without_measurements(folder: Path) -> Any:
-    lines = without_seconds(history(folder))
-    return [{key: value for key, value in line.items() if key != "memory_mib"} for line in lines]
 
 
 # --- a loop of one's own

@@ -41,6 +41,7 @@ LAYER_SUMS = "tests/estimation/test_layer_sums.py"
 COMMON_ERRORS = "tests/estimation/test_common_errors.py"
 DIVERGENCE = "tests/estimation/test_divergence.py"
 POOLING = "tests/estimation/test_pooling.py"
+SHARED = "tests/estimation/test_shared_sequences.py"
 POLICIES = "tests/policies/test_policies.py"
 PLAN = "tests/planning/test_plan.py"
 ROUNDING = "tests/numerics/test_rounding.py"
@@ -151,6 +152,18 @@ MUTANTS = (
         "parts = [sample.x, sample.grad_output * weight]",
         "parts = [sample.x, sample.grad_output]",
         f"{POOLING}::test_each_layer_s_owner_has_the_tokens_of_all_ranks",
+    ),
+    Mutant(
+        "shared-sequences-masked-from-their-start",
+        ".tril(keys - queries)",
+        ".tril()",
+        f"{SHARED}::test_attention_and_its_gradients_are_those_of_one_process",
+    ),
+    Mutant(
+        "shared-losses-unweighted",
+        "labelled_tokens(self.kwargs, self.label_name) / self.labelled",
+        "1.0",
+        f"{SHARED}::test_the_mean_of_the_ranks_losses_is_that_over_all_labels",
     ),
     Mutant(
         "pooled-energies-linear",

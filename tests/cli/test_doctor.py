@@ -48,7 +48,7 @@ def test_a_model_is_examined_from_its_config(tmp_path: Path) -> None:
     assert found["attention"] == "sdpa"
     assert "ep_size" in found["parallelism, works"]
     refused = found["parallelism, refused with a probe"]
-    for advice in ("FSDP 1, Megatron-LM: use FSDP2", "context parallelism: use fsdp_size", "a policy without a probe"):
+    for advice in ("FSDP 1, Megatron-LM: use FSDP2", "sp_size: use cp_size", "a policy without a probe"):
         assert advice in refused
     # With any policy.
     assert "pp_size" not in refused and found["parallelism, refused"].startswith("pp_size: use fsdp_size, tp_size or")

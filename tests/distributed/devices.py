@@ -19,7 +19,10 @@ import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor.experimental._context_parallel import _attention
 from transformers import trainer
 
 NCCL = "nccl"
@@ -81,7 +84,8 @@ def accelerator(
     """Returns a new Accelerator in a process that may have had others.
 
     Args:
-        wrapper: "ddp", "ddp-views", in which gradients are views of buckets, or "fsdp2".
+        wrapper: "ddp", "ddp-views", in which gradients are views of buckets, "fsdp2", or "context": FSDP2 with context
+            parallelism over all ranks.
         block: the class that FSDP2 shards one by one.
         mixed_precision: "no" or "bf16".
         plugin: further settings of FSDP2.
@@ -104,7 +108,9 @@ def accelerator(
         cpu_ram_efficient_loading=False,
         **plugin,
     )
-    made = Accelerator(cpu=cpu, fsdp_plugin=settings, mixed_precision=mixed_precision)
+    sizes = ParallelismConfig(cp_size=processes.num_processes) if wrapper == "context" else None
+    with _unchecked():
+        made = Accelerator(cpu=cpu, fsdp_plugin=settings, mixed_precision=mixed_precision, parallelism_config=sizes)
     _shard(made, settings)
     return made
 
@@ -130,14 +136,70 @@ def trainers_that_shard() -> Iterator[None]:
 
 @contextmanager
 def trainers_that_split() -> Iterator[None]:
-    """Lets transformers' Trainers train models that are split by tensor parallelism on CPUs."""
+    """Lets transformers' Trainers train models on CPUs whose weights or sequences the ranks split."""
+    try:
+        with _unchecked(), context_parallelism():
+            yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@contextmanager
+def _unchecked() -> Iterator[None]:
+    """Lets Accelerate split on CPUs."""
     original = ParallelismConfig._validate_accelerator
     ParallelismConfig._validate_accelerator = lambda self, accelerator: None
     try:
         yield
     finally:
         ParallelismConfig._validate_accelerator = original
-        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class _Gathered(torch.autograd.Function):
+    """The tensors of all ranks, joined along their third dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [own.new_empty(own.shape) for _ in range(group.size())]
+        dist.all_gather(parts, own.contiguous(), group)
+        return torch.cat(parts, 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(ctx.group.size(), 2)[ctx.group.rank()], None
+
+
+@contextmanager
+def context_parallelism() -> Iterator[None]:
+    """Lets torch's `context_parallel` train on CPUs, on which its ring attention has no kernels."""
+    names = "_enable_context_parallel_dispatcher_impl", "_disable_context_parallel_dispatcher_impl"
+    before, by_torch = [vars(_attention)[name] for name in names], nn.functional.scaled_dot_product_attention
+
+    def enable(seq_dim: int, mesh: DeviceMesh) -> None:
+        group, ranks = mesh.get_group(), mesh.size()
+
+        def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+            assert given.pop("is_causal") and given.pop("attn_mask", None) is None
+            # Rank r holds the chunks r and 2 N - 1 - r of each sequence.
+            chunks = torch.arange(query.shape[2] * ranks).chunk(2 * ranks)
+            parts = [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(ranks)]
+            mask = parts[mesh.get_local_rank()][:, None] >= torch.cat(parts)
+            keys, values = (_Gathered.apply(one, group) for one in (key, value))
+            return by_torch(query, keys, values, mask, **given)
+
+        nn.functional.scaled_dot_product_attention = attention
+
+    def disable() -> None:
+        nn.functional.scaled_dot_product_attention = by_torch
+
+    vars(_attention).update(zip(names, (enable, disable), strict=True))
+    try:
+        yield
+    finally:
+        vars(_attention).update(zip(names, before, strict=True))
 
 
 class Survivors(dict[str, Any]):

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import half_attention
 import torch
 import torch.distributed as dist
-from devices import trainers_that_shard
+from accelerate import ParallelismConfig
+from devices import trainers_that_shard, trainers_that_split
 from trl_runs import CONFIG, TRLRun, run, saved_model
 
 from snip_hf import SnipCallback
@@ -30,6 +31,8 @@ class Case(NamedTuple):
     """By FSDP2; the ranks have copies otherwise, under DDP."""
     has_packs: bool = False
     """In single rows, as long as the texts of a rank are together."""
+    has_parts: bool = False
+    """Of rows that the ranks share by context parallelism."""
 
 
 # Refreshes at step 2, applied after step 4, and at step 6.
@@ -41,6 +44,7 @@ CASES = {
     "DPO in shards of adapters": Case("DPO", has_adapters=True, shards=True),
     "SFT of packs": Case("SFT", has_packs=True),
     "SFT in shards of packs": Case("SFT", shards=True, has_packs=True),
+    "SFT in shards of parts": Case("SFT", shards=True, has_parts=True),
 }
 SAVED = 3
 """The step of the checkpoint, in the middle of a refresh."""
@@ -49,7 +53,7 @@ STEPS = 8
 
 def train(folder: Path, case: str, model: str, resume: Path | None = None) -> dict[str, Any]:
     """Trains to the end, from the beginning or from a checkpoint."""
-    trainer, has_adapters, shards, has_packs = CASES[case]
+    trainer, has_adapters, shards, has_packs, has_parts = CASES[case]
     callback = SnipCallback(CONFIG, keep_formats=True)
     how: dict[str, Any] = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED}
     if has_adapters:
@@ -62,7 +66,10 @@ def train(folder: Path, case: str, model: str, resume: Path | None = None) -> di
         how |= {"padding_free": True, "max_length": None}
     if has_packs and not shards:  # which have no autocast on CPUs
         how |= {"bf16": True, "model_init_kwargs": {"attn_implementation": half_attention.NAME}}
-    with half_attention.registered(), trainers_that_shard() if shards else nullcontext():
+    if has_parts:
+        how |= {"parallelism_config": ParallelismConfig(cp_size=2), "pad_to_multiple_of": 4}
+    splitting = trainers_that_split() if has_parts else nullcontext()
+    with half_attention.registered(), splitting, trainers_that_shard() if shards else nullcontext():
         return _found(run(folder, trainer, callback=callback, model=model, resume=resume, **how), callback)
 
 

@@ -15,6 +15,7 @@ import torch
 from comparing import LOSS, WEIGHT, errors
 from rank_processes import assert_succeeded, start_ranks
 from run_distributed_config import TRAINS_SHARDED, UNIFORM, WHY_NOT, by_trainer, one_process, save_mixture, save_model
+from run_parallelism_config import OF_FOUR, THREE_ROWS, in_context
 from small import tiny_llama
 from tiny_runs import differing, one_thread
 
@@ -176,9 +177,8 @@ def configured(tmp_path_factory: pytest.TempPathFactory, one: Whole) -> Found:
     """Returns what two ranks found under Accelerate's `ParallelismConfig`."""
     folder = tmp_path_factory.mktemp("parallelism_config")
     (folder / "model").symlink_to(one[0] / "model")
-    return run(
-        folder, 2, "ddp", "dp-shard", "tp", "cp-refused", "sharded", "offloaded", script="run_parallelism_config.py"
-    )
+    names = ("ddp", "dp-shard", "tp", "cp", "cp-loop", "cp-loop-resumed", "sharded", "offloaded")
+    return run(folder, 2, *names, script="run_parallelism_config.py")
 
 
 @pytest.fixture(scope="module")
@@ -186,14 +186,14 @@ def replicated(tmp_path_factory: pytest.TempPathFactory, one: Whole) -> Found:
     """Returns what four ranks found."""
     folder = tmp_path_factory.mktemp("replicated")
     (folder / "model").symlink_to(one[0] / "model")
-    return run(folder, 4, "ddp", "replicated", script="run_parallelism_config.py")
+    return run(folder, 4, "ddp", "replicated", "cp-shard", script="run_parallelism_config.py")
 
 
-@pytest.mark.parametrize("name", ["dp-shard", "tp", "replicated"])
+@pytest.mark.parametrize("name", ["dp-shard", "tp", "replicated", "cp-shard"])
 def test_models_under_accelerates_parallelism_plan_and_lose_as_under_ddp(
     name: str, request: pytest.FixtureRequest
 ) -> None:
-    found: Found = request.getfixturevalue("replicated" if name == "replicated" else "configured")
+    found: Found = request.getfixturevalue("replicated" if name in OF_FOUR else "configured")
     for rank in found:
         ours, theirs = rank[name], rank["ddp"]
         assert "DTensor" in ours["kinds"] and theirs["kinds"] == {"Tensor"}
@@ -207,9 +207,24 @@ def test_the_trainer_with_offloading_is_that_without_it_to_the_bit(configured: F
         assert_only_shards_are_elsewhere(rank["offloaded"], rank["sharded"])
 
 
-def test_context_parallelism_is_refused_with_policies_that_probe(configured: Found) -> None:
+@pytest.mark.parametrize("name", ["cp", "cp-loop"])
+def test_ranks_with_parts_of_sequences_plan_and_lose_as_one_process(
+    configured: Found, one: Whole, tmp_path: Path, name: str
+) -> None:
+    with one_thread():
+        (tmp_path / "model").symlink_to(one[0] / "model")
+        theirs = by_trainer(tmp_path, name, {}, THREE_ROWS) if name == "cp" else in_context(tmp_path, name)
     for rank in configured:
-        assert rank["cp-refused"] == (
-            "policy='snip' cannot probe a model under cp_size=2: its ranks hold parts of the activations; use 1, or "
-            "use a plan file or a policy that needs no probe, such as policy='layer-position'."
-        )
+        assert rank[name]["plan"] == theirs["plan"]
+        assert rank[name]["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
+        assert rank[name]["losses"][:3] == pytest.approx(theirs["losses"][:3], rel=1e-6)
+    assert {fmt for row in theirs["plan"].values() for fmt in row.values()} == {"fp4", "fp8"}
+    ours = configured[0][name]
+    assert list(ours["tables"]) == list(theirs["tables"])
+    for column, bound in ((LOSS, 1e-5), (WEIGHT, 1e-2)):
+        assert max(errors(ours["tables"][1], theirs["tables"][1], column)) < bound
+
+
+def test_a_resumed_loop_on_parts_of_sequences_is_the_uninterrupted_one_to_the_bit(configured: Found) -> None:
+    for rank in configured:
+        check_resumed(rank["cp-loop"], rank["cp-loop-resumed"])

@@ -481,13 +481,10 @@ def test_several_processes_are_accepted_with_every_policy(setting: dict[str, Any
             "FSDP version 1, which flattens the weights; use version 2 (fsdp_version: 2)",
         ),
         ({"distributed_type": "DistributedType.MEGATRON_LM"}, "Megatron-LM; use FSDP2 (fsdp_version: 2)"),
-        *[
-            (
-                {"parallelism_config": ParallelismConfig(**{f"{name}_size": 2})},
-                f"{name}_size=2: its ranks hold parts of the activations; use 1",
-            )
-            for name in ("cp", "sp")
-        ],
+        (
+            {"parallelism_config": ParallelismConfig(sp_size=2)},
+            "sp_size=2: its ranks hold parts of the activations; use cp_size",
+        ),
     ],
 )
 def test_launches_under_which_nothing_can_be_probed_are_refused_even_in_one_process(
@@ -507,6 +504,37 @@ def test_tensor_parallelism_that_has_split_nothing_is_refused() -> None:
     model = tiny_llama(hidden=32)
     message = refusal(lambda: SnipController(model, torch.optim.SGD(model.parameters()), fp4_config(), accelerator))
     assert message.startswith("The model is tensor-parallel (tp_size is above 1), but not by transformers")
+
+
+def in_context_parallelism(model: nn.Module) -> SnipController:
+    sizes = {"parallelism_config": ParallelismConfig(cp_size=2), "device_mesh": {"cp": SimpleNamespace()}}
+    return SnipController(model, torch.optim.SGD(model.parameters()), fp4_config(), fake_accelerator(**sizes))
+
+
+def test_context_parallelism_without_sdpa_is_refused() -> None:
+    model = tiny_llama(hidden=32)
+    model.config._attn_implementation = "eager"
+    assert refusal(lambda: in_context_parallelism(model)) == (
+        "Context parallelism (cp_size) works with attn_implementation='sdpa', but the model has 'eager'. Load it with "
+        "'sdpa', or use a policy that needs no probe, such as policy='layer-position'."
+    )
+
+
+def test_a_first_batch_without_what_parts_of_sequences_need_is_refused() -> None:
+    batch = text(2, 24)
+    batch["shift_labels"] = batch["labels"]
+    assert refusal(lambda: in_context_parallelism(tiny_llama(hidden=32)).capture(batch)) == (
+        "The batch has no `position_ids` (its keys are input_ids, labels, shift_labels), which a part of a sequence "
+        "needs under context parallelism. Give the model `position_ids` and `shift_labels`, as the Trainer does, or "
+        "use a policy that needs no probe, such as policy='layer-position'."
+    )
+    batch["position_ids"] = torch.arange(24)[None]
+    controller = in_context_parallelism(tiny_llama(hidden=32))
+    assert refusal(lambda: controller.capture(batch, lambda model, inputs: model(**inputs).loss)) == (
+        "Under context parallelism, whose ranks hold parts of sequences, the probe needs a loss that is a mean over "
+        "tokens. Use the model's own loss or TRL's SFTTrainer, or a policy that needs no probe, such as "
+        "policy='layer-position'."
+    )
 
 
 def test_a_model_that_says_it_is_split_but_has_no_parts_is_refused() -> None:

@@ -46,10 +46,10 @@ _SUPPORTED = {
 }
 _SOLVERS = ("cbc", "highs")
 _PARALLELISM = {
-    "works": "one process, DDP, FSDP2, transformers' fsdp_size, dp_replicate_size, tp_size and ep_size, ZeRO, "
-    "pipelines",
-    "refused with a probe": "FSDP 1, Megatron-LM: use FSDP2; context parallelism: use fsdp_size or tp_size; FP16 under "
-    "FSDP2 or DeepSpeed: use BF16; or use a policy without a probe",
+    "works": "one process, DDP, FSDP2, transformers' fsdp_size, dp_replicate_size, tp_size and ep_size, Accelerate's "
+    "cp_size, ZeRO, pipelines",
+    "refused with a probe": "FSDP 1, Megatron-LM: use FSDP2; sp_size: use cp_size; FP16 under FSDP2 or DeepSpeed: use "
+    "BF16; or use a policy without a probe",
     "refused": "pp_size: use fsdp_size, tp_size or torch.distributed.pipelining; nn.DataParallel: use DDP",
 }
 _MAX_LINE = 400

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..numerics.random_state import RandomState
 from ..text import WITHOUT_PROBE
+from .shared_sequences import SharedSequences, whole_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 _BY_SEQUENCE = {
     "input_ids": (2,),
     "labels": (1, 2),
+    "shift_labels": (2,),
     "attention_mask": (2, 4),
     "position_ids": (2,),
     "token_type_ids": (2,),
@@ -142,7 +145,7 @@ class BatchCounts(NamedTuple):
     """The number of tokens in a batch, and of those with a label (`Batch.labelled`)."""
 
     tokens: int
-    labelled: int
+    labelled: float
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,8 @@ class Batch:
     """Tokens of it that the model saw in training; 0: not known."""
     label_name: str = LABELS
     """The input that holds the labels, if there are any."""
+    sequences: SharedSequences | None = None
+    """The sequences whose tokens this rank shares with others; None: it has whole ones."""
 
     @classmethod
     def of(
@@ -233,6 +238,49 @@ class Batch:
         }
         return replace(self, kwargs=cut, cut_from=self.micro_batch)
 
+    def check_shared(self) -> None:
+        """Refuses a batch with parts of sequences that `shared` cannot put together.
+
+        Raises:
+            ValueError: an input is missing, or the loss compares sequences.
+        """
+        missing = [name for name in ("position_ids", "shift_labels") if not isinstance(self.kwargs.get(name), Tensor)]
+        if missing:
+            raise ValueError(
+                f"The batch has no `{missing[0]}` (its keys are {', '.join(self.kwargs)}), which a part of a sequence "
+                "needs under context parallelism. Give the model `position_ids` and `shift_labels`, as the Trainer "
+                f"does, or use {WITHOUT_PROBE}."
+            )
+        if self.objective is not None and not self.objective.can_be_cut:
+            raise ValueError(
+                "Under context parallelism, whose ranks hold parts of sequences, the probe needs a loss that is a mean "
+                f"over tokens. Use the model's own loss or TRL's SFTTrainer, or {WITHOUT_PROBE}."
+            )
+
+    def shared(self, tokens: int | None, mesh: DeviceMesh) -> Batch:
+        """Returns this rank's tokens of a `part` of the sequences of which the ranks hold parts. Collective.
+
+        Args:
+            tokens: of the part, for this rank; None: all.
+            mesh: the ranks, as `context_mesh` returns them.
+
+        Raises:
+            ValueError: an input belongs neither to tokens nor to all sequences, or no token has a label.
+        """
+        chosen = replace(self, kwargs=whole_inputs(self.kwargs, mesh))
+        if chosen._sequences > 1:  # a single one stays whole: attention in training sees all of it
+            chosen = chosen.part(None if tokens is None else tokens * mesh.size())
+        shape = chosen._labels.shape
+        sequences = SharedSequences(mesh, shape[1], int(chosen.labelled))
+        if sequences.labelled == 0:
+            raise ValueError("No token of the probed micro-batch has a label; expected some.")
+        own = dict[str, Any]()
+        for name, value in chosen.kwargs.items():
+            if not _is_shared(value) and not (isinstance(value, Tensor) and value.shape[:2] == shape):
+                raise ValueError(f"The input {name!r} cannot be cut by tokens, as context parallelism needs.")
+            own[name] = value if _is_shared(value) else sequences.own(value)
+        return replace(self, kwargs=own, cut_from=self.counts, sequences=sequences)
+
     def _part_of_pack(self, tokens: int) -> Batch:
         """Returns the packed sequences, at least one, that `part` chooses."""
         pack, count = self._pack, len(self._pack)
@@ -301,13 +349,23 @@ class Batch:
         return self._labels is not None and (self.objective is None or self.objective.terms is None)
 
     @property
-    def labelled(self) -> int:
-        """N: the number of terms that the loss is a mean over: labelled tokens, unless an objective counts terms."""
+    def labelled(self) -> float:
+        """N: the number of terms that the loss is a mean over: labelled tokens, unless an objective counts terms.
+
+        Ranks that share sequences count equal parts of these tokens (`share`).
+        """
+        if self.sequences is not None:
+            return self.sequences.labelled / self.sequences.mesh.size()
         if self.objective is not None and self.objective.terms is not None:
             return self.objective.terms(self.kwargs)
         if self._labels is None:
             return self._sequences
         return labelled_tokens(self.kwargs, self.label_name)
+
+    @property
+    def share(self) -> float:
+        """Factor of the loss of this rank's tokens, so that the mean over the ranks is that over their sequences."""
+        return 1.0 if self.sequences is None else labelled_tokens(self.kwargs, self.label_name) / self.labelled
 
     @property
     def _labels(self) -> Any:

@@ -372,7 +372,7 @@ def _rows(
     return rows
 
 
-def _agreed_loss(own_loss: float | None, attempt: Attempt, labelled: Sequence[int], processes: Processes) -> float:
+def _agreed_loss(own_loss: float | None, attempt: Attempt, labelled: Sequence[float], processes: Processes) -> float:
     """Returns the mean loss over the tokens of all ranks.
 
     Args:

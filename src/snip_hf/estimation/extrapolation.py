@@ -34,10 +34,10 @@ class BatchSizes(NamedTuple):
     """Sizes of the batch that was run, a micro-batch or a part of one, on all data ranks together."""
 
     tokens: int
-    labelled: int
+    labelled: float
     """N: G is the gradient of the mean loss over so many tokens."""
     micro_batch_tokens: int
-    micro_batch_labelled: int
+    micro_batch_labelled: float
 
     @classmethod
     def complete(cls, tokens: int, labelled: int) -> BatchSizes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -251,11 +251,13 @@ def _run(
         return torch.tensor(math.nan if found is None else float(found))
     # The caller's autocast may be on.
     device = compute_device(next(model.parameters())).type
-    with _in_fp32(), torch.set_grad_enabled(backward), torch.autocast(device, enabled=False):
-        loss = _loss(model, batch)
+    attention, share = nullcontext() if batch.sequences is None else batch.sequences.attention(), batch.share
+    with _in_fp32(), torch.set_grad_enabled(backward), torch.autocast(device, enabled=False), attention:
+        loss = _loss(model, batch) * share
         if backward:
             loss.backward()
-    return loss.detach()
+    # The mean over no labels is NaN, but its gradient is 0.
+    return loss.detach() if share else torch.zeros_like(loss)
 
 
 def _loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -343,6 +344,8 @@ class Processes:
     """Ranks with other layers and the same data."""
     tensor: Ranks = field(default_factory=Ranks)
     """Ranks with other parts of the same weights and the same data."""
+    context: DeviceMesh | None = None
+    """Those of the data ranks that hold parts of the same sequences as this one; None: each has whole ones."""
     everyone: Ranks = field(default_factory=Ranks)
     """All of them."""
     run: Callable[[Mapping[str, Any]], Tensor | float | None] | None = None

@@ -141,7 +141,7 @@ def check_launch(config: SnipConfig, accelerator: Any) -> None:
 
     Raises:
         ValueError: FP8 mixed precision; a guard under DeepSpeed; and with a policy that needs a probe FSDP version 1,
-            DeepSpeed that partitions nothing, FP16 under FSDP2 or DeepSpeed, context parallelism, or Megatron-LM.
+            DeepSpeed that partitions nothing, FP16 under FSDP2 or DeepSpeed, an `sp_size`, or Megatron-LM.
     """
     if accelerator is None:
         return
@@ -180,9 +180,10 @@ def _unsupported(accelerator: Any) -> str | None:
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     state = getattr(accelerator, "state", accelerator)
     parallelism = getattr(state, "parallelism_config", None)
-    for name in ("cp", "sp"):  # check_model looks at the kind of tensor parallelism
-        if parallelism is not None and getattr(parallelism, f"{name}_size", 1) > 1:
-            return f"{name}_size={getattr(parallelism, f'{name}_size')}: its ranks hold parts of the activations; use 1"
+    # check_model looks at tensor and context parallelism.
+    size = getattr(parallelism, "sp_size", 1)
+    if size > 1:
+        return f"sp_size={size}: its ranks hold parts of the activations; use cp_size"
     if kind == "FSDP":
         if getattr(state.fsdp_plugin, "fsdp_version", 1) != 2:
             return "FSDP version 1, which flattens the weights; use version 2 (fsdp_version: 2)"
@@ -198,11 +199,12 @@ def check_model(model: nn.Module, accelerator: Any = None) -> None:
 
     Args:
         model: converted, without wrappers.
-        accelerator: the Accelerate object of the loop, if there is one; it may have a `tp_size`.
+        accelerator: the Accelerate object of the loop, if there is one; it may have a `tp_size` or `cp_size`.
 
     Raises:
         ValueError: an attention that does not support FP32 and cannot be switched, FSDP version 1, tensor parallelism
-            by anything but transformers, or an `expert_gathered_apart`.
+            by anything but transformers, context parallelism with another attention than "sdpa", or an
+            `expert_gathered_apart`.
     """
     parts = [name for name, layer in snip_linears(model).items() if is_sharded(layer.weight)]
     parallelism = getattr(getattr(accelerator, "state", accelerator), "parallelism_config", None)
@@ -214,6 +216,12 @@ def check_model(model: nn.Module, accelerator: Any = None) -> None:
             "its ranks hold parts of the activations, which the probe cannot put together. Load it by "
             "from_pretrained(..., distributed_config=DistributedConfig(tp_size=...)), use FSDP2 or DDP, or "
             f"{WITHOUT_PROBE}."
+        )
+    attention = attention_of(model)
+    if (getattr(parallelism, "cp_size", None) or 1) > 1 and attention not in ("sdpa", None):
+        raise ValueError(
+            f"Context parallelism (cp_size) works with attn_implementation='sdpa', but the model has {attention!r}. "
+            f"Load it with 'sdpa', or use {WITHOUT_PROBE}."
         )
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(

@@ -79,7 +79,7 @@ class SnipController:
         self.compiled = compiled_by(accelerator)
         """Accelerate's way of compiling the model, for the log; None: it does not compile."""
         check_launch(config, accelerator)
-        self.processes = find_processes(model, config, pipeline)
+        self.processes = find_processes(model, config, pipeline, accelerator)
         """The processes of this run."""
         check_equal(deciding_fields(config), self.processes.everyone)
         is_first = self.processes.everyone.is_first
@@ -207,7 +207,7 @@ class SnipController:
             return
         one.is_counted = True
         if self.needs_probe and not self._has_labels:
-            one.check(in_pipeline=self.processes.run is not None)
+            one.check(in_pipeline=self.processes.run is not None, in_parts=self.processes.context is not None)
             check_same_batch(one.batch, self.processes)
             self._has_labels = True
         if not self._started:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..estimation.batch import LABELS_OF_LOOP, Batch, BatchCounts, Labels, Objective, copied
 from ..layers.layer import SnipLayer
@@ -64,11 +65,13 @@ class TrainingPass:
         if self.objective is not None:  # computing a loss may remove entries of its inputs
             self.batch = copied(self.batch)
 
-    def check(self, in_pipeline: bool) -> None:
-        """Raises ValueError if the probe cannot run the micro-batch."""
+    def check(self, in_pipeline: bool, in_parts: bool = False) -> None:
+        """Raises ValueError if the probe cannot run the micro-batch, perhaps `in_parts` of its sequences."""
         if self.objective is not None and in_pipeline:
             raise ValueError("Pipeline.run computes the loss of a pipeline, and not compute_loss. Leave it out.")
-        self.to_probe()
+        batch = self.to_probe()
+        if in_parts:
+            batch.check_shared()
 
     def to_probe(self) -> Batch:
         """Returns the micro-batch as the probe runs it; raises ValueError if it cannot be probed."""
@@ -83,6 +86,7 @@ class StepWatch:
         layers: the swapped layers, whose gradients are measured before clipping.
         parameters: all that get a gradient; none if nothing is to be measured.
         others: other parameters whose gradients are measured, by name.
+        context: the ranks that hold parts of the same sequences; None: this one has whole ones.
     """
 
     def __init__(
@@ -91,13 +95,14 @@ class StepWatch:
         layers: Mapping[str, SnipLayer],
         parameters: Iterable[nn.Parameter],
         others: Mapping[str, Tensor] | None = None,
+        context: DeviceMesh | None = None,
     ) -> None:
         self._batch: Batch | Exception = ValueError(NOT_CAPTURED)
         self.counts = BatchCounts(0, 0)
         """Counts of the whole micro-batch."""
         self.micro_batches = 0
         """Number of micro-batches of the step, known when it ends."""
-        self._probe_tokens = probe_tokens
+        self._probe_tokens, self._context = probe_tokens, context
         self.clipping = Clipping(layers, parameters, others or {})
 
     def take(self, first: TrainingPass) -> None:
@@ -106,8 +111,8 @@ class StepWatch:
             complete = first.to_probe()
             if first.random_state is not None:
                 complete = replace(complete, random_state=first.random_state)
-            self._batch = complete.part(self._probe_tokens)
-            self.counts = complete.counts
+            self.counts, tokens = complete.counts, self._probe_tokens
+            self._batch = complete.part(tokens) if self._context is None else complete.shared(tokens, self._context)
         except Exception as error:  # raised again when the probe needs the batch
             self._batch = error
 

@@ -125,7 +125,8 @@ class Refresher:
         tokens = self._config.probe_batch_tokens
         if tokens is not None:  # this rank's part; a pipeline runs whole batches
             tokens = None if self._processes.run else max(1, tokens // self._processes.data.size)
-        return StepWatch(tokens, layers, parameters, self._source.beside(self._model, layers))
+        beside = self._source.beside(self._model, layers)
+        return StepWatch(tokens, layers, parameters, beside, self._processes.context)
 
     def is_planned(self, step: int) -> bool:
         """Returns True if a probe has led, or is about to lead, to a plan for the target of a step."""

@@ -20,6 +20,7 @@ from torch.torch_version import TorchVersion
 from ..config import AUTO_TIES, POLICIES, SnipConfig
 from ..costs.flops import Work, linear_flops
 from ..costs.timing import MeasuredCost, describe_cost, measure_cost, read_times
+from ..estimation.shared_sequences import context_mesh
 from ..estimation.ties import usual_ties
 from ..json_io import from_json
 from ..kernels.backend import BACKENDS, select_backend
@@ -72,22 +73,25 @@ class RunParts:
     messages: RunMessages
 
 
-def find_processes(model: nn.Module | Sequence[nn.Module], config: SnipConfig, pipeline: Pipeline | None) -> Processes:
+def find_processes(
+    model: nn.Module | Sequence[nn.Module], config: SnipConfig, pipeline: Pipeline | None, accelerator: Any = None
+) -> Processes:
     """Returns the processes of this run, as `torch.distributed` has them. Collective.
 
     Args:
         model: as `SnipController` takes it.
         config: its `solver_time_limit` bounds how long a rank waits for the others.
         pipeline: the process groups of a pipeline; None: every process holds the whole model.
+        accelerator: the Accelerate object of the loop, if there is one.
     """
     timeout = config.solver_time_limit + RANK_GRACE
     everyone = Ranks.of_all(timeout)
-    mesh = tensor_mesh([model] if isinstance(model, nn.Module) else model)
+    mesh, context = tensor_mesh([model] if isinstance(model, nn.Module) else model), context_mesh(accelerator)
     if pipeline is None and mesh is not None:
         data = everyone.alike(mesh.get_local_rank())
-        return Processes(data=data, tensor=Ranks(mesh.get_group(), timeout), everyone=everyone)
+        return Processes(data=data, tensor=Ranks(mesh.get_group(), timeout), context=context, everyone=everyone)
     if pipeline is None:
-        return Processes(data=everyone, everyone=everyone)
+        return Processes(data=everyone, context=context, everyone=everyone)
     stages = everyone if pipeline.group is None else Ranks(pipeline.group, timeout)
     data = Ranks() if pipeline.data is None else Ranks(pipeline.data, timeout)
     check_pipeline(stages, data, everyone)

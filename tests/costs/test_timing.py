@@ -132,7 +132,7 @@ def test_a_damaged_file_is_refused_by_name_and_left_as_it_is(name: str, clock: C
     with pytest.raises(ValueError) as caught:
         gemm_times(SHAPES, "emulated", CPU, path)
     assert str(caught.value).startswith(f"{path} is not a usable file of GEMM times: {message}")
-    assert str(caught.value).endswith("Remove it, or name another as timing_file; what is missing is timed anew.")
+    assert str(caught.value).endswith("Remove it, or name another as timing_file; missing times are measured again.")
     assert path.read_text() == text
     assert clock.asked == []
 

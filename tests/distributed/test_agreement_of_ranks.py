@@ -35,7 +35,7 @@ SHARING = {
     "one head": "tp_size=2 does not divide the 1 head of layer 'model.layers.0.self_attn.k_proj' that it splits. Load "
     "the model with a tp_size that divides them.",
     "three experts": "Cannot evenly shard 3 experts across 2 expert-parallel ranks.",  # transformers'
-    "stages": "The model is pipeline-parallel (pp_size), so that each rank knows only some of its layers. Load it with "
+    "stages": "The model is pipeline-parallel (pp_size), so each rank knows only some of its layers. Load it with "
     "tp_size, fsdp_size or dp_replicate_size instead, or run stages by torch.distributed.pipelining and give "
     "SnipController(..., pipeline=Pipeline(run)).",
 }

@@ -132,7 +132,7 @@ def test_a_full_disk_of_the_first_rank_costs_its_record_and_nothing_else(survive
     first, second = survived["ddp full disk"]
     assert second["messages"] == []
     assert first["messages"]
-    assert all("training goes on: [Errno 28] No space left on device" in message for message in first["messages"])
+    assert all("training continues: [Errno 28] No space left on device" in message for message in first["messages"])
 
 
 @pytest.mark.parametrize("name", ENDED)

@@ -167,7 +167,7 @@ def test_a_pack_that_cannot_be_cut_is_taken_whole(change: Batch, reason: str, ca
     batch = ProbedBatch.of(packed("position_ids") | change)
     with caplog.at_level("INFO", logger="snip_hf.estimation.batch"):
         assert batch.part(20) is batch
-    assert caplog.messages == [f"snip-hf: the probe takes the whole micro-batch of 32 tokens: {reason}."]
+    assert caplog.messages == [f"snip-hf: the probe runs the whole micro-batch of 32 tokens: {reason}."]
 
 
 @pytest.mark.parametrize(("family", "plain"), list(zip(CONFIGS, ("sdpa", "sdpa", "eager", "eager"), strict=True)))

@@ -165,5 +165,5 @@ def test_other_tokens_in_a_pass_with_noise_are_refused() -> None:
     """This holds for two draws too, whose pairs of differences would be complete without one pass of each."""
     model = Dropping(itertools.count())
     convert_model(model, fp4_config())
-    with pytest.raises(ValueError, match=r"Layer 'layers\.0\.up' saw other tokens in a pass with noise"):
+    with pytest.raises(ValueError, match=r"Layer 'layers\.0\.up' saw different tokens in a pass with noise"):
         probed(model, 0.01, probes=2)

@@ -740,7 +740,7 @@ def test_an_input_that_may_belong_to_several_sequences_keeps_the_batch_whole_and
     with caplog.at_level("INFO", logger="snip_hf.estimation.batch"):
         assert batch.part(20) is batch
     assert caplog.messages == [
-        f"snip-hf: the probe takes the whole micro-batch of 60 tokens: its input {name!r} cannot be cut."
+        f"snip-hf: the probe runs the whole micro-batch of 60 tokens: its input {name!r} cannot be cut."
     ]
 
 
@@ -751,7 +751,7 @@ def test_sequences_without_labels_do_not_stand_for_the_whole(caplog: pytest.LogC
     with caplog.at_level("INFO", logger="snip_hf.estimation.batch"):
         assert batch.part(20) is batch
     assert caplog.messages == [
-        "snip-hf: the probe takes the whole micro-batch of 60 tokens: 2 of its sequences have no labels."
+        "snip-hf: the probe runs the whole micro-batch of 60 tokens: 2 of its sequences have no labels."
     ]
     inputs["labels"][0, 9] = 1
     assert Batch.of(inputs).part(20).kwargs["labels"].shape == (2, 10)

@@ -150,9 +150,9 @@ def test_a_checkpoint_between_the_optimizers_step_and_its_end_has_no_state_and_i
     run(tmp_path, SnipCallback(CONFIG), At("on_optimizer_step", 2, save), max_steps=3)
     path = tmp_path / "checkpoint-2" / "snip_state.json"
     assert (
-        f"snip-hf: could not write {path}; resuming there will fail: The state was asked for in the middle of "
-        "optimizer step 3: its gradients are taken and it has not ended. Save before before_optimizer_step or after "
-        "after_step (under a Trainer in on_step_begin, on_step_end or on_save)."
+        f"snip-hf: could not write {path}; resuming there will fail: The state was requested in the middle of "
+        "optimizer step 3. Save before before_optimizer_step or after after_step (under a Trainer in on_step_begin, "
+        "on_step_end or on_save)."
     ) in caplog.messages
     with pytest.raises(
         ValueError, match=r"The checkpoint of step 2 was trained with SNIP, but .* has no snip_state\.json"

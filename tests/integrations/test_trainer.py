@@ -423,7 +423,7 @@ def test_data_parallel_is_refused_with_every_policy(added_later: bool, policy: s
         trainer.train()
     assert str(caught.value) == (
         "The Trainer would put the model into nn.DataParallel on 2 GPUs, which copies the plan in every step. Start "
-        "one process per GPU with `accelerate launch`, or show one GPU only (CUDA_VISIBLE_DEVICES=0)."
+        "one process per GPU with `accelerate launch`, or make only one GPU visible (CUDA_VISIBLE_DEVICES=0)."
     )
     assert snip_linears(model) == {}
 
@@ -479,7 +479,7 @@ def test_every_kind_of_failure_in_one_run_keeps_the_plan_and_leaves_no_process(
         reasons,
         [
             "SolverError: The solver process crashed (exit code 1): crashed here",
-            "SolverError: The solver's output is no solution (it begins with 'garbage",
+            "SolverError: The solver's output is not a solution (it begins with 'garbage",
             "ValueError: The loss of the probed micro-batch is nan; expected a finite number.",
             "SolverError: The solver ran past the 0.3 s that it had and was killed.",
             "training ended at step 9, before step 10 at which its plan was due",

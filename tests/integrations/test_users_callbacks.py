@@ -292,7 +292,7 @@ def test_a_run_whose_model_is_restored_goes_on_without_snip_and_says_so_once(
     with_share = [line["step"] for line in found.trainer.state.log_history if {"fp4_share", "loss"} <= line.keys()]
     assert with_share == ([1, 2, 3, 4] if event == "on_step_end" else [])
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.count("snip-hf: the model was restored during the run; training goes on without SNIP.") == 1
+    assert said.count("snip-hf: the model was restored during the run; training continues without SNIP.") == 1
     assert not any("failed" in line or "later run" in line for line in said)
     checkpoint = tmp_path / "checkpoint-6"
     assert not (checkpoint / "snip_state.json").exists()

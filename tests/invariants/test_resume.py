@@ -279,7 +279,7 @@ def test_a_state_of_another_model_is_refused(full: Run, tmp_path: Path) -> None:
     shutil.copy(bigger.folder / "checkpoint-1" / "snip_state.json", checkpoint)
     assert refused(plain.folder, SnipCallback(config), checkpoint) == (
         f"Cannot resume from {checkpoint}/snip_state.json: The plan names layer "
-        "'model.layers.2.self_attn.q_proj', which is no swapped layer of the model (it has 14, e.g. "
+        "'model.layers.2.self_attn.q_proj', which is not a swapped layer of the model (it has 14, e.g. "
         "'model.layers.0.self_attn.q_proj'). Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
         "to compare."
     )

@@ -358,6 +358,6 @@ def test_experts_that_it_cannot_run_are_emulated_and_the_log_says_why(
     assert emulated == [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
     assert (
         "grouped FP8 products need features that are multiples of 32: 2 layers, such as "
-        "model.layers.0.mlp.experts.gate_up_proj, run emulated, slower than BF16." in caplog.text
+        "model.layers.0.mlp.experts.gate_up_proj, are emulated, slower than BF16." in caplog.text
     )
     controller.close()

@@ -355,7 +355,7 @@ class TestBackends:
             use_backend(layers, Alone(), Ranks(), None, fp4_config(), logger)
         assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
             "snip-hf: backend alone runs no grouped products: 4 layers, such as "
-            "model.layers.0.mlp.experts.gate_up_proj, run emulated, slower than BF16. Name them in skip_modules to "
+            "model.layers.0.mlp.experts.gate_up_proj, are emulated, slower than BF16. Name them in skip_modules to "
             "keep them in high precision."
         ]
         caplog.clear()

@@ -226,7 +226,7 @@ def test_ranks_that_share_a_batch_are_found_by_their_experts(second_of_four: Non
 def test_pipeline_parallel_models_are_refused() -> None:
     model = tiny_llama(hidden=16)
     model.config.distributed_config = DistributedConfig(pp_size=2)
-    with pytest.raises(ValueError, match=r"\(pp_size\), so that each rank knows only some .*Load it with tp_size"):
+    with pytest.raises(ValueError, match=r"\(pp_size\), so each rank knows only some .*Load it with tp_size"):
         check_split(model, {})
 
 

@@ -101,7 +101,7 @@ def test_a_trial_that_fails_otherwise_is_told_and_training_goes_on(
     assert notes(caplog) == [
         (
             logging.WARNING,
-            "snip-hf: trying out the solver 'highs' failed, and refreshes may fail so too: highs crashed",
+            "snip-hf: trying out the solver 'highs' failed, so refreshes may fail too: highs crashed",
         )
     ]
 

@@ -334,7 +334,7 @@ def test_apply_refuses_a_plan_that_names_a_layer_the_model_does_not_have_and_wri
     with pytest.raises(KeyError) as caught:
         plan_for(large, forward="fp4").apply(small)
     assert caught.value.args[0] == (
-        "The plan names layer 'layers.2', which is no swapped layer of the model (it has 2, e.g. 'layers.0'). "
+        "The plan names layer 'layers.2', which is not a swapped layer of the model (it has 2, e.g. 'layers.0'). "
         "Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
     )
     assert all(torch.equal(a, b.snip_state) for a, b in zip(before, snip_linears(small).values(), strict=True))

@@ -103,16 +103,16 @@ def test_a_program_that_does_not_exist_is_reported_at_the_start(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("", "The solver's output is no solution (it begins with ''): "),
-        ("Welcome to CBC", "The solver's output is no solution (it begins with 'Welcome to CBC'): "),
-        ('{"status": "optimal", "cho', "The solver's output is no solution (it begins with"),
+        ("", "The solver's output is not a solution (it begins with ''): "),
+        ("Welcome to CBC", "The solver's output is not a solution (it begins with 'Welcome to CBC'): "),
+        ('{"status": "optimal", "cho', "The solver's output is not a solution (it begins with"),
         (
             "[1, 2]",
-            "The solver's output is no solution (it begins with '[1, 2]'): the document is a list of 2",
+            "The solver's output is not a solution (it begins with '[1, 2]'): the document is a list of 2",
         ),
         (
             '{"status": "optimal"}',
-            'The solver\'s output is no solution (it begins with \'{"status": "optimal"}\'): it has no entry',
+            'The solver\'s output is not a solution (it begins with \'{"status": "optimal"}\'): it has no entry',
         ),
     ],
 )
@@ -174,11 +174,11 @@ def row(name: str, groups: list[str] | None = None) -> dict[str, Any]:
         ([*OPTION, "weight"], math.inf, "groups[1].options[1].weight is inf, expected a finite number."),
         ([*OPTION, "wieght"], 1.0, "groups[1].options[1] has an unknown entry 'wieght'; expected name, cost, weight."),
         (["constraints", 0, "groups"], "a", "constraints[0].groups is 'a', expected a list or null."),
-        (["constraints", 0, "groups"], ["c"], "constraints[0].groups names 'c', which is no group."),
+        (["constraints", 0, "groups"], ["c"], "constraints[0].groups names 'c', which is not a group."),
         (["constraints"], [row("x"), row("y", ["a"])], "constraints[1].groups names 'a' again; expected each group in"),
-        (["constraints"], [row("x", ["a"]), row("y", ["b"])], "ties[0]: 'a' and 'b' have other options or constraints"),
-        (["ties", 0, 1], "z", "ties[0] names 'z', which is no group."),
-        ([*OPTION, "name"], "bf16", "ties[0]: 'a' and 'b' have other options or constraints"),
+        (["constraints"], [row("x", ["a"]), row("y", ["b"])], "ties[0]: 'a' and 'b' have different options or"),
+        (["ties", 0, 1], "z", "ties[0] names 'z', which is not a group."),
+        ([*OPTION, "name"], "bf16", "ties[0]: 'a' and 'b' have different options or constraints"),
         (["solver"], "gurobi", "solver is 'gurobi', expected one of auto, cbc, highs, greedy."),
         (["time_limit"], 0, "time_limit must be above 0"),
         (["relative_gap"], -1, "time_limit must be above 0 and relative_gap at least 0."),

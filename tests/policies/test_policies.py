@@ -388,12 +388,12 @@ def test_no_stages_means_one_for_the_whole_model_and_lists_are_kept() -> None:
         ),
         (
             (("layers.0.fc", "layers.1.fc", "lm_head"),),
-            "stages: layer 'lm_head' is named 1 times and is no swapped layer; "
+            "stages: layer 'lm_head' is named 1 times and is not a swapped layer; "
             "expected every swapped layer in exactly one stage.",
         ),
         (
             (("layers.0.fc", "layers.1"),),
-            "stages: layer 'layers.1' is named 1 times and is no swapped layer; "
+            "stages: layer 'layers.1' is named 1 times and is not a swapped layer; "
             "expected every swapped layer in exactly one stage.",
         ),
         (

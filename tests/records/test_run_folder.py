@@ -49,7 +49,7 @@ def test_a_tracker_that_fails_costs_a_warning_and_is_told_of_the_next_event(capl
         log.add(event)
     assert told == [EVENTS[1], EVENTS[1], EVENTS[2], EVENTS[2]]
     assert caplog.messages == [
-        f"snip-hf: a tracker failed at the refresh event of step {step}, training goes on: "
+        f"snip-hf: a tracker failed at the refresh event of step {step}, training continues: "
         "ConnectionError('no\\nnetwork')"
         for step in (2, 6)
     ]

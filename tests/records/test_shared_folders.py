@@ -214,7 +214,7 @@ def test_if_files_cannot_be_locked_a_run_goes_on_with_a_warning(
     assert [line["applied_step"] for line in run.refreshes] == [4]
     (message,) = [message for message in caplog.messages if "lock" in message]
     assert message == (
-        f"snip-hf: could not lock {tmp_path}, training goes on; do not start a second run there: "
+        f"snip-hf: could not lock {tmp_path}, training continues; do not start a second run there: "
         "[Errno 37] No locks available"
     )
 

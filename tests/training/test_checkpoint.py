@@ -140,8 +140,8 @@ def test_a_speed_up_may_take_the_place_of_a_share_and_other_fields_are_refused_a
 CONFIG = fp4_config(**SCHEDULE)
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 9}
 OTHER_WEIGHTS = (
-    "Cannot resume from {path}: The SNIP state was saved with other weights than those that were loaded: the two are "
-    "of different runs, or one of them was exchanged. Resume from the folder of the weights, or start a new plan from "
+    "Cannot resume from {path}: The SNIP state was saved with other weights than those that were loaded: they come "
+    "from different runs, or one of them was replaced. Resume from the folder of the weights, or start a new plan from "
     "them: SnipCallback(..., resume=False), or no load_state_dict in a loop of your own. If the Trainer warned of "
     "missing keys, as it does for some mixtures of experts, load the model from the checkpoint by from_pretrained "
     "first."

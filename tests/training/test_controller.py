@@ -429,7 +429,7 @@ def test_fp8_mixed_precision_is_refused_with_every_policy() -> None:
         assert refusal(
             lambda p=policy: check_launch(fp4_config(policy=p), fake_accelerator(mixed_precision="fp8"))
         ) == (
-            "mixed_precision='fp8' would convert the linears a second time; snip-hf does the FP8 itself. Use 'bf16' or "
+            "mixed_precision='fp8' would convert the linears a second time; snip-hf handles FP8 itself. Use 'bf16' or "
             "'no'."
         )
 
@@ -567,7 +567,7 @@ def test_data_parallel_is_refused_and_other_wrappers_are_looked_through() -> Non
     model = tiny_llama(hidden=32)
     assert refusal(lambda: unwrap(nn.DataParallel(model))) == (
         "nn.DataParallel copies the model in every step, and the plan with it; start one process per GPU with "
-        "`accelerate launch`, or show one GPU only (CUDA_VISIBLE_DEVICES=0)."
+        "`accelerate launch`, or make only one GPU visible (CUDA_VISIBLE_DEVICES=0)."
     )
     assert unwrap(model) is model
     assert unwrap(torch.compile(model, backend="eager")) is model
@@ -755,9 +755,9 @@ FAILURES = {
         "out of luck",
     ),
     "signal": ("import os; os.kill(os.getpid(), 9)", "SolverError: The solver process crashed (exit code -9)", ""),
-    "garbage": ("print('OPTIMAL')", "SolverError: The solver's output is no solution (it begins with", "OPTIMAL"),
-    "silence": ("pass", "SolverError: The solver's output is no solution (it begins with", ""),
-    "half an answer": ("print('{}')", "SolverError: The solver's output is no solution", ""),
+    "garbage": ("print('OPTIMAL')", "SolverError: The solver's output is not a solution (it begins with", "OPTIMAL"),
+    "silence": ("pass", "SolverError: The solver's output is not a solution (it begins with", ""),
+    "half an answer": ("print('{}')", "SolverError: The solver's output is not a solution", ""),
     "timeout": (SLEEP, "SolverError: The solver ran past the 0.2 s that it had and was killed.", ""),
 }
 

@@ -227,8 +227,8 @@ def test_a_refresh_waits_for_a_step_that_is_not_left_out_and_a_resumed_run_too(
     assert full.trainer.accelerator.scaler.get_scale() == 65536.0 / 4
     said = [record.getMessage() for record in caplog.records if "GradScaler" in record.getMessage()]
     assert said == [
-        "snip-hf: the gradients of step 2 are not finite in the loss's scale, and the GradScaler leaves the step out. "
-        "The refresh is taken at the first step that is not left out."
+        "snip-hf: the gradients of step 2 are not finite in the loss's scale, and the GradScaler skips the step. "
+        "The refresh waits for the first step that is taken."
     ]
     for part in ("snip", "checkpoint-3"):
         shutil.copytree(full.folder / part, tmp_path / "resumed" / part)

@@ -341,7 +341,7 @@ def test_another_loss_of_the_outputs_is_probed_as_it_is(tmp_path: Path) -> None:
 def test_a_negative_mean_over_tokens_costs_the_refresh(tmp_path: Path) -> None:
     (line,) = from_outputs(tmp_path, "negative").refreshes
     assert line["status"] == "kept"
-    assert "expected a positive number, which the loss divergence is relative to" in line["reason"]
+    assert "expected a positive number, because the loss divergence is relative to it" in line["reason"]
 
 
 def test_gradients_that_are_not_finite_say_nothing_about_the_loss(tmp_path: Path) -> None:

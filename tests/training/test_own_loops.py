@@ -201,7 +201,7 @@ def test_an_optimizer_of_nothing_in_the_model_is_said_once_at_the_start_and_cost
     controller = SnipController(model, optimizer, OFTEN, output_dir=tmp_path)
     said = (
         "snip-hf: the optimizer holds no parameter of the model (make it from those of the prepared or sharded model), "
-        "so that only the loss divergence decides."
+        "so only the loss divergence decides."
     )
     assert caplog.messages[-1] == said
     _train(controller, optimizer, 5)

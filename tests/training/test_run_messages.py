@@ -71,7 +71,7 @@ def test_missing_conditions_are_a_warning(measured: pytest.LogCaptureFixture) ->
     said(tiny_llama(hidden=64), 1023)
     lacking = (
         "snip-hf: backend emulated will not reach the speed that was measured (docs/hopper.md): the model is not "
-        "compiled, so that launches outweigh faster products: set torch_compile=True in TrainingArguments, or call "
+        "compiled, so launches outweigh faster products: set torch_compile=True in TrainingArguments, or call "
         "layer.compile() for each decoder layer; "
     )
     hidden = (

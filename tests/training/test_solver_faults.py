@@ -35,7 +35,7 @@ def test_a_solver_that_fails_costs_one_refresh_and_no_loss_changes(
 ) -> None:
     first_start(monkeypatch, program("print('Welcome to the CBC MILP Solver')"))
     run = train(tmp_path, CONFIG, **SHORT)
-    assert_cost_only_the_first_refresh(run, without_first, "no solution (it begins with 'Welcome", caplog.messages)
+    assert_cost_only_the_first_refresh(run, without_first, "not a solution (it begins with 'Welcome", caplog.messages)
 
 
 @dataclass

@@ -302,7 +302,7 @@ def gemm_times(
             write_times(path, known)
         except (OSError, ValueError) as error:
             logger.warning(
-                "snip-hf: could not write the times of GEMMs to %s, training goes on: %s",
+                "snip-hf: could not write the times of GEMMs to %s, training continues: %s",
                 printable(path, 1000),
                 printable(error, 1000),
             )
@@ -357,7 +357,7 @@ def read_times(path: str | os.PathLike[str]) -> Times:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{printable(path, 1000)} is not a usable file of GEMM times: {error} Remove it, or name another as "
-            "timing_file; what is missing is timed anew."
+            "timing_file; missing times are measured again."
         ) from error
     return {
         (

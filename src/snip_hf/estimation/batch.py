@@ -320,7 +320,7 @@ class Batch:
         return [end - start for start, end in pairwise(borders)]
 
     def _whole(self, reason: str) -> Batch:
-        logger.info("snip-hf: the probe takes the whole micro-batch of %d tokens: %s.", self.tokens, reason)
+        logger.info("snip-hf: the probe runs the whole micro-batch of %d tokens: %s.", self.tokens, reason)
         return self
 
     @property

@@ -160,9 +160,9 @@ class _Estimate:
         with self._attempt:
             if unit <= 0:
                 raise ValueError(
-                    f"The loss of the probed micro-batch is {loss}; expected a positive number, which the loss "
-                    "divergence is relative to. If it is no mean over labelled tokens, give capture() its terms=...; "
-                    "in a Trainer, rename the input `labels`, and it counts as a mean over sequences."
+                    f"The loss of the probed micro-batch is {loss}; expected a positive number, because the loss "
+                    "divergence is relative to it. If it is not a mean over labelled tokens, give capture() its "
+                    "terms=...; in a Trainer, rename the input `labels`, so that it counts as a mean over sequences."
                 )
             results = self._sums(samples, updates, clip_factor)
             rows = _rows(results, linear_flops(self._model), unit, clip_factor)

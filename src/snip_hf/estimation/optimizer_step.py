@@ -276,7 +276,7 @@ def without_loss_scale(
         if not math.isfinite(before):
             raise ValueError(
                 f"The norm of the gradients is {clip_factor} times what it was after the backward pass; expected a "
-                "finite factor. What clips or scales the gradients made them so."
+                "finite factor. The code that clips or scales the gradients caused this."
             )
         if after > _LARGEST_RATIO or before < 1 / _LARGEST_RATIO:
             raise ValueError(

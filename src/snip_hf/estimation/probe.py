@@ -302,8 +302,8 @@ def _add_differences(samples: dict[str, LayerSample], noisy: Recorder, relative:
         one = noisy.records.pop(name, None)
         if one is None or (one.tokens, one.x.shape) != (sample.tokens, sample.x.shape):
             raise ValueError(
-                f"Layer {name!r} saw other tokens in a pass with noise than without it (a router chooses them), so "
-                "that its response is not known. Leave it out with skip_modules, or use a policy that adds no noise."
+                f"Layer {name!r} saw different tokens in a pass with noise than without it (a router chooses them), so "
+                "its response is unknown. Leave it out with skip_modules, or use a policy that adds no noise."
             )
         sample.x_dot.append(one.x.sub_(sample.x).div_(relative))
         sample.grad_output_dot.append(one.grad_output.sub_(sample.grad_output).div_(relative))
@@ -313,8 +313,8 @@ def _warn_of_routers(left: Sequence[str]) -> None:
     """Logs which layers have no derivative, if any."""
     if left:
         logger.warning(
-            "snip-hf: %d layers, such as %s, saw other tokens on the two sides of the probe, so that no derivative "
-            "could be taken: their router chooses neither by torch.topk nor by torch.max along a dimension. Keep them "
+            "snip-hf: %d layers, such as %s, saw different tokens on the two sides of the probe, so they have no "
+            "derivative: their router chooses neither by torch.topk nor by torch.max along a dimension. Keep them "
             "out of plans with skip_modules.",
             len(left),
             left[0],

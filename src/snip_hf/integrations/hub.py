@@ -10,7 +10,7 @@ includes `snip/`. The model card (README.md) needs two additions:
   and the user calls `keep_model_card(trainer)` once to add the section to the new card.
 
 If the Hub cannot be reached, `Trainer.__init__` raises an error, because it creates the repository. Pushes during
-training fail silently in their thread, and training goes on. A later `trainer.push_to_hub()` raises an error, but
+training fail silently in their thread, and training continues. A later `trainer.push_to_hub()` raises an error, but
 everything is still in the output folder, so it can be called again.
 """
 

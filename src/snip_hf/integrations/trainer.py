@@ -272,7 +272,7 @@ class SnipCallback(TrainerCallback):
         if self._is_restored:
             assert self._state is not None
             self._files.unmark(self._state)
-            logger.warning("snip-hf: the model was restored during the run; training goes on without SNIP.")
+            logger.warning("snip-hf: the model was restored during the run; training continues without SNIP.")
 
     def _running(self) -> SnipController:
         if self.controller is None:

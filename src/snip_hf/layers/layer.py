@@ -175,7 +175,7 @@ class SnipLayer(nn.Module):
             if format.is_quantized and not self.snip_backend.runs(format):
                 raise ValueError(
                     f"The backend {self.snip_backend.name!r} has no kernels for the format {format.name!r}. Name the "
-                    "format in SnipConfig.formats, so that a backend is chosen that has."
+                    "format in SnipConfig.formats, so that a backend with kernels for it is chosen."
                 )
         self.snip_state[: len(GEMMS)] = torch.tensor([format.code for format in chosen])
         self.snip_backend.note_formats(self, chosen)

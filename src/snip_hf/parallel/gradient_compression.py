@@ -64,7 +64,7 @@ def compress_gradients(model: nn.Module, error_feedback: bool = True) -> Gradien
         )
     compression = GradientCompression(ddp, error_feedback)
     if compression.world == 1:
-        logger.info("snip-hf: one process sends no gradients; their compression is left out.")
+        logger.info("snip-hf: one process sends no gradients, so they are not compressed.")
     else:
         # A lambda: DDP refuses annotations that are strings, which all of this module's are.
         ddp.register_comm_hook(compression, lambda state, bucket: state.start(bucket))

@@ -24,7 +24,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         if isinstance(model, nn.DataParallel):
             raise ValueError(
                 "nn.DataParallel copies the model in every step, and the plan with it; start one process per GPU with "
-                "`accelerate launch`, or show one GPU only (CUDA_VISIBLE_DEVICES=0)."
+                "`accelerate launch`, or make only one GPU visible (CUDA_VISIBLE_DEVICES=0)."
             )
         inner = getattr(model, "_orig_mod", None)
         if inner is None and (isinstance(model, nn.parallel.DistributedDataParallel) or deepspeed_engine(model)):

@@ -301,7 +301,7 @@ class PrecisionPlan:
             )
         if unexpected:
             raise KeyError(
-                f"The plan names layer {unexpected[0]!r}, which is no swapped layer of the model (it has "
+                f"The plan names layer {unexpected[0]!r}, which is not a swapped layer of the model (it has "
                 f"{len(present)}, e.g. {next(iter(present), None)!r}). {advice}"
             )
 

@@ -111,7 +111,8 @@ def find_stages(layers: Sequence[str], config: SnipConfig) -> tuple[tuple[str, .
     if wrong:
         raise DoesNotFit(
             f"stages: layer {wrong[0]!r} is named {named[wrong[0]]} times and is "
-            f"{'a' if wrong[0] in layers else 'no'} swapped layer; expected every swapped layer in exactly one stage."
+            f"{'a' if wrong[0] in layers else 'not a'} swapped layer; "
+            "expected every swapped layer in exactly one stage."
         )
     return config.stages
 

@@ -82,7 +82,7 @@ class RunFolder:
                 "run its own output_dir."
             ) from error
         except (OSError, NotImplementedError) as error:
-            self._warn("could not lock %s, training goes on; do not start a second run there: %s", output, error)
+            self._warn("could not lock %s, training continues; do not start a second run there: %s", output, error)
         else:
             self._lock = lock
             _HOLDERS[str(output.resolve())] = self
@@ -162,7 +162,7 @@ class RunFolder:
         if self._lock is not None and not self._lock.is_locked:
             self._lost = True
             logger.warning(
-                "snip-hf: a later run of this process writes to %s, or this run was closed; it records nothing more "
+                "snip-hf: a later run of this process writes to %s, or this run was closed; nothing more is recorded "
                 "there.",
                 printable(self._folder, _SHOWN),
             )
@@ -171,7 +171,7 @@ class RunFolder:
             self._folder.mkdir(parents=True, exist_ok=True)
             write(self._folder)
         except (OSError, ValueError) as error:  # ValueError: a non-finite number, or a file too large to be read
-            self._warn("could not write to %s, training goes on: %s", self._folder, error)
+            self._warn("could not write to %s, training continues: %s", self._folder, error)
 
     @staticmethod
     def _warn(message: str, path: Path, error: Exception) -> None:
@@ -226,7 +226,7 @@ class EventWriter:
                 tracker(event)
             except Exception as error:  # a failing tracker must not end training
                 self._log.warning(
-                    "snip-hf: a tracker failed at the %s event of step %d, training goes on: %s",
+                    "snip-hf: a tracker failed at the %s event of step %d, training continues: %s",
                     event.event,
                     event.step,
                     printable(repr(error), _SHOWN),

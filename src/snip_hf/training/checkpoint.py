@@ -145,8 +145,8 @@ class SavedState:
         fitted = replace(self, plan=fitting(self.plan, flops))
         if None not in (weights, self.weights) and weights != self.weights:
             raise ValueError(
-                "The SNIP state was saved with other weights than those that were loaded: the two are of different "
-                "runs, or one of them was exchanged. Resume from the folder of the weights, or start a new plan from "
+                "The SNIP state was saved with other weights than those that were loaded: they come from different "
+                "runs, or one of them was replaced. Resume from the folder of the weights, or start a new plan from "
                 f"them: {_NEW_PLAN}. If the Trainer warned of missing keys, as it does for some mixtures of experts, "
                 "load the model from the checkpoint by from_pretrained first."
             )

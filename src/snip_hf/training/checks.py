@@ -131,7 +131,7 @@ def check_trainer(args: Any) -> None:
     if args.n_gpu > 1 and args.parallel_mode.value == "not_distributed":
         raise ValueError(
             f"The Trainer would put the model into nn.DataParallel on {args.n_gpu} GPUs, which copies the plan in "
-            "every step. Start one process per GPU with `accelerate launch`, or show one GPU only "
+            "every step. Start one process per GPU with `accelerate launch`, or make only one GPU visible "
             "(CUDA_VISIBLE_DEVICES=0)."
         )
 
@@ -147,7 +147,7 @@ def check_launch(config: SnipConfig, accelerator: Any) -> None:
         return
     if accelerator.mixed_precision == "fp8":
         raise ValueError(
-            "mixed_precision='fp8' would convert the linears a second time; snip-hf does the FP8 itself. Use 'bf16' "
+            "mixed_precision='fp8' would convert the linears a second time; snip-hf handles FP8 itself. Use 'bf16' "
             "or 'no'."
         )
     plugin = getattr(getattr(accelerator, "state", accelerator), "deepspeed_plugin", None)
@@ -259,7 +259,7 @@ def check_split(model: nn.Module, layers: Mapping[str, SnipLayer]) -> None:
     sizes = getattr(getattr(model, "config", None), "distributed_config", None)
     if (getattr(sizes, "pp_size", None) or 1) > 1:
         raise ValueError(
-            "The model is pipeline-parallel (pp_size), so that each rank knows only some of its layers. Load it with "
+            "The model is pipeline-parallel (pp_size), so each rank knows only some of its layers. Load it with "
             "tp_size, fsdp_size or dp_replicate_size instead, or run stages by torch.distributed.pipelining and give "
             "SnipController(..., pipeline=Pipeline(run))."
         )
@@ -388,7 +388,7 @@ class StepCalls:
         if self._accelerator is None and index(step) != done + 1:
             raise ValueError(
                 f"{call} got the step {index(step)} after {done} optimizer steps, expected {done + 1}: count optimizer "
-                "steps, from 1 and without gaps, and not micro-batches (to go on after step N without a saved state, "
+                "steps, from 1 and without gaps, not micro-batches (to continue after step N without a saved state, "
                 "set controller.step = N first)."
             )
         return True
@@ -396,7 +396,7 @@ class StepCalls:
     def check_open(self, call: str) -> None:
         """Raises ValueError if the controller has been closed."""
         if self.is_closed:
-            raise ValueError(f"{call} was called after close(). Build a new SnipController to train on.")
+            raise ValueError(f"{call} was called after close(). Build a new SnipController to continue.")
 
     def begin(self, is_late: bool) -> None:
         """Records a call of `before_optimizer_step`; `is_late` if the optimizer has already taken its step."""

@@ -313,9 +313,8 @@ class SnipController:
         """
         if self._calls.is_begun:
             raise ValueError(
-                f"The state was asked for in the middle of optimizer step {self.step + 1}: its gradients are taken and "
-                "it has not ended. Save before before_optimizer_step or after after_step (under a Trainer in "
-                "on_step_begin, on_step_end or on_save)."
+                f"The state was requested in the middle of optimizer step {self.step + 1}. Save before "
+                "before_optimizer_step or after after_step (under a Trainer in on_step_begin, on_step_end or on_save)."
             )
         return state_of(self._run, self._schedule, self.step)
 

@@ -196,7 +196,7 @@ class SpeedForecast:
         kept = {"past_key_values", "cache"}.intersection(output if isinstance(output, Mapping) else ())
         if model.training and kept:
             self._log.warning(
-                "snip-hf: the model keeps a cache of keys and values in training, so that torch compiles each decoder "
+                "snip-hf: the model keeps a cache of keys and values in training, so torch compiles each decoder "
                 "layer for its own index, and runs the layers beyond torch._dynamo.config.recompile_limit (%d) "
                 "uncompiled. Set model.config.use_cache = False, or call the model with use_cache=False.",
                 torch._dynamo.config.recompile_limit,
@@ -207,7 +207,7 @@ class SpeedForecast:
         missing = []
         if compiled is None:
             missing.append(
-                "the model is not compiled, so that launches outweigh faster products: set torch_compile=True in "
+                "the model is not compiled, so launches outweigh faster products: set torch_compile=True in "
                 "TrainingArguments, or call layer.compile() for each decoder layer"
             )
         if self._hidden < least_hidden:

@@ -201,7 +201,7 @@ class Refresher:
         """Warns if no rank has a weight divergence to measure. Collective."""
         reasons = self._everyone.gather(self._why_untrained())
         if None not in reasons:
-            self._log.warning("snip-hf: %s, so that only the loss divergence decides.", reasons[0])
+            self._log.warning("snip-hf: %s, so only the loss divergence decides.", reasons[0])
 
     def _begin(self, step: int, watch: StepWatch) -> None:
         config, layers = self._config, self._layers.present

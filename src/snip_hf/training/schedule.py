@@ -45,8 +45,8 @@ class Schedule:
         """Puts the refresh of this step off to the next one, since the GradScaler skips this one."""
         if self.postponed is None:
             self._log.info(
-                "snip-hf: the gradients of step %d are not finite in the loss's scale, and the GradScaler leaves the "
-                "step out. The refresh is taken at the first step that is not left out.",
+                "snip-hf: the gradients of step %d are not finite in the loss's scale, and the GradScaler skips the "
+                "step. The refresh waits for the first step that is taken.",
                 step,
             )
         self.postponed = step + 1

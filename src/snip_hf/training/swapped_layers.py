@@ -217,7 +217,7 @@ def use_backend(
         log.info("snip-hf: backend %s: %s", backend.name, text)
     for reason, names in refused.items():
         log.warning(
-            "snip-hf: %s: %d layers, such as %s, run emulated, slower than BF16. Name them in skip_modules to keep "
+            "snip-hf: %s: %d layers, such as %s, are emulated, slower than BF16. Name them in skip_modules to keep "
             "them in high precision.",
             reason,
             len(names),

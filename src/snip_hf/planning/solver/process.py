@@ -104,17 +104,17 @@ class Problem:
         for where, row in [(f"constraints[{index}].groups", row) for index, row in enumerate(self.constraints)]:
             for name in options if row.groups is None else row.groups:
                 if name not in options:
-                    raise ValueError(f"{where} names {short(name)}, which is no group.")
+                    raise ValueError(f"{where} names {short(name)}, which is not a group.")
                 if name in stage_of:
                     raise ValueError(f"{where} names {short(name)} again; expected each group in one constraint.")
                 stage_of[name] = row.name
         for index, tie in enumerate(self.ties):
             for name in tie:
                 if name not in options:
-                    raise ValueError(f"ties[{index}] names {short(name)}, which is no group.")
+                    raise ValueError(f"ties[{index}] names {short(name)}, which is not a group.")
                 if options[name] != options[tie[0]] or stage_of.get(name) != stage_of.get(tie[0]):
                     raise ValueError(
-                        f"ties[{index}]: {short(tie[0])} and {short(name)} have other options or constraints; tied "
+                        f"ties[{index}]: {short(tie[0])} and {short(name)} have different options or constraints; tied "
                         "groups must have the same ones."
                     )
 
@@ -236,7 +236,7 @@ class SolverProcess:
         except ValueError as error:
             begin = output[:80].decode(errors="replace")
             raise SolverError(
-                "garbage", f"The solver's output is no solution (it begins with {begin!r}): {error}"
+                "garbage", f"The solver's output is not a solution (it begins with {begin!r}): {error}"
             ) from error
 
     def _infeasible(self, reach: dict[str, float]) -> SolverError:
@@ -288,7 +288,7 @@ def check_solver(config: SnipConfig, log: logging.Logger) -> str:
         if wanted != "auto" and error.reason == "missing":
             raise ValueError(str(error)) from error
         if wanted != "auto":
-            log.warning("snip-hf: trying out the solver %r failed, and refreshes may fail so too: %s", wanted, error)
+            log.warning("snip-hf: trying out the solver %r failed, so refreshes may fail too: %s", wanted, error)
             return wanted
         level = logging.INFO if error.reason == "missing" else logging.WARNING
         log.log(level, "snip-hf: solver='auto' uses %r, because: %s", FALLBACK, error)

@@ -219,7 +219,7 @@ def test_trainers_of_trl_are_timed_under_the_same_steps(
     cells = [first, *((task, model, (trl_speed.BF16, trl_speed.OURS)) for task, model, _ in others)]
     monkeypatch.setattr(trl_speed, "CELLS", cells)
     output = tmp_path / "trl.jsonl"
-    options = ["--device", "cpu", "--rows", 2, "--length", 256, "--steps", 2, "--output", output]
+    options = ["--device", "cpu", "--rows", 2, "--length", 256, "--steps", 2, "--minutes", 60, "--output", output]
     run(monkeypatch, trl_speed, *options)
     rows = lines.read_lines(output)
     assert [(row["task"], row["recipe"]) for row in rows] == [

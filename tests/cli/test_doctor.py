@@ -24,7 +24,7 @@ def lines(text: str, name: str) -> list[str]:
 def test_all_that_is_installed_works_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("snip-hf ") and text.endswith("\n\nAll that is installed works.\n")
+    assert text.startswith("snip-hf ") and text.endswith("\n\nEverything that is installed works.\n")
     assert f"torch {metadata.version('torch')}" in lines(text, "Packages")
     assert "emulated: runs on cpu, an emulation that is slower than BF16" in [
         line.replace("cuda:0, ", "") for line in lines(text, "Devices and backends")
@@ -61,8 +61,8 @@ def test_a_model_is_examined_from_its_config(tmp_path: Path) -> None:
         (
             2560,
             "1.12 to 1.30 times compiled BF16, as measured on H100s and H200s at hidden size 2048 (yours: 2560). "
-            "Set bf16=True and torch_compile=True, with at least 6,104 tokens per micro-batch. The host may be the "
-            "limit, most on an H100: try torch_compile_mode='reduce-overhead', if a step has one micro-batch and all "
+            "Set bf16=True and torch_compile=True, with at least 6,104 tokens per micro-batch. The host may limit "
+            "it, especially on an H100: try torch_compile_mode='reduce-overhead' if a step has one micro-batch and all "
             "have one shape (docs/troubleshooting.md)",
         ),
         (

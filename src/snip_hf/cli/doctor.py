@@ -73,7 +73,7 @@ def doctor(arguments: argparse.Namespace) -> int:
             break  # The other sections need the packages.
     if problems:
         return fail(RuntimeError(f"{len(problems)} of these do not work: {' '.join(problems)}"), 1)
-    print("\nAll that is installed works.")
+    print("\nEverything that is installed works.")
     return 0
 
 
@@ -229,7 +229,7 @@ def _speed(model: Any, backend: Backend) -> str:
     nearest = min(measured, key=lambda size: abs(size - hidden))
     low, high = measured[nearest]
     graphs = (
-        ". The host may be the limit, most on an H100: try torch_compile_mode='reduce-overhead', if a step has one "
+        ". The host may limit it, especially on an H100: try torch_compile_mode='reduce-overhead' if a step has one "
         "micro-batch and all have one shape (docs/troubleshooting.md)"
     )
     return (

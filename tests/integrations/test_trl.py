@@ -161,7 +161,6 @@ def test_an_unknown_option_for_the_reference_is_refused() -> None:
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "DPO precomputed": ("DPO", {"precompute_ref_log_probs": True}),
     "DPO ipo": ("DPO", {"loss_type": "ipo"}),
-    "DPO padding-free": ("DPO", {"padding_free": True}),
     "DPO synced": ("DPO", {"sync_ref_model": True, "ref_model_sync_steps": 2}),
     "KTO": ("KTO", {}),
     "SFT of adapters": ("SFT", {}),
@@ -174,7 +173,6 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO twice": ("GRPO", {"num_iterations": 2}),
     "GRPO by sequences": ("GRPO", {"importance_sampling_level": "sequence", "loss_type": "grpo"}),
     "GRPO with a reference": ("GRPO", {"beta": 0.1}),
-    "RLOO": ("RLOO", {}),
     "RLOO in BF16": ("RLOO", {"bf16": True}),
 }
 

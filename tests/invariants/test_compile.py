@@ -21,7 +21,7 @@ from configs import fp4_config
 from models import CONFIGS, batch
 from slow_cases import slow_but
 from small import checkpoint_activations, relative_error, text, tiny_llama
-from tiny_runs import SCHEDULE, Run, arguments, data, differing, one_thread, train, weights, without_seconds
+from tiny_runs import SCHEDULE, arguments, data, differing, one_thread, train, weights, without_seconds
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config, Trainer
@@ -314,38 +314,14 @@ def test_a_loss_that_nobody_sees_is_noticed_behind_a_compiled_model_too(tmp_path
         trainer.train()
 
 
-class Smallest(nn.Module):
-    """A block with one linear: the fewest kernels for the C++ compiler."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(128, 16)
-        self.layers = nn.ModuleList([nn.Linear(16, 128, bias=False)])
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.layers[0](self.embed(input_ids))
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
-
-
-def inductor_run(folder: Path, make: Any) -> None:
+@pytest.mark.slow
+@needs_compiler
+def test_inductor_under_a_trainer_gives_the_losses_of_an_uncompiled_run(tmp_path: Path) -> None:
     """Inductor fuses and sums in another order, which FP32 shows in the last digits of the loss."""
-
-    plain = train(folder / "plain", CONFIG, model=make(), **SHORT)
+    plain = train(tmp_path / "plain", CONFIG, model=llama(), **SHORT)
     with one_graph():
-        run: Run = train(folder / "compiled", CONFIG, model=make(), **SHORT, torch_compile=True)
+        run = train(tmp_path / "compiled", CONFIG, model=llama(), **SHORT, torch_compile=True)
     assert [(line["step"], line["status"]) for line in run.refreshes] == [(2, "applied")]
     assert [loss for loss, _ in run.losses.values()] == pytest.approx(
         [loss for loss, _ in plain.losses.values()], rel=1e-5
     )
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_inductor_under_a_trainer_gives_the_losses_of_an_uncompiled_run(tmp_path: Path) -> None:
-    inductor_run(tmp_path, Smallest)
-
-
-@pytest.mark.slow
-def test_inductor_under_a_trainer_gives_the_losses_of_an_uncompiled_llama(tmp_path: Path) -> None:
-    inductor_run(tmp_path, llama)

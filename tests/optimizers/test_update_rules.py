@@ -240,18 +240,6 @@ def test_an_option_overridden_for_one_weight_counts_for_it_only(source: Callable
     assert torch.equal(after["tall"], before["tall"])
 
 
-def test_anyprecision_adamw_is_differentiated_by_its_own_steps() -> None:
-    def make(parameters: Any) -> optim.Optimizer:
-        return stand_ins.AnyPrecisionAdamW(list(parameters), lr=1e-2)
-
-    parameters, optimizer = trained(make, 5)
-    assert response.differentiation(type(optimizer)) == "numerical"
-    before, after = (real_update(make, parameters, optimizer, draw(seed)) for seed in (55, 56))
-    answer = responses(optimizer, parameters)["wide"]
-    got = answer.update(draw(56)["wide"]) - answer.update(draw(55)["wide"])
-    torch.testing.assert_close(got, after["wide"] - before["wide"], rtol=1e-3, atol=1e-6)
-
-
 # In the Trainer
 
 

@@ -450,22 +450,6 @@ class StableAdamW(_EachWeight):
         group["step"] = torch.tensor(float(group.get("step", 0)) + 1)
 
 
-class AnyPrecisionAdamW(_EachWeight):
-    """AdamW of torchdistx, whose averages have dtypes of their own."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        options = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-        super().__init__(params, {**options, "momentum_dtype": torch.float32, "variance_dtype": torch.float32})
-
-    def one(self, group: dict[str, Any], parameter: Tensor) -> None:
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        state["step"] = state.get("step", 0) + 1
-        first = _averaged(state, "exp_avg", parameter.grad, beta1)
-        second = _averaged(state, "exp_avg_sq", parameter.grad**2, beta2)
-        root = (second / (1 - beta2 ** state["step"])).sqrt()
-        parameter.sub_(group["lr"] / (1 - beta1 ** state["step"]) * first / (root + group["eps"]))
-
-
 class Lomo(optim.Optimizer):
     """LOMO of lomo_optim, which steps within the backward pass."""
 
@@ -485,5 +469,4 @@ _of("galore_torch.adamw", GaLoreAdamW, name="AdamW")
 _of("galore_torch.adafactor", GaLoreAdafactor, name="Adafactor")
 _of("apollo_torch.apollo", APOLLOAdamW, name="AdamW")
 _of("optimi.stableadamw", StableAdamW)
-_of("torchdistx.optimizers", AnyPrecisionAdamW)
 _of("lomo_optim.lomo", Lomo)

@@ -87,16 +87,9 @@ def test_the_loss_and_the_norm_of_a_step_are_those_that_the_trainer_logs(tmp_pat
     assert recent["gradient norm"] == pytest.approx([norm for _, norm in logged], rel=1e-4)
 
 
-HEALTHY: dict[str, dict[str, Any]] = {"by layer": {}, "by GEMM": {"granularity": "gemm"}}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_runs_are_the_same_to_the_bit_without_an_alarm(name: str, tmp_path: Path) -> None:
-    runs = {
-        guard: train(tmp_path / guard, config(guard=guard, **HEALTHY[name]), max_steps=24, **LOW)
-        for guard in ("off", "raise")
-    }
+def test_healthy_runs_are_the_same_to_the_bit_without_an_alarm(tmp_path: Path) -> None:
+    runs = {guard: train(tmp_path / guard, config(guard=guard), max_steps=12, **LOW) for guard in ("off", "raise")}
     assert alarms(tmp_path / "raise") == []
     assert runs["raise"].losses == runs["off"].losses
     assert differing(weights(runs["raise"].model), weights(runs["off"].model)) == []

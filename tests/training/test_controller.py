@@ -596,16 +596,6 @@ def test_attention_that_cannot_be_switched_is_refused_only_where_it_is_probed(mo
     SnipController(model, optimizer, fp4_config(policy="layer-type"))
 
 
-def test_a_model_that_is_already_quantized_is_refused() -> None:
-    model = tiny_llama(hidden=32)
-    model.config.quantization_config = {"quant_method": "fp8"}
-    optimizer = torch.optim.AdamW(model.parameters())
-    assert refusal(lambda: SnipController(model, optimizer, fp4_config())) == (
-        "The model is already quantized (dict); expected ordinary weights. Load it without a quantization_config, or "
-        "dequantize it first."
-    )
-
-
 def test_a_first_batch_without_labels_is_refused_and_a_later_one_costs_a_refresh(tmp_path: Path) -> None:
     loop = Loop(folder=tmp_path)
     batch = {"input_ids": text(2, 24)["input_ids"]}

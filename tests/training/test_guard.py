@@ -84,8 +84,6 @@ def threads() -> Iterator[None]:
 HEALTHY: dict[str, tuple[int, int, dict[str, Any]]] = {
     "by layer": (12, 8, {}),
     "all in FP4": (24, 16, {"policy": "uniform-fp4"}),
-    # Somewhat longer than it takes to fill half of the default's window.
-    "by layer, defaults": (72, 128, {}),
     "by GEMM, two stages": (24, 16, {"granularity": "gemm", "stages": 2}),
 }
 

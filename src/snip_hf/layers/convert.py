@@ -46,7 +46,7 @@ _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 class SnipLinearConfig(AOBaseConfig):
     """For torchao's `quantize_(model, SnipLinearConfig(...), filter_fn)`: swaps every layer that the filter passes.
 
-    `quantize_` passes neither names nor steps on. Until `convert_model` names the layers and a `SnipController` counts
+    `quantize_` passes on neither names nor steps. Until `convert_model` names the layers and a `SnipController` counts
     the steps, all layers round stochastically with the same random numbers in every step.
     """
 
@@ -125,7 +125,7 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     Returns: the exact names of all swapped layers, in the model's order.
 
     Raises:
-        TypeError: the config is no `SnipConfig`.
+        TypeError: the config is not a `SnipConfig`.
         ValueError: no layer is left to swap, a name in `skip_modules` or `include_modules` matches nothing, the model
             is already quantized by another method. The model is as before.
     """

@@ -113,7 +113,7 @@ LINEAR_CLASSES.register(LinearClass("FalconLinear"))
 
 
 def register_linear_class(cls: type[nn.Linear]) -> type[nn.Linear]:
-    """Lets a subclass of `nn.Linear` be swapped whose forward is the same product. Returns it, as a decorator does.
+    """Lets snip-hf swap a subclass of `nn.Linear` whose forward is the same product. Returns it, as a decorator must.
 
     Its modules run as `SnipLinear` until the model is restored, without any methods that the class adds. Subclasses
     must be registered themselves.

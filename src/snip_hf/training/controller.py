@@ -51,11 +51,11 @@ class SnipController:
         optimizer: the optimizer that trains it, wrapped or not.
         config: the configuration of the run.
         accelerator: the Accelerate object of the loop, if there is one; its settings are checked, and a step counts as
-            an optimizer step if it synchronises gradients.
+            an optimizer step if it synchronizes gradients.
         output_dir: the first process writes the plan, the history and the divergences to `snip/` in this folder; None:
             nothing is written.
         pipeline: runs the whole model if this process holds only parts of it.
-        max_steps: the last optimizer step, if it is known: refreshes whose plan would be due after it are left out.
+        max_steps: the last optimizer step, if it is known: refreshes whose plan would be due after it are skipped.
 
     Raises:
         ValueError, TypeError, NotImplementedError, KeyError: anything that cannot work, before training starts.
@@ -306,7 +306,7 @@ class SnipController:
         self._folder.release()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh.
+        """Returns JSON data from which `load_state_dict` continues exactly here, even in the middle of a refresh.
 
         Raises:
             ValueError: an optimizer step is under way.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from configs import fp4_config
 from expert_models import routed_lm, tiny_gpt_oss, tiny_qwen3_moe
-from small import checkpoint_activations, convert_in_formats, text, tokens
+from small import checkpoint_activations, convert_in_formats, text, tiny_lm, tokens
 from torch import Tensor
 
 from snip_hf.estimation import samples as samples_module
@@ -132,16 +134,43 @@ def test_both_sides_of_a_probe_have_the_same_rows_though_their_scores_choose_oth
     assert rows is not None and rows.token.bincount().tolist() == [2] * 256
 
 
+def test_a_pass_keeps_a_sample_of_an_input_and_not_the_input() -> None:
+    model, plan = tiny_lm(), SamplePlan(128, 0, 0, 0, (512,))
+    convert_model(model, fp4_config())
+    layers, recorder = snip_linears(model), Recorder(plan)
+    name, layer = next(iter(layers.items()))
+    input = drawn(512, layer.in_features, seed=1).requires_grad_() * 1
+    expected, left = input.detach().clone(), weakref.ref(input)
+    with recording(layers, recorder):
+        y = layer(input)
+        del input
+        assert left() is None
+        y.sum().backward()
+    assert torch.equal(recorder.records[name].x, expected[plan.positions(512)])
+
+
 @pytest.mark.parametrize("whole_amax", [True, False])
 def test_figures_of_tokens_from_one_launch_are_those_of_a_record(
     whole_amax: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The functions of kernels are written out here; tests/kernels/test_rounding_kernels.py has the kernels."""
+
+    def of_rows(x: Tensor) -> Tensor:
+        return torch.stack([x.square().sum(1), x.abs().amax(1)], 1)
+
+    def of_tokens(of_x: Tensor, grad_output: Tensor, is_kept: Tensor) -> Tensor:
+        of_g = of_rows(grad_output)
+        energies = of_x[:, 0] * of_g[:, 0]
+        return torch.stack([energies, energies * is_kept, of_x[:, 1], of_g[:, 1]], 1)
+
+    monkeypatch.setattr(samples_module, "row_figures", of_rows)
+    monkeypatch.setattr(samples_module, "token_figures", of_tokens)
     x, grad_output = drawn(600, 12, seed=1), drawn(600, 7, seed=2)
     records = []
     for in_one_launch in (False, True):
         monkeypatch.setattr(samples_module, "_in_one_launch", lambda *given, found=in_one_launch: found)
         recorder = Recorder(SamplePlan(256, 0, 0, 0, (600,), whole_amax))
-        recorder.keep("up", x, grad_output)
+        recorder.keep("up", recorder.inputs_of(x), grad_output)
         records.append(recorder.records["up"])
     for one, other in zip(*records, strict=True):
         if isinstance(one, Tensor):

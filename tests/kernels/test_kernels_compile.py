@@ -34,7 +34,9 @@ TILE = {"COUNTS": True, "IN_BLOCKS": False, "RAGGED": True, "RUNS": 8, "CHANNELS
 SUMS = of(
     FP32, "first", "second", "errors", "sums", "parts", "factors", "x", "grad_output", "figures", "weight", "found"
 )
-SUMS |= of(FP32, "found", "rounded", "along", "slopes", "rises", "roots", "rows", "channels") | of("*i1", "is_kept")
+SUMS |= of(FP32, "found", "rounded", "along", "slopes", "rises", "roots", "rows", "channels", "of_x") | of(
+    "*i1", "is_kept"
+)
 SUMS |= of(BF16, "narrow", "joined", "error")
 ADAM = of(FP32, "gradient", "first", "second", "tangent", "slopes") | of("fp32", *adam_slopes.AdamNumbers._fields)
 HOPPER = {"IS_GRADIENT": True, "RAGGED": True, "ROW_RUNS": 8, "WIDTH": 16}
@@ -78,6 +80,7 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     ),
     (sums._error_squares_kernel, SUMS, {"PIECES": 3, "KINDS": 2, "BLOCK": 1024}),
     (sums._scaled_squares_kernel, SUMS, {"PIECES": 3, "BLOCK": 1024}),
+    (sums._row_figures_kernel, SUMS, {"BLOCK": 1024}),
     (sums._token_figures_kernel, SUMS, {"BLOCK": 1024}),
     (errors._weight_errors_kernel, SUMS, {"IS_TWO": True, "BLOCK": 1024}),
     (errors._error_norms_kernel, SUMS, {"BLOCK": 1024}),

@@ -27,6 +27,7 @@ HOMES = {
     "fake_quantize": (rounding, "round_by_kernel"),
     "error_squares": (sums, "error_squares"),
     "scaled_squares": (sums, "scaled_squares"),
+    "row_figures": (sums, "row_figures"),
     "token_figures": (sums, "token_figures"),
     "bf16_parts": (bf16_parts, "bf16_parts"),
     "adam_slopes": (adam_slopes, "adam_slopes"),

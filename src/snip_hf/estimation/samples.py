@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..kernels.launching import on_device
 from ..kernels.rounding import has_kernels
-from ..kernels.sums import row_squares, token_figures
+from ..kernels.sums import row_figures, row_squares, token_figures
 from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..numerics.gemms import TILE
 from ..numerics.random_streams import stream_key
@@ -114,7 +114,8 @@ class _Recorded(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, layer: SnipLayer, dispatch: Dispatch | None, name: str, recorder: Recorder
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # Not X itself: what the backward pass needs of it is a sample, and often nothing else keeps it.
+        ctx.save_for_backward(weight, *recorder.inputs_of(x, dispatch))
         ctx.layer, ctx.dispatch, ctx.name, ctx.recorder = layer, dispatch, name, recorder
         matrices, bias = layer.matrices(whole(weight)), layer.bias
         if dispatch is None and not is_split(x, matrices[0]):
@@ -126,9 +127,9 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
+        weight, *of_x = ctx.saved_tensors
         if not torch.is_grad_enabled():  # with create_graph=True the backward pass of the loss follows
-            ctx.recorder.keep(ctx.name, x, grad_output, ctx.dispatch)
+            ctx.recorder.keep(ctx.name, Inputs(*of_x), grad_output, ctx.dispatch)
         grad_input = None
         if ctx.needs_input_grad[0]:
             matrices = ctx.layer.matrices(whole(weight))
@@ -143,6 +144,15 @@ def _by_matrix(rows: Tensor, matrices: Sequence[Tensor], dispatch: Dispatch | No
     *parts, behind = rows.tensor_split(dispatch.ends.cpu())
     products = [product(part, matrix) for part, matrix in zip(parts, matrices, strict=True)]
     return torch.cat([*products, behind.new_zeros(len(behind), matrices[0].shape[1])])
+
+
+class Inputs(NamedTuple):
+    """What a record takes from the input X of a layer, or from its output gradient G."""
+
+    kept: Tensor
+    """Rows of the sampled tokens, FP32, (n, C)."""
+    figures: Tensor
+    """Sum of squares and largest magnitude of each row, (T, 2); the latter only if any format needs it."""
 
 
 class Record(NamedTuple):
@@ -226,23 +236,39 @@ class Recorder:
         figures = read([energy for record in self.records.values() for energy in record.energies])
         return dict(zip(self.records, zip(figures[::2], figures[1::2], strict=True), strict=True))
 
-    def keep(self, name: str, x: Tensor, grad_output: Tensor, dispatch: Dispatch | None = None) -> None:
-        (kept, is_kept), rows = self._kept_of(x.shape[0] if dispatch is None else dispatch.tokens, x.device), None
-        if dispatch is not None:
-            x, grad_output = (tensor[: int(dispatch.ends[-1])] for tensor in (x, grad_output))
-            kept, rows = _rows_of(kept, dispatch)
-        x, grad_output = x.detach(), grad_output.detach()
-        whole_amax = self._plan.whole_amax
-        if dispatch is None and _in_one_launch(x, grad_output):
-            figures = token_figures(x, grad_output, is_kept)
-            energies, amaxes = figures[:, :2].sum(0), figures[:, 2:].amax(0) if whole_amax else x.new_empty(0)
+    def inputs_of(self, x: Tensor, dispatch: Dispatch | None = None) -> Inputs:
+        """Returns what a record takes from X."""
+        x, kept, _, _ = self._parts(x.detach(), dispatch)
+        return Inputs(x[kept].to(torch.float32), self._figures(x))
+
+    def keep(self, name: str, of_x: Inputs, grad_output: Tensor, dispatch: Dispatch | None = None) -> None:
+        """Records a layer's X, of which `inputs_of` took something, and G."""
+        grad_output, kept, is_kept, rows = self._parts(grad_output.detach(), dispatch)
+        whole_amax, none = self._plan.whole_amax, grad_output.new_empty(0)
+        if dispatch is None and _in_one_launch(grad_output):
+            figures = token_figures(of_x.figures, grad_output, is_kept)
+            energies, amaxes = figures[:, :2].sum(0), figures[:, 2:].amax(0) if whole_amax else none
         else:
-            energy = row_squares(x) * row_squares(grad_output)
+            of_g = self._figures(grad_output)
+            energy = of_x.figures[:, 0] * of_g[:, 0]
             energies = torch.stack([energy.sum(), energy[kept].sum()])
-            amaxes = torch.stack([_amax(x, dispatch), _amax(grad_output, dispatch)]) if whole_amax else x.new_empty(0)
-        kept_x, kept_grad_output = x[kept].to(torch.float32), grad_output[kept].to(torch.float32)
-        record = Record(x.shape[0], kept_x, kept_grad_output, energies, amaxes, rows)
+            amaxes = torch.stack([_amax(one[:, 1], dispatch) for one in (of_x.figures, of_g)]) if whole_amax else none
+        record = Record(len(grad_output), of_x.kept, grad_output[kept].to(torch.float32), energies, amaxes, rows)
         self.records[name] = record.after(self.records[name]) if name in self.records else record
+
+    def _parts(self, x: Tensor, dispatch: Dispatch | None) -> tuple[Tensor, Tensor, Tensor, Rows | None]:
+        """Returns the rows of a layer's X or G that belong to a token, which ones are kept, and whose these are."""
+        kept, is_kept = self._kept_of(x.shape[0] if dispatch is None else dispatch.tokens, x.device)
+        if dispatch is None:
+            return x, kept, is_kept, None
+        return x[: int(dispatch.ends[-1])], *_rows_of(kept, dispatch)
+
+    def _figures(self, x: Tensor) -> Tensor:
+        if _in_one_launch(x):
+            return row_figures(x)
+        squares = row_squares(x)
+        largest = torch.linalg.vector_norm(x, torch.inf, 1).to(torch.float32) if self._plan.whole_amax else squares
+        return torch.stack([squares, largest], 1)
 
     def _kept_of(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         at = tokens, device
@@ -254,31 +280,26 @@ class Recorder:
         return self._kept[at]
 
 
-def _in_one_launch(x: Tensor, grad_output: Tensor) -> bool:
-    is_fp32 = x.dtype == grad_output.dtype == torch.float32
-    return is_fp32 and x.numel() * grad_output.numel() > 0 and has_kernels(x.device)
+def _in_one_launch(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.numel() > 0 and has_kernels(x.device)
 
 
-def _rows_of(tokens: Tensor, dispatch: Dispatch) -> tuple[Tensor, Rows]:
-    """Returns the rows of these tokens, and the matrix and token of each of them."""
+def _rows_of(tokens: Tensor, dispatch: Dispatch) -> tuple[Tensor, Tensor, Rows]:
+    """Returns the rows of these tokens, which ones they are, and the matrix and token of each of them."""
     places = dispatch.token.new_full((dispatch.tokens,), -1)
     places[tokens] = torch.arange(len(tokens), device=tokens.device)
     of_rows = places[dispatch.token[: int(dispatch.ends[-1])]]
     is_kept = of_rows >= 0
     counts = nn.functional.pad(is_kept.cumsum(0), (1, 0))
-    return is_kept.nonzero()[:, 0], Rows(counts[dispatch.ends], of_rows[is_kept], len(tokens))
+    return is_kept.nonzero()[:, 0], is_kept, Rows(counts[dispatch.ends], of_rows[is_kept], len(tokens))
 
 
-def _amax(x: Tensor, dispatch: Dispatch | None) -> Tensor:
-    """Returns the largest magnitude, (); of each matrix's rows, (E,)."""
+def _amax(of_rows: Tensor, dispatch: Dispatch | None) -> Tensor:
+    """Returns the largest of the rows' magnitudes, (); of each matrix's rows, (E,)."""
     if dispatch is not None:
-        of_rows: Tensor = torch.linalg.vector_norm(x, torch.inf, 1).to(torch.float32)
         zeros = of_rows.new_zeros(len(dispatch.ends))
-        return zeros.scatter_reduce(0, dispatch.matrix()[: len(x)], of_rows, "amax")
-    if not x.numel():
-        return x.new_zeros((), dtype=torch.float32)
-    largest: Tensor = torch.linalg.vector_norm(x, torch.inf)
-    return largest.to(torch.float32)
+        return zeros.scatter_reduce(0, dispatch.matrix()[: len(of_rows)], of_rows, "amax")
+    return of_rows.amax() if len(of_rows) else of_rows.new_zeros(())
 
 
 @contextmanager

@@ -81,23 +81,33 @@ def row_squares(x: Tensor) -> Tensor:
     return x.to(torch.float32).square().sum(1)
 
 
-def token_figures(x: Tensor, grad_output: Tensor, is_kept: Tensor) -> Tensor:
-    """Returns for each token its energy |X_t|^2 |G_t|^2, that energy if it is kept, and its amaxes of X and G, (T, 4).
+def row_figures(x: Tensor) -> Tensor:
+    """Returns the sum of squares and the largest magnitude of each row of x (T, C), (T, 2); only if `has_kernels`.
 
     Args:
-        x: (T, I), FP32.
-        grad_output: (T, O), FP32.
+        x: not empty, FP32.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    figures = x.new_empty(x.shape[0], 2)
+    numbers = (x.shape[1], x.stride(0))
+    launch(_row_figures_kernel, (x.shape[0],), (x, figures), numbers, (_BLOCK,), enable_fp_fusion=True)
+    return figures
+
+
+def token_figures(of_x: Tensor, grad_output: Tensor, is_kept: Tensor) -> Tensor:
+    """Returns for each token its energy |X_t|^2 |G_t|^2, that energy if it is kept, and its amaxes of X and G, (T, 4).
+
+    Only if `has_kernels`.
+
+    Args:
+        of_x: `row_figures` of X, (T, 2).
+        grad_output: (T, O), not empty, FP32.
         is_kept: (T,), bool.
     """
-    if x.numel() * grad_output.numel() == 0 or not has_kernels(x.device):
-        energies = row_squares(x) * row_squares(grad_output)
-        amaxes = (torch.linalg.vector_norm(one, torch.inf, 1) for one in (x, grad_output))
-        return torch.stack([energies, torch.where(is_kept, energies, 0.0), *amaxes], 1)
-    x, grad_output = (one if one.stride(1) == 1 else one.contiguous() for one in (x, grad_output))
-    figures = x.new_empty(x.shape[0], 4)
-    tensors = (x, grad_output, is_kept, figures)
-    numbers = (x.shape[1], grad_output.shape[1], x.stride(0), grad_output.stride(0))
-    launch(_token_figures_kernel, (x.shape[0],), tensors, numbers, (_BLOCK,), enable_fp_fusion=True)
+    grad_output = grad_output if grad_output.stride(1) == 1 else grad_output.contiguous()
+    figures = grad_output.new_empty(grad_output.shape[0], 4)
+    tensors, numbers = (of_x, grad_output, is_kept, figures), (grad_output.shape[1], grad_output.stride(0))
+    launch(_token_figures_kernel, (len(figures),), tensors, numbers, (_BLOCK,), enable_fp_fusion=True)
     return figures
 
 
@@ -173,7 +183,7 @@ if TYPE_CHECKING or find_spec("triton") is not None:
         tl.store(sums + 1, tl.sum(total * total, 0))
 
     @triton.jit
-    def _row_figures(row, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _of_row(row, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         squares, largest = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         for start in range(0, columns, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -184,23 +194,27 @@ if TYPE_CHECKING or find_spec("triton") is not None:
         return square, tl.where(square == square, tl.max(largest, 0), square)  # NaN of NaN
 
     @triton.jit
+    def _row_figures_kernel(x, figures, columns, x_row, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        row = tl.program_id(0).to(tl.int64)
+        square, largest = _of_row(x + row * x_row, columns, BLOCK)
+        tl.store(figures + row * 2, square)
+        tl.store(figures + row * 2 + 1, largest)
+
+    @triton.jit
     def _token_figures_kernel(  # type: ignore[no-untyped-def]
-        x,
+        of_x,
         grad_output,
         is_kept,
         figures,
-        inputs,
         outputs,
-        x_row,
         grad_output_row,
         BLOCK: tl.constexpr,
     ):
         token = tl.program_id(0).to(tl.int64)
-        of_x, largest_x = _row_figures(x + token * x_row, inputs, BLOCK)
-        of_g, largest_g = _row_figures(grad_output + token * grad_output_row, outputs, BLOCK)
+        of_g, largest_g = _of_row(grad_output + token * grad_output_row, outputs, BLOCK)
         figures += token * 4
-        energy = of_x * of_g
+        energy = tl.load(of_x + token * 2) * of_g
         tl.store(figures, energy)
         tl.store(figures + 1, tl.where(tl.load(is_kept + token) != 0, energy, 0.0))
-        tl.store(figures + 2, largest_x)
+        tl.store(figures + 2, tl.load(of_x + token * 2 + 1))
         tl.store(figures + 3, largest_g)

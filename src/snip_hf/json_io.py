@@ -22,8 +22,8 @@ SCHEMA_VERSION = 1
 """Version of the layout of all files. Raise it with a change that other versions cannot read."""
 # The largest files of a run are tables of divergences: 68 MB by GEMM for the 45,032 linears of DeepSeek-V3.
 MAX_JSON_BYTES = 128 * 2**20
-# Indentation would double the size of larger documents.
-_MAX_INDENTED = 2**20
+# Indentation would double the size of larger documents, and triple the time that training waits for them.
+_MAX_INDENTED = 2**16
 
 
 def write_json_atomic(path: str | os.PathLike[str], document: Any) -> None:

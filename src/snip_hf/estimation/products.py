@@ -43,7 +43,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 def rough_product(left: Tensor, right: Tensor, is_narrow: bool = False) -> Tensor:
     """Returns left @ right as `product` does, but from one BF16 product, not three, with errors of 2^-9 of its terms.
 
-    Use where only sums of squares matter: independent rounding errors average out.
+    Use where only sums of squares or magnitudes matter: independent rounding errors average out.
 
     Args:
         left: as `product` takes it, or in BF16 as `product` would split it.

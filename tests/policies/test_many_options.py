@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from oracles.brute_force import best_map
 from policy_settings import (
     LISTS,
     TIES,
@@ -125,28 +124,6 @@ def test_every_stage_meets_either_target(
         assignment = decided(setting)
         assert_complete(setting, assignment)
         assert min(stage_speedups(setting, assignment)) >= target * (1 - 1e-8)
-
-
-@pytest.mark.parametrize(("policy", "granularity"), PROBED_AT)
-@pytest.mark.parametrize("budget", ["share", "speed"])
-def test_the_solution_is_the_best_of_all_assignments(policy: str, granularity: str, budget: str) -> None:
-    """FLOPs and rates are such that all sums of weights are exact."""
-    costs = (4.0, 2.0, 1.0, 1.0) if granularity == "layer" else (1.0,)
-    flops = plain_flops(*costs)
-    if granularity == "gemm":
-        flops["layers.0.fc"] = {"forward": 1.0, "grad_input": 2.0, "grad_weight": 1.0}
-        flops["layers.1.fc"] = {"forward": 4.0, "grad_input": 0.0, "grad_weight": 0.0}
-    target: dict[str, Any] = {"target_fp4_fraction": 0.5}
-    if budget == "speed":
-        target = {"target_linear_speedup": 2.0, "rates": "mine"}
-    for seed in range(2):
-        setting = setting_of(flops, policy=policy, granularity=granularity, formats=FIVE, **target)
-        program = problem(setting, table_of(flops, FIVE, seed))
-        best = best_map(program)
-        assert best is not None
-        solution = ilp.solve({**program, "solver": "highs", "relative_gap": 0.0})
-        assert solution["objective"] == pytest.approx(best[0], rel=1e-9)
-        assert solution["choices"] == best[1]
 
 
 # ------------------------------------------------------------------------------------------------- what the options are

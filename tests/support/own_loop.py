@@ -56,7 +56,7 @@ class Loop:
             if self.controller is not None:
                 self.controller.capture(batch)
             with nullcontext() if self.accelerator is None else self.accelerator.accumulate(self.model):
-                loss = self.model(**batch)["loss"]
+                loss = self.loss_of(batch)
                 self.losses.append(loss.item())
                 if self.accelerator is None:
                     (loss / self.accumulation).backward()
@@ -69,6 +69,10 @@ class Loop:
         self.optimizer.zero_grad()
         if self.controller is not None:
             self.controller.after_step(self.step)
+
+    def loss_of(self, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self.model(**batch)["loss"]
+        return loss
 
     def batch(self, index: int) -> dict[str, Tensor]:
         return text(2, 24, index=index)

@@ -41,23 +41,11 @@ class Provoked(Loop):
         self.factors = factors or {}
         self.optimizer.param_groups[0]["lr"] = lr
 
-    def one_step(self) -> None:
-        self.step += 1
-        batch = self.batch(self.step)
-        if self.controller is not None:
-            self.controller.capture(batch)
-        loss = self.model(**batch)["loss"] * self.factors.get(self.step, 1.0)
-        self.losses.append(loss.item())
-        loss.backward()
+    def loss_of(self, batch: dict[str, Tensor]) -> Tensor:
+        loss = super().loss_of(batch) * self.factors.get(self.step, 1.0)
         if self.controller is not None:
             self.controller.note_loss(loss)
-        self.clip()
-        if self.controller is not None:
-            self.controller.before_optimizer_step(self.step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.controller is not None:
-            self.controller.after_step(self.step)
+        return loss
 
 
 def alarms(folder: Path) -> list[Alarm]:

@@ -127,19 +127,6 @@ class Rollouts(Trainer):
         return loss
 
 
-def test_a_loop_that_generates_in_each_step_is_refreshed_as_if_it_did_not(
-    quiet: tuple[Run, Any], tmp_path: Path
-) -> None:
-    trainer = Rollouts(
-        tiny_llama(hidden=32),
-        arguments(tmp_path, **SHORT),
-        train_dataset=data(),
-        callbacks=[SnipCallback(CONFIG, keep_formats=True)],
-    )
-    trainer.train()
-    assert_same(Run(tmp_path, trainer, None), quiet)
-
-
 def test_a_pass_without_gradients_in_a_loop_of_ones_own_takes_no_number() -> None:
     model = tiny_llama(hidden=32)
     controller = SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1), CONFIG)
@@ -160,10 +147,11 @@ class Positional(Trainer):
         return outputs.loss
 
 
-def test_a_model_that_is_called_with_positional_inputs_is_refreshed_as_with_named_ones(
-    quiet: tuple[Run, Any], tmp_path: Path
+@pytest.mark.parametrize("kind", [Rollouts, Positional])
+def test_a_loss_that_generates_first_or_gives_inputs_by_position_is_refreshed_as_others(
+    kind: type[Trainer], quiet: tuple[Run, Any], tmp_path: Path
 ) -> None:
-    trainer = Positional(
+    trainer = kind(
         tiny_llama(hidden=32),
         arguments(tmp_path, **SHORT),
         train_dataset=data(),

@@ -17,12 +17,12 @@ import torch._inductor.config
 from backends import hopper_lacks
 from configs import fp4_config
 from models import batch, build
+from operator_calls import Calls, assert_same
 from rounded import COLUMN_TILE, quantize
 from slow_cases import pairwise
 from small import checkpoint_activations, tiny_llama
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from snip_hf import SnipController, SnipLinear, convert_model
 from snip_hf.kernels.backend import BACKENDS
@@ -228,25 +228,6 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], bias: Tens
         )
 
 
-def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert got[name].dtype == value.dtype and torch.equal(got[name], value), f"{name} differs."
-
-
-class Operators(TorchDispatchMode):
-    """Notes the package's operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "snip_hf":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
-
-
 INPUTS: dict[str, Callable[[], Tensor]] = {
     "3-D": lambda: randn(3, 37, I),
     "4-D": lambda: randn(2, 3, 7, I),
@@ -364,7 +345,7 @@ class TestOneLayer:
             context = torch.autocast(device, dtype, enabled=autocast)
         x, results = randn(T, I, dtype=plain.weight.dtype, device=device), []
         for backend in ("hopper", "emulated"):
-            with context, Operators() as operators:
+            with context, Calls() as operators:
                 results.append(gradients(layer_of(plain, ("fp4", "fp8", "fp4"), backend), x))
             assert operators.names == ["forward_gemm", "grad_input_gemm", "grad_weight_gemm"]
         assert_same(*results)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from configs import fp4_config
 from models import LINEARS, batch, build
+from operator_calls import Calls, assert_same
 from oracles.rounding import stream_halves
 from oracles.three_gemms import GRAD_OUTPUT, Layer
 from registries import restored
@@ -78,25 +79,6 @@ def gradients(layer: nn.Linear, x: Tensor, grad_output: Tensor | None = None) ->
     found = {"y": y.detach(), "x": x.grad, "weight": layer.weight.grad}
     found["bias"] = None if layer.bias is None else layer.bias.grad
     return {name: value.clone() for name, value in found.items() if value is not None}
-
-
-def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert got[name].dtype == value.dtype and torch.equal(got[name], value), f"{name} differs."
-
-
-class Calls(TorchDispatchMode):
-    """Counts the package's operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "snip_hf":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

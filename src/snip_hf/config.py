@@ -314,8 +314,8 @@ class SnipConfig(_NamedFields):
     )
     probe_batch_tokens: int | None = _field(
         4096,
-        "Tokens that the probe's passes run on, over all ranks: whole sequences, at least one per rank. None means "
-        "the whole micro-batch.",
+        "Tokens that the probe's passes run on, over all ranks: whole sequences, at least one per rank (under context "
+        "parallelism, per `cp_size` ranks). None means the whole micro-batch.",
         _INTEGER,
     )
     solver: Solver = _field(

@@ -190,6 +190,7 @@ def context_parallelism() -> Iterator[None]:
             keys, values = (_Gathered.apply(one, group) for one in (key, value))
             return by_torch(query, keys, values, mask, **given)
 
+        attention.__module__ = _attention.__name__  # as torch's own
         nn.functional.scaled_dot_product_attention = attention
 
     def disable() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch.distributed as dist
 from small import text
 from thread_ranks import ThreadRank, on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
 
 from snip_hf.estimation import batch as batches
 from snip_hf.estimation import shared_sequences
 from snip_hf.estimation.batch import Batch
-from snip_hf.estimation.shared_sequences import SharedSequences, context_mesh
+from snip_hf.estimation.shared_sequences import SharedSequences, context_mesh, in_context
 
 
 def mesh(rank: int, size: int, group: Any = None) -> Any:
@@ -81,6 +84,7 @@ def shared(monkeypatch: pytest.MonkeyPatch, tokens: int | None, ranks: int) -> l
     shifted = nn.functional.pad(rows["labels"], (0, 1), value=-100)[:, 1:]
     rows |= {"shift_labels": shifted, "position_ids": torch.arange(16).expand(4, -1), "use_cache": False}
     monkeypatch.setattr(batches, "whole_inputs", lambda inputs, mesh: rows)
+    monkeypatch.setattr(batches, "in_context", lambda: True)
     part = {name: value[:, : 16 // ranks] if isinstance(value, Tensor) else value for name, value in rows.items()}
     return [Batch.of(part).shared(tokens, mesh(rank, ranks)) for rank in range(ranks)]
 
@@ -102,6 +106,17 @@ def test_the_mean_of_the_ranks_losses_is_that_over_all_labels(monkeypatch: pytes
     first, second = shared(monkeypatch, 24, 2)
     assert first.labelled == second.labelled == 15
     assert (first.share * 15, second.share * 15) == (8, 22)
+
+
+def test_torchs_context_parallelism_is_seen(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        ids = torch.zeros(1, 4)
+        with context_parallel(init_device_mesh("cpu", (1,)), buffers=[ids], buffer_seq_dims=[1]):
+            assert in_context()
+    finally:
+        dist.destroy_process_group()
+    assert not in_context()
 
 
 def test_processes_without_context_parallelism_share_nothing() -> None:

@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from transformers import LlamaForCausalLM, Trainer, default_data_collator
 from snip_hf import SnipCallback, SnipConfig
 from snip_hf.integrations.trainer_loss import find_trainer, terms_of
 from snip_hf.layers.state import snip_linears
+from snip_hf.training import setup
 
 CONFIG = fp4_config(**SCHEDULE)
 # Until a plan is applied, nothing differs from a run without SNIP.
@@ -87,6 +89,15 @@ def test_on_two_ranks_the_count_is_that_of_both_where_the_trainer_averages_over_
     for together in (True, False):
         own, found = (figures(tmp_path / f"{name}-{together}") for name in ("own", "function"))
         torch.testing.assert_close(found, own, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("how", [{"label_smoothing_factor": 0.5}, {"trainer": {"compute_loss_func": by_items}}])
+def test_losses_that_shift_the_labels_of_one_rank_are_refused_under_context_parallelism(
+    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(setup, "context_mesh", lambda accelerator: SimpleNamespace())
+    with pytest.raises(ValueError, match=r"shift labels after the sequences were cut, .*or use a policy that needs no"):
+        train(tmp_path, CONFIG, **how, **SHORT)
 
 
 def test_smoothed_labels_are_in_the_loss_that_is_probed(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ from snip_hf.planning.solver import process as process_module
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.policies.setting import Setting
 from snip_hf.records.load import read_divergence
-from snip_hf.training import refresh
+from snip_hf.training import micro_batches, refresh
 from snip_hf.training.checks import check_launch
 
 SLEEP = "import time; time.sleep(60)"
@@ -534,6 +534,28 @@ def test_a_first_batch_without_what_parts_of_sequences_need_is_refused() -> None
         "Under context parallelism, whose ranks hold parts of sequences, the probe needs a loss that is a mean over "
         "tokens. Use the model's own loss or TRL's SFTTrainer, or a policy that needs no probe, such as "
         "policy='layer-position'."
+    )
+
+
+def test_inputs_and_contexts_that_context_parallelism_cannot_cut_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = text(2, 24)
+    batch |= {"shift_labels": batch["labels"], "position_ids": torch.arange(24)[None]}
+    masked = {**batch, "attention_mask": torch.ones(2, 1, 24, 24).tril()}
+    assert refusal(lambda: in_context_parallelism(tiny_llama(hidden=32)).capture(masked)) == (
+        "The input 'attention_mask' cannot be cut by tokens, as context parallelism needs. Leave it out (attention is "
+        "causal there, whatever a mask says), or use a policy that needs no probe, such as policy='layer-position'."
+    )
+    assert refusal(lambda: in_context_parallelism(tiny_llama(hidden=32)).capture(batch)) == (
+        "A micro-batch was announced outside of the context that cuts its sequences. Call capture, and run the "
+        "backward pass, inside accelerator.maybe_context_parallel."
+    )
+    monkeypatch.setattr(micro_batches, "in_context", lambda: True)
+    model = tiny_llama(hidden=32)
+    controller = SnipController(model, torch.optim.SGD(model.parameters()), fp4_config())
+    assert refusal(lambda: controller.capture(batch)) == (
+        "torch's context_parallel cuts the sequences, but the controller has no Accelerator with a cp_size, so the "
+        "probe would take parts for whole ones. Give it that of ParallelismConfig(cp_size=...), or use a policy that "
+        "needs no probe, such as policy='layer-position'."
     )
 
 

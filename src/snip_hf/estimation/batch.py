@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..numerics.random_state import RandomState
 from ..text import WITHOUT_PROBE
-from .shared_sequences import SharedSequences, whole_inputs
+from .shared_sequences import SharedSequences, in_context, whole_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,8 @@ class Batch:
         """Refuses a batch with parts of sequences that `shared` cannot put together.
 
         Raises:
-            ValueError: an input is missing, or the loss compares sequences.
+            ValueError: an input is missing, or belongs neither to tokens nor to all sequences; the loss compares
+                sequences; or torch's context has ended or not begun, so that the sequences are whole.
         """
         missing = [name for name in ("position_ids", "shift_labels") if not isinstance(self.kwargs.get(name), Tensor)]
         if missing:
@@ -256,6 +257,20 @@ class Batch:
                 "Under context parallelism, whose ranks hold parts of sequences, the probe needs a loss that is a mean "
                 f"over tokens. Use the model's own loss or TRL's SFTTrainer, or {WITHOUT_PROBE}."
             )
+        rows, tokens = self.kwargs["shift_labels"].shape
+        for name, value in self.kwargs.items():
+            shape = value.shape[:2] if isinstance(value, Tensor) and value.dim() > 1 else (0, 0)
+            is_cut = shape == (1, tokens) or (shape[0] == rows and shape[1] % tokens == 0)  # or still to be cut
+            if not is_cut and not _is_shared(value):
+                raise ValueError(
+                    f"The input {name!r} cannot be cut by tokens, as context parallelism needs. Leave it out "
+                    f"(attention is causal there, whatever a mask says), or use {WITHOUT_PROBE}."
+                )
+        if not in_context():
+            raise ValueError(
+                "A micro-batch was announced outside of the context that cuts its sequences. Call capture, and run the "
+                "backward pass, inside accelerator.maybe_context_parallel."
+            )
 
     def shared(self, tokens: int | None, mesh: DeviceMesh) -> Batch:
         """Returns this rank's tokens of a `part` of the sequences of which the ranks hold parts. Collective.
@@ -265,20 +280,16 @@ class Batch:
             mesh: the ranks, as `context_mesh` returns them.
 
         Raises:
-            ValueError: an input belongs neither to tokens nor to all sequences, or no token has a label.
+            ValueError: as `check_shared`, or no token has a label.
         """
+        self.check_shared()
         chosen = replace(self, kwargs=whole_inputs(self.kwargs, mesh))
         if chosen._sequences > 1:  # a single one stays whole: attention in training sees all of it
             chosen = chosen.part(None if tokens is None else tokens * mesh.size())
-        shape = chosen._labels.shape
-        sequences = SharedSequences(mesh, shape[1], int(chosen.labelled))
+        sequences = SharedSequences(mesh, chosen._labels.shape[1], int(chosen.labelled))
         if sequences.labelled == 0:
             raise ValueError("No token of the probed micro-batch has a label; expected some.")
-        own = dict[str, Any]()
-        for name, value in chosen.kwargs.items():
-            if not _is_shared(value) and not (isinstance(value, Tensor) and value.shape[:2] == shape):
-                raise ValueError(f"The input {name!r} cannot be cut by tokens, as context parallelism needs.")
-            own[name] = value if _is_shared(value) else sequences.own(value)
+        own = {name: value if _is_shared(value) else sequences.own(value) for name, value in chosen.kwargs.items()}
         return replace(self, kwargs=own, cut_from=self.counts, sequences=sequences)
 
     def _part_of_pack(self, tokens: int) -> Batch:

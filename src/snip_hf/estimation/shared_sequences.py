@@ -41,6 +41,12 @@ def context_mesh(accelerator: Any) -> DeviceMesh | None:
     return mesh
 
 
+def in_context() -> bool:
+    """Returns True within torch's `context_parallel`, which cuts sequences and replaces this function."""
+    module = getattr(nn.functional.scaled_dot_product_attention, "__module__", None)
+    return str(module).startswith("torch.distributed.tensor.experimental.")
+
+
 def whole_inputs(inputs: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     """Returns a model's inputs with whole sequences, (B, S, ...), from the parts that each rank holds. Collective.
 

@@ -156,6 +156,13 @@ class SnipCallback(TrainerCallback):
         self._losses = _watch_losses(trainer, self.controller)
         self._files.follow(trainer, self.controller, functools.partial(SnipCallback.on_step_end, self))
         if self.controller.needs_probe and computes_loss(trainer):
+            own = trainer.label_smoother, trainer.compute_loss_func
+            if self.controller.processes.context is not None and own != (None, None):
+                raise ValueError(
+                    "Under context parallelism, label_smoothing_factor and compute_loss_func shift labels after the "
+                    "sequences were cut, so that labels at the cuts are lost or belong to other tokens. Leave them "
+                    f"out, or use {WITHOUT_PROBE}."
+                )
             self._seam = LossSeam(trainer, self._passes, self._reference)
 
     def on_step_begin(

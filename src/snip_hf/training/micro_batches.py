@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..estimation.batch import LABELS_OF_LOOP, Batch, BatchCounts, Labels, Objective, copied
+from ..estimation.shared_sequences import in_context
 from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunHook, RunMark
 from ..layers.state import set_step, snip_linears
@@ -72,6 +73,12 @@ class TrainingPass:
         batch = self.to_probe()
         if in_parts:
             batch.check_shared()
+        elif in_context():
+            raise ValueError(
+                "torch's context_parallel cuts the sequences, but the controller has no Accelerator with a cp_size, so "
+                "the probe would take parts for whole ones. Give it that of ParallelismConfig(cp_size=...), or use "
+                f"{WITHOUT_PROBE}."
+            )
 
     def to_probe(self) -> Batch:
         """Returns the micro-batch as the probe runs it; raises ValueError if it cannot be probed."""

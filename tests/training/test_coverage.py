@@ -385,6 +385,18 @@ def test_ranks_count_the_micro_batches_of_all_of_them() -> None:
     assert first.flops == 3 * 2 * 2 * 144 * (32 + 32)
 
 
+def test_of_parts_of_sequences_the_parts_are_counted_though_their_context_has_ended() -> None:
+    loop = Loop(build("llama"), fp4_config(policy="layer-position"))
+    in_force, processes = loop.controller._run.in_force, Processes(context=SimpleNamespace())  # type: ignore[arg-type]
+    check = CoverageCounter(loop.model, in_force, processes, loop.controller._events, logging.getLogger(LOG))
+    batch = text()
+    check.take(TrainingPass(batch, None))
+    for value in batch.values():
+        value.resize_(2 * value.shape[0], *value.shape[1:]).zero_()
+    check.count_first(1, is_new=True)
+    assert check.latest == Loop(build("llama"), fp4_config(policy="layer-position")).run(text()).controller.coverage
+
+
 def test_if_no_extra_pass_can_run_nothing_is_counted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..costs.flops import Tokens, relative_tokens
 from ..estimation.batch import Objective
@@ -76,6 +77,9 @@ class CoverageCounter:
         self._autocast = first.autocast or self._autocast
         if self.is_due:
             self._first = first
+        if self.is_due and self._processes.context is not None:  # inputs become whole again when torch's context ends
+            batch = {key: value.clone() if isinstance(value, Tensor) else value for key, value in first.batch.items()}
+            self._first = replace(first, batch=batch)
 
     def restore(self, coverage: Coverage | None) -> None:
         """Continues from a checkpoint of a run that has counted."""

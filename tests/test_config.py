@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from snip_hf import config as config_module
 from snip_hf.config import _TYPES, POLICIES, RATES, SnipConfig, mean_share, shares_text
 from snip_hf.numerics.formats import FORMATS
 
@@ -500,9 +501,18 @@ def test_the_preset_differs_from_the_default_in_what_its_page_says() -> None:
     assert SnipConfig.preset("paper", ties="auto", seed=3).ties == "auto"
 
 
-def test_an_unknown_preset_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^Unknown preset 'papr'. Did you mean 'paper'\? Expected one of paper\.$"):
-        SnipConfig.preset("papr")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("papr", "Unknown preset 'papr'. Did you mean 'paper'? Expected one of paper."),
+        ("layer", "The preset 'layer' was removed: use SnipConfig(granularity='layer')."),
+        ("gemm", "The preset 'gemm' was removed: use SnipConfig()."),
+        ("hopper", "The preset 'hopper' was removed: use SnipConfig()."),
+    ],
+)
+def test_an_unknown_preset_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        SnipConfig.preset(name)
 
 
 @pytest.mark.parametrize(
@@ -611,6 +621,22 @@ def test_the_defaults_are_those_of_the_contract() -> None:
     }
 
 
+@pytest.mark.parametrize(("name", "advice"), config_module.REMOVED_FIELDS.items())
+def test_a_removed_field_is_refused_with_what_to_use(name: str, advice: str) -> None:
+    message = f"^{re.escape(f'The SnipConfig field {name!r} was removed: {advice}.')}$"
+    with pytest.raises(TypeError, match=message):
+        SnipConfig(**{name: 1})
+    with pytest.raises(ValueError, match=message):
+        SnipConfig.from_dict({name: 1})
+
+
+@pytest.mark.parametrize(("name", "value"), config_module._REMOVED_VALUES)
+def test_a_removed_value_is_refused_with_what_to_use(name: str, value: str) -> None:
+    advice = config_module._REMOVED_VALUES[name, value]
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{name}={value!r} was removed: {advice}.')}$"):
+        SnipConfig(**{name: value})
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -641,6 +667,12 @@ def test_a_speed_up_takes_the_place_of_the_share() -> None:
     config = SnipConfig(target_linear_speedup=2.5, rates="ideal")
     assert config.target_fp4_fraction is None
     assert SnipConfig.from_dict(config.to_dict()) == config
+
+
+def test_configs_saved_without_a_speed_up_load_as_they_were() -> None:
+    saved = SnipConfig(target_fp4_fraction=0.6).to_dict()
+    del saved["target_linear_speedup"], saved["rates"]
+    assert SnipConfig.from_dict(saved) == SnipConfig(target_fp4_fraction=0.6)
 
 
 @pytest.mark.parametrize(

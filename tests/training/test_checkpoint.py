@@ -16,6 +16,7 @@ from own_loop import Loop
 from slow_cases import slow
 from small import tiny_llama
 from tiny_runs import SCHEDULE, Run, differing, train, weights
+from torch import nn
 from transformers import TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig
@@ -231,6 +232,17 @@ def test_a_fingerprint_is_that_of_the_weights_in_every_precision_wrapper_and_use
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 3] += 0.5
     assert expected != weights_fingerprint(model)
+
+
+def test_a_fingerprint_of_adapters_is_that_of_earlier_versions_states() -> None:
+    model, layer = nn.Module(), nn.Module()
+    layer.base_layer, layer.lora_A = nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)
+    model.base_model = nn.Module()
+    model.base_model.model = nn.Module()
+    model.base_model.model.model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    assert weights_fingerprint(model) == "995b86cefc99a8801acf0641aff9d10dfb8f3beb1ea836e3c732d2bced10d611"
 
 
 class Exchanged(TrainerCallback):

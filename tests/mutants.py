@@ -166,6 +166,12 @@ MUTANTS = (
         f"{SHARED}::test_the_mean_of_the_ranks_losses_is_that_over_all_labels",
     ),
     Mutant(
+        "whole-sequences-taken-for-parts",
+        "        if not in_context():",
+        "        if False:",
+        f"{CONTROLLER}::test_inputs_and_contexts_that_context_parallelism_cannot_cut_are_refused",
+    ),
+    Mutant(
         "pooled-energies-linear",
         "[energy * weight**2 for energy in",
         "[energy * weight for energy in",

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from ..config import SnipConfig
 from ..costs.flops import Work
 from ..estimation.attention import attention_of, check_attention
+from ..estimation.shared_sequences import context_mesh
 from ..layers.layer import SnipLayer
 from ..layers.state import plain_name, snip_linears
 from ..optimizers.deepspeed_zero import check_deepspeed
@@ -218,7 +219,7 @@ def check_model(model: nn.Module, accelerator: Any = None) -> None:
             f"{WITHOUT_PROBE}."
         )
     attention = attention_of(model)
-    if (getattr(parallelism, "cp_size", None) or 1) > 1 and attention not in ("sdpa", None):
+    if context_mesh(accelerator) is not None and attention not in ("sdpa", None):
         raise ValueError(
             f"Context parallelism (cp_size) works with attn_implementation='sdpa', but the model has {attention!r}. "
             f"Load it with 'sdpa', or use {WITHOUT_PROBE}."

@@ -13,10 +13,11 @@ import torch
 from configs import fp4_config
 from expert_models import tiny_gpt_oss, tiny_qwen3_moe
 from kernel_runs import dump, interpreting, load
-from kernels.test_hopper_layers import Operators, assert_close, assert_same, randn
+from kernels.test_hopper_layers import assert_close, randn
 from kernels.test_tensor_scaled import encoded, numbers, rising
 from kernels.test_tensor_scaled_layers import SNIP, everywhere, on_gpu  # noqa: F401
 from models import batch
+from operator_calls import Calls, assert_same
 from torch import Tensor, nn
 
 from snip_hf import SnipController
@@ -271,7 +272,7 @@ def test_kept_weights_give_the_same_bits(transposed: bool, where: str) -> None:
     layer: Any = Experts(("mxfp4", "fp8-tensor", "mxfp4"), TENSOR_SCALED, transposed, torch.bfloat16, where)
     expected = layer.gradients()
     TENSOR_SCALED.before_pass({"": layer})
-    with Operators() as seen:
+    with Calls() as seen:
         assert_same(layer.gradients(), expected)
     assert seen.names.count("encode_operand") == 2
     with torch.no_grad():

@@ -13,8 +13,9 @@ import pytest
 import torch
 from configs import fp4_config
 from kernels.test_gated_layers import WITH_FP8, check, linears, mlp_of, one_by_one, trained
-from kernels.test_hopper_layers import assert_close, assert_same, gradients, layer_of, linear, randn
+from kernels.test_hopper_layers import assert_close, gradients, layer_of, linear, randn
 from models import batch
+from operator_calls import assert_same
 from slow_cases import pairwise, slow
 from small import checkpoint_activations, tiny_llama
 from torch import Tensor, nn

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..numerics.random_state import RandomState
+from ..parallel.context_parallel import ContextMesh, SharedSequences, in_context, whole_inputs
 from ..text import WITHOUT_PROBE
-from .shared_sequences import SharedSequences, in_context, whole_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -272,7 +271,7 @@ class Batch:
                 "backward pass, inside accelerator.maybe_context_parallel."
             )
 
-    def shared(self, tokens: int | None, mesh: DeviceMesh) -> Batch:
+    def shared(self, tokens: int | None, mesh: ContextMesh) -> Batch:
         """Returns this rank's tokens of a `part` of the sequences of which the ranks hold parts. Collective.
 
         Args:

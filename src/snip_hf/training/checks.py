@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from ..config import SnipConfig
 from ..costs.flops import Work
 from ..estimation.attention import attention_of, check_attention
-from ..estimation.shared_sequences import context_mesh
 from ..layers.layer import SnipLayer
 from ..layers.state import plain_name, snip_linears
 from ..optimizers.deepspeed_zero import check_deepspeed
+from ..parallel.context_parallel import context_mesh
 from ..parallel.ranks import Attempt, Processes, Ranks
 from ..parallel.sharding import is_fully_sharded, is_sharded
 from ..parallel.tensor_parallel import split_of, tensor_mesh

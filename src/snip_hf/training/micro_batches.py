@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..estimation.batch import LABELS_OF_LOOP, Batch, BatchCounts, Labels, Objective, copied
-from ..estimation.shared_sequences import in_context
 from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunHook, RunMark
 from ..layers.state import set_step, snip_linears
 from ..numerics.random_state import RandomState
+from ..parallel.context_parallel import ContextMesh, in_context
 from ..text import WITHOUT_PROBE
 from .gradients import Clipping
 
@@ -102,7 +101,7 @@ class StepWatch:
         layers: Mapping[str, SnipLayer],
         parameters: Iterable[nn.Parameter],
         others: Mapping[str, Tensor] | None = None,
-        context: DeviceMesh | None = None,
+        context: ContextMesh | None = None,
     ) -> None:
         self._batch: Batch | Exception = ValueError(NOT_CAPTURED)
         self.counts = BatchCounts(0, 0)

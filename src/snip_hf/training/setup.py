@@ -20,12 +20,12 @@ from torch.torch_version import TorchVersion
 from ..config import AUTO_TIES, POLICIES, SnipConfig
 from ..costs.flops import Work, linear_flops
 from ..costs.timing import MeasuredCost, describe_cost, measure_cost, read_times
-from ..estimation.shared_sequences import context_mesh
 from ..estimation.ties import usual_ties
 from ..json_io import from_json
 from ..kernels.backend import BACKENDS, select_backend
 from ..layers.convert import keep_states_apart
 from ..layers.state import block_of, snip_linears
+from ..parallel.context_parallel import context_mesh
 from ..parallel.pipeline import ModelParts, Pipeline, parts_of
 from ..parallel.ranks import Attempt, Processes, Ranks
 from ..parallel.sharding import compute_device, deepspeed_engine, unwrap

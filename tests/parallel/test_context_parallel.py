@@ -13,12 +13,12 @@ from small import text
 from thread_ranks import ThreadRank, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
 
 from snip_hf.estimation import batch as batches
-from snip_hf.estimation import shared_sequences
 from snip_hf.estimation.batch import Batch
-from snip_hf.estimation.shared_sequences import SharedSequences, context_mesh, in_context
+from snip_hf.parallel import context_parallel
+from snip_hf.parallel.context_parallel import SharedSequences, context_mesh, in_context
 
 
 def mesh(rank: int, size: int, group: Any = None) -> Any:
@@ -45,7 +45,7 @@ def test_attention_and_its_gradients_are_those_of_one_process(
     collectives: None, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     """Three sequences of eight tokens: with two ranks the second one is cut, with four all of them."""
-    monkeypatch.setattr(shared_sequences, "QUERIES", 3)
+    monkeypatch.setattr(context_parallel, "QUERIES", 3)
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(3, heads, 8, 4, generator=generator).requires_grad_() for heads in (4, 2, 2)]
     weights = torch.randn(3, 4, 8, 4, generator=generator)
@@ -58,7 +58,7 @@ def test_attention_and_its_gradients_are_those_of_one_process(
     def work(group: Any) -> list[Tensor]:
         sequences = SharedSequences(mesh(group.rank, ranks, group), 8, 24)
         own = [in_a_row(tensor).chunk(ranks, 2)[group.rank].requires_grad_() for tensor in (*whole, weights)]
-        found = shared_sequences._Attention.apply(*own[:3], sequences, 0.3)
+        found = context_parallel._Attention.apply(*own[:3], sequences, 0.3)
         return [found.detach(), *torch.autograd.grad((found * own[3]).sum(), own[:3])]
 
     by_rank = on_ranks(ranks, work)
@@ -112,7 +112,7 @@ def test_torchs_context_parallelism_is_seen(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         ids = torch.zeros(1, 4)
-        with context_parallel(init_device_mesh("cpu", (1,)), buffers=[ids], buffer_seq_dims=[1]):
+        with torch_context_parallel(init_device_mesh("cpu", (1,)), buffers=[ids], buffer_seq_dims=[1]):
             assert in_context()
     finally:
         dist.destroy_process_group()

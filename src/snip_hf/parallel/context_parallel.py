@@ -26,18 +26,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from ..text import WITHOUT_PROBE
-from .products import per_query_head
+
+ContextMesh = DeviceMesh
+"""The ranks that hold parts of the same sequences, in one dimension."""
 
 # Queries at a time, so that masks stay small: (QUERIES, S).
 QUERIES = 1024
 
 
-def context_mesh(accelerator: Any) -> DeviceMesh | None:
-    """Returns the mesh of the ranks that hold parts of the same sequences, in one dimension; None if there are none."""
+def context_mesh(accelerator: Any) -> ContextMesh | None:
+    """Returns the ranks that hold parts of the same sequences as this one; None if there are none."""
     state = getattr(accelerator, "state", accelerator)
     if (getattr(getattr(state, "parallelism_config", None), "cp_size", None) or 1) == 1:
         return None
-    mesh: DeviceMesh = state.device_mesh["cp"]
+    mesh: ContextMesh = state.device_mesh["cp"]
     return mesh
 
 
@@ -47,7 +49,7 @@ def in_context() -> bool:
     return str(module).startswith("torch.distributed.tensor.experimental.")
 
 
-def whole_inputs(inputs: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+def whole_inputs(inputs: Mapping[str, Any], mesh: ContextMesh) -> dict[str, Any]:
     """Returns a model's inputs with whole sequences, (B, S, ...), from the parts that each rank holds. Collective.
 
     Inputs that are the same for all sequences, (1, S, ...), are repeated.
@@ -69,8 +71,7 @@ def whole_inputs(inputs: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
 class SharedSequences:
     """The sequences of which a batch holds this rank's tokens."""
 
-    mesh: DeviceMesh
-    """The ranks that share them, in one dimension."""
+    mesh: ContextMesh
     length: int
     """S"""
     labelled: int
@@ -173,5 +174,6 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
     """Returns causal attention of queries (1, H, Q, D) over keys (1, H, K, D), whose last Q are the queries' own."""
     queries, keys = query.shape[2], key.shape[2]
     mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-    key, value = per_query_head(query, key), per_query_head(query, value)
+    # Not by `enable_gqa`, which the memory-efficient kernel for FP32 does not support.
+    key, value = (shared.repeat_interleave(query.shape[1] // shared.shape[1], 1) for shared in (key, value))
     return torch_attention(query, key, value, attn_mask=mask, scale=scale)

@@ -259,6 +259,19 @@ def test_a_refresh_that_came_to_nothing_is_counted_at_the_end(caplog: pytest.Log
     assert "New plans: 0; refreshes that kept the plan: 1. " in end
 
 
+def test_a_resumed_run_goes_on_under_the_plan_of_its_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
+    first = Loop()
+    begin_and_end(first, caplog, until=5)  # the plan of step 2 is in force
+    assert first.controller is not None
+    caplog.clear()
+    resumed = Loop()
+    assert resumed.controller is not None
+    resumed.controller.load_state_dict(first.controller.state_dict())
+    resumed.step = first.step
+    begin, *_ = begin_and_end(resumed, caplog, until=6)
+    assert lines(begin)["refreshes"].endswith("a plan is applied 2 steps later; until then the plan above")
+
+
 def test_a_run_that_took_no_step_came_to_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert begin_and_end(Loop(), caplog, until=0) == []
 

@@ -80,7 +80,7 @@ class RunMessages:
             "formats": f"{', '.join(FORMATS[name].label for name in config.formats)}, decided per {config.granularity}",
             "backend": self._backend,
             "coverage": "not known" if coverage is None else f"the plan can decide on {coverage.describe()}",
-            "refreshes": _refreshes(config, first_refresh),
+            "refreshes": _refreshes(config, first_refresh, plan),
             "speed": speed or _unmeasured(self._backend),
         }
         width = max(map(len, lines))
@@ -106,16 +106,15 @@ class RunMessages:
         )
 
 
-def _refreshes(config: SnipConfig, first_refresh: int) -> str:
+def _refreshes(config: SnipConfig, first_refresh: int, plan: PrecisionPlan) -> str:
     if config.fixed_plan is not None:
         return "none: the plan is fixed"
     if not needs_probe(config):
         return "none: this policy does not probe"
     every = "no more" if config.refresh_every is None else f"then every {config.refresh_every} steps"
-    return (
-        f"at step {first_refresh}, {every}; a plan is applied {config.apply_delay} steps later; until then "
-        f"{FORMATS[config.format_at_start].label}"
-    )
+    is_start = plan.provenance.step == 0  # a resumed run has the plan of its checkpoint
+    before = FORMATS[config.format_at_start].label if is_start else "the plan above"
+    return f"at step {first_refresh}, {every}; a plan is applied {config.apply_delay} steps later; until then {before}"
 
 
 def _unmeasured(backend: str) -> str:

@@ -616,7 +616,7 @@ def test_a_run_that_ends_before_its_first_plan_says_so(tmp_path: Path, caplog: p
     train(tmp_path, fp4_config(), max_steps=2)
     assert (
         "snip-hf: training ends at step 2, before the first plan would be applied after step 110 (first_refresh + "
-        "apply_delay): everything stays in fp8."
+        "apply_delay): everything stays in fp8. Lower first_refresh or apply_delay."
     ) in caplog.messages
 
 

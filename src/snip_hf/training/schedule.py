@@ -71,10 +71,10 @@ class Schedule:
             self._has_warned_too_short = True
             self._log.warning(
                 "snip-hf: training ends at step %d, before the first plan would be applied after step %d "
-                "(first_refresh + apply_delay): everything stays in %s.",
+                "(first_refresh + apply_delay): everything stays in %s. Lower first_refresh or apply_delay.",
                 self.max_steps,
                 self._first_due,
-                self._config.start_format,
+                self._config.format_at_start,
             )
 
     def warn_if_too_late(self, step: int) -> None:
@@ -82,7 +82,7 @@ class Schedule:
         if self._is_too_late(step):
             self._log.warning(
                 "snip-hf: training ends at step %d, before the plan for the new target would be applied after step %d: "
-                "the plan in force stays.",
+                "the plan in force stays. Train longer, or resume from an earlier checkpoint.",
                 self.max_steps,
                 step + self._config.apply_delay,
             )

@@ -157,7 +157,7 @@ class Config:
             if (applied := snip.first_refresh_in(steps) + snip.apply_delay) >= steps:
                 raise ValueError(
                     f"contenders.{name}: the first plan would be applied after step {applied} of {steps} "
-                    "(first_refresh + apply_delay). Raise training.steps or lower first_refresh."
+                    "(first_refresh + apply_delay). Raise training.steps, or lower first_refresh or apply_delay."
                 )
 
     def snip_config(self, contender: str, seed: int) -> SnipConfig | None:
@@ -253,22 +253,43 @@ def inputs(rows: Tensor) -> dict[str, Tensor]:
     return {"input_ids": torch.where(has_loss, rows, -1 - rows), "labels": torch.where(has_loss, rows, -100)}
 
 
-def chat_rows(chats: Documents, tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarray[Any, Any]:
-    """Returns one row per chat, padded with eos. Longer chats are left out.
+def chat_rows(chats: Documents, name: str, tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarray[Any, Any]:
+    """Returns one row per chat, padded with eos. Longer chats are left out; a line with their number is printed.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or all chats are longer.
+        ValueError: the tokenizer has no chat template, a chat has other keys or no answer, or no chat is short enough.
     """
-    rows, padding = [], -1 - tokenizer.eos_token_id
-    for chat in (row["text"] for row in chats):
+    rows, padding, count = [], -1 - tokenizer.eos_token_id, 0
+    for count, chat in enumerate((row["text"] for row in chats), 1):
+        _check_chat(chat, f"data.text_column: row {count} of the {name} chats")
         prompt = tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
         whole = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
         if len(whole) <= length:
             masked = [-1 - token for token in prompt]
             rows.append(masked + whole[len(prompt) :] + [padding] * (length - len(whole)))
     if not rows:
-        raise ValueError(f"All chats have more than {length} tokens. Raise data.sequence_length.")
+        raise ValueError(
+            f"None of the {count} {name} chats has at most {length} tokens. Raise data.sequence_length or give more "
+            "chats."
+        )
+    if len(rows) < count:
+        print(
+            f"{count - len(rows)} of {count} {name} chats have more than {length} tokens and are left out.", flush=True
+        )
     return np.array(rows, np.int32)
+
+
+def _check_chat(chat: list[dict[str, Any]], where: str) -> None:
+    """Raises ValueError unless all messages have a role and content, and the last one is the assistant's."""
+    for message in chat:
+        keys = [key for key, value in message.items() if value is not None]  # `datasets` fills missing keys with None.
+        if "role" not in keys or "content" not in message:
+            raise ValueError(f"{where} has a message with the keys {', '.join(keys)}; expected role and content.")
+    if (role := chat[-1]["role"]) != "assistant":
+        raise ValueError(
+            f"{where} ends with a message of the role {role!r}; expected an answer of the role 'assistant' at the end, "
+            "the only message with a loss."
+        )
 
 
 def load_text(config: Config, cache: Path) -> Text:
@@ -281,14 +302,19 @@ def load_text(config: Config, cache: Path) -> Text:
             data, model = _expanded(config.data), _expanded(config.model)
             documents = load_documents(data)
             tokenizer = load_tokenizer(_expanded(config.tokenizer), model.name_or_path, documents[0])
-            if isinstance(next(iter(documents[0]))["text"], str):
+            if isinstance(next(iter(documents[0]), {"text": ""})["text"], str):
                 dtype = np.uint16 if len(tokenizer) <= 2**16 else np.int32
                 packed = pack(*documents, tokenizer, data)
                 rows = [np.array(part.with_format("numpy")["input_ids"][:], dtype) for part in packed]
             else:
-                rows = [chat_rows(part, tokenizer, data.sequence_length) for part in documents]
+                chats = zip(documents, ("training", "held-out"), strict=True)
+                rows = [chat_rows(part, name, tokenizer, data.sequence_length) for part, name in chats]
                 rows[1] = rows[1][: data.validation_sequences]
             for name, array in zip(("train", "held_out"), rows, strict=True):
+                if not (array[:, 1:] >= 0).any():  # The first token is never predicted.
+                    raise ValueError(
+                        f"data: no token of {name!r} has a loss; raise data.sequence_length or give answers."
+                    )
                 np.save(folder / f"{name}.npy", array)
             tokenizer.save_pretrained(folder / "tokenizer")
     train, held_out = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("train", "held_out"))
@@ -700,7 +726,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import_modules(options.modules)
         config = load_config(options.config, options.override)
         if options.command == "report":
-            print(report(config, read_lines(options.lines), options.step))
+            if not (lines := read_lines(options.lines)):
+                problem = "has no lines" if options.lines.exists() else "does not exist"
+                raise ValueError(f"{options.lines} {problem}. Give the --output of `run` after its first cell.")
+            print(report(config, lines, options.step))
             return 0
         if options.command == "text":
             options.cache.mkdir(parents=True, exist_ok=True)

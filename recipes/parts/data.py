@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -199,10 +200,12 @@ def _cut(batch: dict[str, list[Any]], column: str, separator: str | None) -> dic
     return {"text": [text for text in texts if text]}
 
 
-def _is_held_out(text: str, fraction: float) -> bool:
+def _is_held_out(text: str | list[Any], fraction: float) -> bool:
+    """Decides by a hash of the text, or of a chat's JSON."""
+    text = text if isinstance(text, str) else json.dumps(text, sort_keys=True)
     digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
-def _is_kept(text: str, fraction: float) -> bool:
+def _is_kept(text: str | list[Any], fraction: float) -> bool:
     return not _is_held_out(text, fraction)

@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,9 @@ def test_tokens_are_prepared_once_for_runs_elsewhere(
 ) -> None:
     assert compare.main(["text", str(files[0]), "--cache", str(tmp_path / "text")]) == 0
     assert "sequences of 32 tokens for training, 4 held out, " in capsys.readouterr().out
+    short = ["--override", "data.sequence_length=1"]
+    assert compare.main(["text", str(files[0]), "--cache", str(tmp_path / "short"), *short]) == 1
+    assert "data: no token of 'train' has a loss; raise data.sequence_length" in capsys.readouterr().err
     monkeypatch.setenv("COMPARE_TEXT", "/nowhere")
     text = compare.load_text(compare.load_config(files[0]), tmp_path / "text")
     assert text.train.dtype == np.uint16 and text.train.shape[1] == 32 and len(text.held_out) == 4
@@ -264,7 +268,7 @@ def test_checkpoints_adapters_and_experts_are_compared_too(
 
 
 def test_the_report_has_the_paired_differences_of_the_lines(
-    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = compare.load_config(files[0])
     lines = compare.read_lines(files[1])
@@ -284,6 +288,10 @@ def test_the_report_has_the_paired_differences_of_the_lines(
     assert capsys.readouterr().err == "error: --step 3: the loss was measured after 2, 5 steps.\n"
     assert compare.main(["report", str(files[0]), str(files[1]), "--override", "training.sequences=3"]) == 1
     assert "None of the 6 lines is of this config." in capsys.readouterr().err
+    (tmp_path / "empty.jsonl").touch()
+    for name, problem in (("empty.jsonl", "has no lines"), ("none.jsonl", "does not exist")):
+        assert compare.main(["report", str(files[0]), str(tmp_path / name)]) == 1
+        assert f"{name} {problem}. Give the --output of `run`" in capsys.readouterr().err
 
 
 def test_cells_of_other_starts_or_devices_and_diverged_ones_are_not_paired(files: tuple[Path, Path]) -> None:
@@ -334,6 +342,7 @@ def test_everything_that_decides_a_course_is_in_the_key_and_nothing_else(
         ("contenders.snip.policy=snap", "contenders.snip: "),
         ("training.steps=0", "expected at least 1, 0 and 1."),
         ("snip.first_refresh=5", "contenders.snip: the first plan would be applied after step 5 of 5"),
+        ("snip.apply_delay=4", "Raise training.steps, or lower first_refresh or apply_delay."),
     ],
 )
 def test_a_wrong_config_ends_with_a_sentence(
@@ -399,27 +408,44 @@ def test_the_planned_comparisons_are_fresh_and_share_their_reference() -> None:
 # --- chats and tricks
 
 
-@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # PEFT's use of transformers
-def test_only_the_answers_of_chats_have_a_loss(files: tuple[Path, Path], tmp_path: Path, trained_model: Path) -> None:
+def with_chats(folder: Path, trained_model: Path, chats: list[list[dict[str, str]]]) -> list[str]:
+    """Returns the overrides for a checkpoint with a chat template and a file of chats."""
     tokenizer = AutoTokenizer.from_pretrained(trained_model)
     tokenizer.chat_template = (
         "{% for message in messages %}<{{ message.content }}>{% endfor %}{% if add_generation_prompt %}<{% endif %}"
     )
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    answers = ["loss", "tensor plan", "a much longer answer", "plan " * 32]  # the last one is left out
-    chats = [
-        {"messages": [{"role": "user", "content": "format"}, {"role": "assistant", "content": answer}]}
-        for answer in answers
+    tokenizer.save_pretrained(folder / "tokenizer")
+    lines = [json.dumps({"messages": chat}) + "\n" for chat in chats]
+    (folder / "train.jsonl").write_text("".join(lines), encoding="utf-8")
+    return [
+        "model.model_type=null",
+        f"model.name_or_path={trained_model}",
+        "tokenizer.vocab_size=null",
+        f"tokenizer.name_or_path={folder / 'tokenizer'}",
+        "data.text_column=messages",
+        f"data.files=[{folder}/train.jsonl]",
     ]
-    for name in ("train", "validation"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
-    overrides = ["model.model_type=null", f"model.name_or_path={trained_model}", "tokenizer.vocab_size=null"]
-    overrides += [f"tokenizer.name_or_path={tmp_path / 'tokenizer'}", "data.validation_fraction=null"]
-    overrides += ["data.text_column=messages", f"data.files=[{tmp_path}/train.jsonl]", "training.steps=3"]
-    overrides += [f"data.validation_files=[{tmp_path}/validation.jsonl]", "training.measure_at=[]"]
-    overrides += ["model.lora={r: 2, target_modules: all-linear}"]
+
+
+def chat(answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "format"}, {"role": "assistant", "content": answer}]
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # PEFT's use of transformers
+def test_only_the_answers_of_chats_have_a_loss(
+    files: tuple[Path, Path], tmp_path: Path, trained_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = ["loss", "tensor plan", "a much longer answer", "plan " * 32]  # the last one is left out
+    overrides = with_chats(tmp_path, trained_model, [chat(answer) for answer in answers])
+    shutil.copy(tmp_path / "train.jsonl", tmp_path / "validation.jsonl")
+    overrides += ["data.validation_fraction=null", f"data.validation_files=[{tmp_path}/validation.jsonl]"]
+    overrides += ["training.steps=3", "training.measure_at=[]", "model.lora={r: 2, target_modules: all-linear}"]
     options = ["--only", "bf16", "snip", "--seeds", "3", "--save", str(tmp_path), "--override", *overrides]
     assert run(files[0], tmp_path / "lines.jsonl", *options) == 0
+    printed = capsys.readouterr().out
+    for name in ("training", "held-out"):
+        assert f"1 of 4 {name} chats have more than 32 tokens and are left out." in printed
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     text = compare.load_text(compare.load_config(files[0], overrides), tmp_path / "lines.jsonl.cache")
     assert len(text.train) == 3
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "snip-3")
@@ -435,6 +461,41 @@ def test_only_the_answers_of_chats_have_a_loss(files: tuple[Path, Path], tmp_pat
     bf16, snip = compare.read_lines(tmp_path / "lines.jsonl")
     assert snip["loss_unquantized"] == pytest.approx(np.mean(losses), rel=1e-5)
     assert snip["share"] > 0 and bf16["losses"] != snip["losses"]
+
+
+def test_a_share_of_chats_is_held_out(files: tuple[Path, Path], tmp_path: Path, trained_model: Path) -> None:
+    overrides = with_chats(tmp_path, trained_model, [chat(f"plan {place // 2}") for place in range(24)])
+    config = compare.load_config(files[0], [*overrides, "data.validation_sequences=24"])
+    text = compare.load_text(config, tmp_path)
+    train, held_out = ({tuple(row) for row in rows} for rows in (text.train, text.held_out))
+    assert len(text.train) + len(text.held_out) == 24
+    assert train and held_out and not train & held_out and len(train | held_out) == 12
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            [{"from": "human", "value": "format"}, {"from": "gpt", "value": "loss"}],
+            "data.text_column: row 2 of the training chats has a message with the keys from, value; expected role and ",
+        ),
+        (chat("loss")[:1], "row 2 of the training chats ends with a message of the role 'user'; expected an answer of"),
+        (None, "None of the 1 training chats has at most 4 tokens."),
+    ],
+)
+def test_chats_that_cannot_be_trained_on_end_with_a_sentence(
+    wrong: Any,
+    message: str,
+    files: tuple[Path, Path],
+    tmp_path: Path,
+    trained_model: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    overrides = with_chats(tmp_path, trained_model, [chat("plan"), *([wrong] if wrong else [])])
+    overrides += ["data.validation_fraction=0.0001", *([] if wrong else ["data.sequence_length=4"])]
+    command = ["text", str(files[0]), "--cache", str(tmp_path), "--override", *overrides]
+    assert compare.main(command) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_chats_are_made_of_questions_that_no_later_split_has(

@@ -269,8 +269,8 @@ def chat_rows(chats: Documents, name: str, tokenizer: PreTrainedTokenizerBase, l
             rows.append(masked + whole[len(prompt) :] + [padding] * (length - len(whole)))
     if not rows:
         raise ValueError(
-            f"None of the {count} {name} chats has at most {length} tokens. Raise data.sequence_length or give more "
-            "chats."
+            f"None of the {count} {name} chats has at most {length} tokens. Raise data.sequence_length, give more "
+            "chats or hold out another share of them."
         )
     if len(rows) < count:
         print(

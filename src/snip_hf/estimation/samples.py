@@ -147,7 +147,7 @@ def _by_matrix(rows: Tensor, matrices: Sequence[Tensor], dispatch: Dispatch | No
 
 
 class Inputs(NamedTuple):
-    """What a record takes from the input X of a layer, or from its output gradient G."""
+    """The parts of a layer's input X that a record needs."""
 
     kept: Tensor
     """Rows of the sampled tokens, FP32, (n, C)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 import re
 from dataclasses import replace
@@ -36,7 +37,7 @@ from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
-from snip_hf.policies.registry import aims_at_share, needs_probe, rule_assignment
+from snip_hf.policies.registry import Policy, aims_at_share, needs_probe, register_policy, rule_assignment
 from snip_hf.policies.setting import Setting, find_stages
 
 RULES = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
@@ -476,6 +477,15 @@ def test_additive_costs_are_the_loss_divergence_and_a_tenth_of_the_weight_diverg
             pytest.approx(0.3 / 0.4 + 0.1 * 0.005**2 / total),
         ],
     }
+
+
+def test_a_cost_that_is_not_finite_is_refused_by_the_name_of_its_group() -> None:
+    flops, table = hand_table()
+    with restored(POLICIES):
+        register_policy(Policy(name="at-nan", cost=lambda config, table: lambda row: math.nan))
+        message = "^policy='at-nan' prices 'layers.0.fc' in fp8 at nan; expected a finite number.$"
+        with pytest.raises(ValueError, match=message):
+            problem(setting_by_layer(flops, policy="at-nan"), table)
 
 
 def test_gemm_costs_use_the_rows_of_single_gemms_and_the_totals_of_whole_layers() -> None:

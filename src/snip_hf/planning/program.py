@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ..config import POLICIES
@@ -39,6 +40,10 @@ def problem(setting: Setting, table: DivergenceTable) -> dict[str, Any]:
             for fmt in reversed(config.formats):
                 # BF16 has no row and costs nothing; neither do layers that saw no token in the probe.
                 damage = cost(rows[layer, gemm, fmt]) if (layer, gemm, fmt) in rows else 0.0
+                if not math.isfinite(damage):
+                    raise ValueError(
+                        f"policy={config.policy!r} prices {group!r} in {fmt} at {damage}; expected a finite number."
+                    )
                 options.append({"name": fmt, "cost": damage + policy.spare * count_of[fmt], "weight": count_of[fmt]})
             groups.append({"name": group, "options": options})
         constraints.append({"name": f"stage {index}", "groups": list(counted), "minimum": least_sum(setting)})

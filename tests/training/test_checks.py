@@ -177,6 +177,17 @@ def with_adapters(loop: Loop) -> list[torch.nn.Parameter]:
     return [parameter for parameter in loop.model.parameters() if parameter.requires_grad]
 
 
+def test_adapters_with_an_optimizer_of_their_own_keep_the_plan_and_the_log_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(folder=tmp_path).run(4)
+    loop.optimizer = torch.optim.AdamW(with_adapters(loop), lr=1e-2)
+    loop.run(8)
+    assert [(line["step"], line["status"]) for line in history(tmp_path)[1:]] == [(2, "applied"), (6, "kept")]
+    assert "optimizer holds no parameter of the model" in history(tmp_path)[-1]["reason"]
+    assert any("To continue with another optimizer, close the controller" in message for message in caplog.messages)
+
+
 def test_adapters_that_the_same_optimizer_trains_cost_no_refresh(tmp_path: Path) -> None:
     loop = Loop(folder=tmp_path).run(4)
     loop.optimizer.add_param_group({"params": with_adapters(loop)})

@@ -118,6 +118,8 @@ class Refresher:
         self._config = in_force.setting.config
         self._solver = solver
         """The solver in use; it changes after a failure."""
+        self._was_trained = False
+        """True if the optimizer trained the model when training began."""
 
     def watch(self) -> StepWatch:
         """Begins to watch a step that is to be probed."""
@@ -200,11 +202,18 @@ class Refresher:
     def warn_if_untrained(self) -> None:
         """Warns if no rank has a weight divergence to measure. Collective."""
         reasons = self._everyone.gather(self._why_untrained())
-        if None not in reasons:
+        self._was_trained = None in reasons
+        if not self._was_trained:
             self._log.warning("snip-hf: %s, so only the loss divergence decides.", reasons[0])
 
     def _begin(self, step: int, watch: StepWatch) -> None:
         config, layers = self._config, self._layers.present
+        reasons = self._everyone.gather(self._why_untrained()) if self._was_trained else [None]
+        if None not in reasons:
+            raise ValueError(
+                f"{reasons[0]}, unlike when training began. To continue with another optimizer, close the controller "
+                "and build a new one."
+            )
         if config.budget == "measured" and self._in_force.setting.measured is None:
             self._in_force.measure_cost(config.timing_tokens or watch.counts.tokens)
         began = time.perf_counter()

@@ -177,6 +177,17 @@ def with_adapters(loop: Loop) -> list[torch.nn.Parameter]:
     return [parameter for parameter in loop.model.parameters() if parameter.requires_grad]
 
 
+def test_the_log_names_the_modules_whose_hooks_probes_run_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "snip_hf")
+    loop = Loop()
+    loop.model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: None)
+    loop.run(8)  # two refreshes
+    assert [message for message in caplog.messages if "hooks" in message] == [
+        "snip-hf: probes run the hooks of model.layers.0.mlp, as activation checkpointing does; hooks that must not "
+        "count there ask snip_hf.is_probing()."
+    ]
+
+
 def test_adapters_with_an_optimizer_of_their_own_keep_the_plan_and_the_log_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -75,9 +75,10 @@ class CoverageCounter:
     def take(self, first: TrainingPass) -> None:
         """Keeps the first micro-batch of a step until it is counted, if it is to be."""
         self._autocast = first.autocast or self._autocast
-        if self.is_due:
-            self._first = first
-        if self.is_due and self._processes.context is not None:  # inputs become whole again when torch's context ends
+        if not self.is_due:
+            return
+        self._first = first
+        if self._processes.context is not None:  # inputs become whole again when torch's context ends
             batch = {key: value.clone() if isinstance(value, Tensor) else value for key, value in first.batch.items()}
             self._first = replace(first, batch=batch)
 

@@ -111,6 +111,7 @@ def test_a_yaml_file_a_json_file_and_a_dict_give_the_config_of_their_values(tmp_
     assert parser.parse_dict(values) == (expected,)
     assert parser.parse_yaml_file(tmp_path / "config.yaml") == (expected,)
     assert parser.parse_json_file(tmp_path / "config.json") == (expected,)
+    assert parser.parse_dict({"guard": False}) == (SnipConfig(),)  # YAML's off without quotes
     with pytest.raises(ValueError, match=r"Some keys are not used by the HfArgumentParser: \['target'\]"):
         parser.parse_dict(values | {"target": 1})
 

@@ -374,6 +374,8 @@ class SnipConfig(_NamedFields):
     )
 
     def __post_init__(self) -> None:
+        if self.guard is False:  # type: ignore[comparison-overlap]  # YAML's off without quotes
+            self._set("guard", "off")
         for name, annotation in _TYPES.items():
             value = getattr(self, name)
             _check_type(name, value, annotation)
@@ -711,9 +713,7 @@ def _is_none(text: str) -> bool:
 
 
 def _as_meant(value: Any, annotation: str) -> Any:
-    """Converts what YAML misreads: None, "off", and numbers such as 1e-3."""
-    if value is False and annotation == "Guard":
-        return "off"
+    """Converts what YAML reads as text: None, and numbers such as 1e-3."""
     if not isinstance(value, str):
         return value
     if "None" in annotation and _is_none(value):

@@ -127,6 +127,18 @@ def test_a_checkpoint_that_is_asked_for_after_an_interrupt_has_the_state_of_the_
     assert_same_end(run(tmp_path, resume=tmp_path / "checkpoint-3"), full)
 
 
+def test_a_checkpoint_that_ray_tune_reports_goes_on(full: Run, tmp_path: Path) -> None:
+    """transformers writes it outside of the output folder, after an evaluation."""
+
+    def report(trainer: Trainer) -> None:
+        trainer._tune_save_checkpoint(str(tmp_path / "reported"))
+        stop(trainer)
+
+    run(tmp_path, SnipCallback(CONFIG), At("on_evaluate", 3, report), eval_strategy="steps", eval_steps=3)
+    assert saved(tmp_path / "reported", 3)["pending"]["step"] == 2
+    assert_same_end(run(tmp_path, resume=tmp_path / "reported" / "checkpoint-3"), full)
+
+
 class Moving(Trainer):
     """Keeps one checkpoint, in a folder of its own."""
 

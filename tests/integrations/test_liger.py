@@ -78,8 +78,9 @@ FAMILIES += ("qwen3", "smollm3")
 
 @pytest.fixture
 def kept_files() -> Iterator[None]:
-    """Gives transformers' files the functions and classes back that Liger exchanges for all models."""
-    files = {name: dict(vars(file)) for name, file in sys.modules.items() if name.startswith("transformers.models.")}
+    """Gives torch and transformers' files the functions and classes back that Liger exchanges for all models."""
+    prefixes = "transformers.models.", "torch.nn.functional"
+    files = {name: dict(vars(file)) for name, file in sys.modules.items() if name.startswith(prefixes)}
     yield
     for name, contents in files.items():
         vars(sys.modules[name]).update(contents)

@@ -11,8 +11,8 @@ steps; a seed decides the weights of a new model, the order of the data and all 
 `run` trains the cells that have no line in the output yet and appends one JSON line per cell, so that the same command
 goes on after an interruption; a cell that was cut off goes on from its last state in the cache. Any number of processes
 may share an output: each takes the next free cell, under a lock that ends with its process. `report` prints two
-Markdown tables: each contender against the reference, corrected by Holm over the contenders, and the planned
-comparisons of the config, with a test of equivalence if they have a margin.
+Markdown tables: each contender against the reference, and the planned comparisons of the config, with a test of
+equivalence if they have a margin. Each table has p values without and with Holm's correction over its rows.
 
 The config has the sections `model`, `tokenizer` and `data` of a recipe (recipes/README.md), and:
 
@@ -676,7 +676,7 @@ def report(config: Config, lines: Sequence[Line], step: int | None = None) -> st
         test = tests.get(name)
         shown = [str(test), _p(test.p), _p(corrected[name]), _number(test.detectable)] if test else ["-"] * 4
         rows.append([name, share, str(test.count if test else 0), *shown, str(diverged)])
-    difference = f"loss less {config.reference}, %"
+    difference = f"loss minus {config.reference}, %"
     heads = ["contender", "in 4 bits", "pairs", difference, "p", "p, Holm", "detectable", "diverged"]
     parts = [
         f"Held-out loss under the plan after {step} steps, paired by seed: mean ± half of the 95% interval (Student's "
@@ -684,24 +684,27 @@ def report(config: Config, lines: Sequence[Line], step: int | None = None) -> st
         _table(heads, rows),
     ]
     if config.comparisons:
-        parts.append("Planned comparisons, uncorrected. Equivalence: p of two one-sided tests.")
+        parts.append("Planned comparisons. Equivalence: p of two one-sided tests, uncorrected.")
         parts.append(_planned(config, lines, step))
     return "\n\n".join(parts)
 
 
 def _planned(config: Config, lines: Sequence[Line], step: int) -> str:
+    found = [differences(config, lines, pair.contender, pair.against, step) for pair in config.comparisons]
+    tests = [Paired.of(values) if values else None for values in found]
+    corrected = holm([test.p if test else None for test in tests])
     rows = []
-    for pair in config.comparisons:
-        values = differences(config, lines, pair.contender, pair.against, step)
-        row = [f"{pair.contender} less {pair.against}", str(len(values))]
-        if not values:
-            rows.append([*row, *["-"] * 5])
+    for pair, test, p in zip(config.comparisons, tests, corrected, strict=True):
+        name = f"{pair.contender} minus {pair.against}"
+        if test is None:
+            rows.append([name, "0", *["-"] * 6])
             continue
-        test = Paired.of(values)
         equivalence = None if pair.margin is None else test.equivalence_p(pair.margin)
         margin = "-" if pair.margin is None else f"± {pair.margin:g}"
-        rows.append([*row, str(test), _p(test.p), _number(test.detectable), margin, _p(equivalence)])
-    return _table(["comparison", "pairs", "difference, %", "p", "detectable", "margin", "p of equivalence"], rows)
+        shown = [str(test), _p(test.p), _p(p), _number(test.detectable), margin, _p(equivalence)]
+        rows.append([name, str(test.count), *shown])
+    heads = ["comparison", "pairs", "difference, %", "p", "p, Holm", "detectable", "margin", "p of equivalence"]
+    return _table(heads, rows)
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

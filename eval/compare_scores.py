@@ -100,7 +100,7 @@ def report(files: Sequence[Path]) -> str:
         rows += own
         means += [mean_over_tasks(own)] if len(own) > 1 else []
     rows.sort(key=lambda row: list(reference).index(row["task"]))
-    heads = ["task", "model", "accuracy, %", f"less {files[0].stem}, points", "gained, lost", "p", "p, Holm"]
+    heads = ["task", "model", "accuracy, %", f"minus {files[0].stem}, points", "gained, lost", "p", "p, Holm"]
     lines = [heads, ["---"] * len(heads)]
     for row, corrected in zip(rows, holm([row["p"] for row in rows]), strict=True):
         difference = f"{row['difference']:+.2f} ± {row['half']:.2f}"

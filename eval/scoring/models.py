@@ -18,9 +18,7 @@ def load_model(name: str, device: str) -> tuple[PreTrainedModel, PreTrainedToken
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise EvaluationError(
-            f"--device {device} needs a CUDA device, and torch finds none. Take --device cpu or auto."
-        )
+        raise EvaluationError(f"--device {device} needs a CUDA device, and torch finds none. Use --device cpu or auto.")
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -51,6 +49,7 @@ def use_plan(model: PreTrainedModel, name: str, plan_path: str | None) -> str:
         # The only field of the training run's configuration that decides which layers are swapped.
         skip_modules = tuple((plan.provenance.config or {}).get("skip_modules", ()))
         convert_model(model, SnipConfig(skip_modules=skip_modules))
+        model.requires_grad_(False)  # a plan of a frozen base has no grad_weight
         plan.apply(model)
     except (OSError, ValueError, KeyError) as error:
         raise EvaluationError(

@@ -115,8 +115,13 @@ def pack(
     Training data is a stream if the documents are one; otherwise it is prepared in the cache of `datasets`.
 
     Raises:
-        ValueError: the text is shorter than one sequence.
+        ValueError: the documents are chats, or the text is shorter than one sequence.
     """
+    if not isinstance(next(iter(train), {"text": ""})["text"], str):
+        raise ValueError(
+            f"data.text_column={section.text_column!r} has chats, and recipes train on text. Use TRL's SFTTrainer "
+            "(docs/trl.md), or compare settings on chats with eval/compare.py."
+        )
     arguments = {"tokenizer": tokenizer, "sequence_length": section.sequence_length}
     for name, documents in (("training", train), ("held-out", held_out)):
         if next(packed_sequences(documents, **arguments), None) is None:
@@ -195,6 +200,11 @@ def _cut(batch: dict[str, list[Any]], column: str, separator: str | None) -> dic
     """Cuts each text at lines that consist of the separator."""
     texts = [text for text in batch[column] if text]
     if separator is not None:
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(
+                f"data.document_separator={separator!r} cuts text, but data.text_column={column!r} has chats, each a "
+                "document of its own. Set it to null."
+            )
         line = re.compile(rf"^{re.escape(separator)}$", re.MULTILINE)
         texts = [part.strip("\n") for text in texts for part in line.split(text)]
     return {"text": [text for text in texts if text]}

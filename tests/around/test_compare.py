@@ -58,7 +58,10 @@ VALUES: dict[str, Any] = {
         "snip": {"target_fp4_fraction": 0.5, "granularity": "gemm"},
     },
     "reference": "bf16",
-    "comparisons": [{"contender": "snip", "against": "fp8", "margin": 5.0}],
+    "comparisons": [
+        {"contender": "snip", "against": "fp8", "margin": 5.0},
+        {"contender": "fp8", "against": "bf16"},
+    ],
 }
 
 # A module with a policy of one's own.
@@ -281,7 +284,10 @@ def test_the_report_has_the_paired_differences_of_the_lines(
     test = Paired.of(found)
     assert f"| snip | {np.mean([line['share'] for line in lines[2::3]]):.1%} | 2 | {test} | {test.p:.3f} | " in table
     pair = Paired.of(compare.differences(config, lines, "snip", "fp8", 5))
-    assert f"| snip less fp8 | 2 | {pair} | {pair.p:.3f} | {pair.detectable:.3f} | ± 5 | " in table
+    other = Paired.of(compare.differences(config, lines, "fp8", "bf16", 5))
+    corrected, _ = holm([pair.p, other.p])
+    planned = f"| snip minus fp8 | 2 | {pair} | {pair.p:.3f} | {corrected:.3f} | {pair.detectable:.3f} | ± 5 | "
+    assert planned in table
     assert compare.main(["report", str(files[0]), str(files[1]), "--step", "2"]) == 0
     assert "after 2 steps" in capsys.readouterr().out
     assert compare.main(["report", str(files[0]), str(files[1]), "--step", "3"]) == 1
@@ -480,7 +486,11 @@ def test_a_share_of_chats_is_held_out(files: tuple[Path, Path], tmp_path: Path, 
             "data.text_column: row 2 of the training chats has a message with the keys from, value; expected role and ",
         ),
         (chat("loss")[:1], "row 2 of the training chats ends with a message of the role 'user'; expected an answer of"),
-        (None, "None of the 1 training chats has at most 4 tokens."),
+        ("data.sequence_length=4", "None of the 1 training chats has at most 4 tokens."),
+        (
+            "data.document_separator=<end>",
+            "data.document_separator='<end>' cuts text, but data.text_column='messages' has",
+        ),
     ],
 )
 def test_chats_that_cannot_be_trained_on_end_with_a_sentence(
@@ -491,8 +501,9 @@ def test_chats_that_cannot_be_trained_on_end_with_a_sentence(
     trained_model: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    overrides = with_chats(tmp_path, trained_model, [chat("plan"), *([wrong] if wrong else [])])
-    overrides += ["data.validation_fraction=0.0001", *([] if wrong else ["data.sequence_length=4"])]
+    chats = [chat("plan"), *([wrong] if isinstance(wrong, list) else [])]
+    overrides = with_chats(tmp_path, trained_model, chats)
+    overrides += ["data.validation_fraction=0.0001", *([wrong] if isinstance(wrong, str) else [])]
     command = ["text", str(files[0]), "--cache", str(tmp_path), "--override", *overrides]
     assert compare.main(command) == 1
     assert message in capsys.readouterr().err

@@ -473,6 +473,19 @@ def test_plan_arithmetic_runs_the_planned_layers_quantized_and_no_others(
     assert len(linears) == 2 * 6 and all(linear.formats["forward"] == "fp4" for linear in linears.values())
 
 
+def test_the_plan_of_a_frozen_base_scores_the_merged_model(
+    model_dir: Path, saved_plan: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = saved_plan("fp4")
+    plan = json.loads(path.read_text(encoding="utf-8"))
+    for layer, formats in plan["assignment"].items():
+        del formats["grad_weight"]
+        plan["flops"][layer]["grad_weight"] = 0
+    path.write_text(json.dumps(plan), encoding="utf-8")
+    model, _ = load_model(str(model_dir), "cpu")
+    assert use_plan(model, str(model_dir), str(path)) == str(path)
+
+
 def test_plan_is_found_in_the_models_folder(
     model_dir: Path, saved_plan: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,15 @@ def test_validation_takes_no_more_sequences_than_asked(folder: Path, texts: list
     assert len(validation) == 3
 
 
+def test_chats_are_not_packed_as_text(folder: Path, texts: list[str]) -> None:
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    file = folder / "chats.jsonl"
+    file.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
+    asked = section(folder, files=(str(file),), text_column="messages")
+    with pytest.raises(ValueError, match=r"text_column='messages' has chats, and recipes train on text\. Use TRL's"):
+        data.pack(*data.load_documents(asked), tokenizer_of(texts), asked)
+
+
 def test_text_shorter_than_a_sequence_is_refused(folder: Path, texts: list[str]) -> None:
     asked = section(folder, sequence_length=100_000)
     with pytest.raises(ValueError, match="training text is shorter than one sequence of 100000 tokens"):

@@ -44,7 +44,8 @@ NOT_RUN = {
     "docs/results.md": {1: "reads the repository's lines; test_results.py runs it"},
     "docs/sharing.md": dict.fromkeys(range(1, 5), "needs the Hub; tests/integrations/test_hub.py has one")
     | dict.fromkeys((5, 6), "loads what `snip-hf export` wrote; tests/integrations/test_export.py does"),
-    "docs/trl.md": {1: "needs TRL, and a model from the Hub; tests/integrations/test_trl.py has such runs"},
+    "docs/trl.md": {1: "needs TRL, and a model from the Hub; tests/integrations/test_trl.py has such runs"}
+    | dict.fromkeys((2, 3), "need TRL, and a model from the Hub; tests/integrations/test_trl.py runs them on another"),
 }
 # Their blocks take longest.
 TRAINING = ("docs/accelerate.md", "docs/distributed.md", "docs/reliability.md", "docs/reports.md", "docs/trainer.md")

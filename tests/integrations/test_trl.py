@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import runpy
 import shutil
 import sys
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from configs import fp4_config
 from tiny_runs import differing, history, weights
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 pytest.importorskip("trl")
 
@@ -32,6 +34,7 @@ from trl_runs import (
 )
 
 from snip_hf import SnipCallback
+from snip_hf.cli import main
 from snip_hf.layers.state import snip_linears
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -82,6 +85,30 @@ def test_supervised_fine_tuning_is_probed_by_its_own_loss_in_every_mode(mode: st
     plain = run(tmp_path / "plain", "SFT", **MODES[mode])
     # Metrics, too, which the trainer collects in its compute_loss.
     assert found.logged == plain.logged
+
+
+@pytest.mark.slow
+def test_the_page_trains_merges_and_exports_adapters_on_chats(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS), encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/trl.md").read_text(encoding="utf-8")
+    section = page.partition("\n## SFT with LoRA on chats\n")[2].partition("\n## ")[0]
+    train, merge = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    here = {'"Qwen/Qwen3-0.6B"': repr(model), "bf16=True, torch_compile=True": "use_cpu=True, bf16=False, max_steps=25"}
+    for theirs, ours in here.items():
+        assert theirs in train
+        train = train.replace(theirs, ours)
+    exec(train, {})
+    exec(merge, {})
+    assert [line.get("status") for line in history(Path("out"))] == [None, "applied"]
+    command = re.search(r"^snip-hf (export .*)$", section, re.MULTILINE)
+    assert command is not None and main(command[1].split()) == 0
+    merged, quantized = (AutoModelForCausalLM.from_pretrained(folder) for folder in ("merged", "quantized"))
+    words = torch.arange(1, 33)[None]
+    difference = (quantized(words).logits - merged(words).logits).norm() / merged(words).logits.norm()
+    assert 0 < difference < 0.3
 
 
 @pytest.mark.slow

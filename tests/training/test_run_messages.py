@@ -66,6 +66,19 @@ def test_a_compiled_model_of_enough_tokens_is_told_its_speed(measured: pytest.Lo
     assert texts(measured) == []
 
 
+def test_a_frozen_model_is_told_the_speed_of_adapters(
+    measured: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Emulated, "adapter_speeds", {64: (0.9, 0.9)}, raising=False)
+    model = tiny_llama(hidden=64).requires_grad_(False)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    assert said(model, 1024).text == (
+        "compiled by regions: LoRA on an H200 had 0.90 times the speed of compiled BF16 (docs/adapters.md)"
+    )
+    assert texts(measured) == []
+
+
 def test_missing_conditions_are_a_warning(measured: pytest.LogCaptureFixture) -> None:
     said(tiny_llama(hidden=16), 512)
     said(tiny_llama(hidden=64), 1023)
@@ -108,7 +121,8 @@ def test_a_backend_that_was_not_measured_promises_nothing(caplog: pytest.LogCapt
 def test_emulation_on_a_gpu_that_nobody_asked_for_is_a_warning(
     caplog: pytest.LogCaptureFixture, requested: str, device: str
 ) -> None:
-    layers: Any = {"one": SimpleNamespace(in_features=16, weight=SimpleNamespace(device=torch.device(device)))}
+    weight = SimpleNamespace(device=torch.device(device), requires_grad=True)
+    layers: Any = {"one": SimpleNamespace(in_features=16, weight=weight)}
     found = SpeedForecast("emulated", layers, logging.getLogger("snip_hf.test"), requested)
     for _ in range(2):
         found.make(None, 512)
@@ -284,6 +298,11 @@ def test_a_run_that_took_no_step_came_to_nothing(caplog: pytest.LogCaptureFixtur
         ({"policy": "uniform-fp8"}, "plan", "policy uniform-fp8, 0.0% of the linear FLOPs in FP4"),
         ({"target_fp4_fraction": ((1, 0.9), (5, 0.5))}, "target", "at least 90.0% from step 1, 50.0% from step 5 of "),
         ({"decides": "forward", "granularity": "gemm"}, "target", "at least 75.0% of the forward GEMMs' FLOPs in FP4"),
+        (
+            {"refresh_every": 1, "apply_delay": 1},
+            "refreshes",
+            "at step 2, then every 1 step; a plan is applied 1 step later; until then FP8",
+        ),
         ({"refresh_every": None}, "refreshes", "at step 2, no more; a plan is applied 2 steps later; until then FP8"),
         ({"formats": ("nvfp4", "mxfp8")}, "formats", "NVFP4, MXFP8, decided per gemm"),
     ],

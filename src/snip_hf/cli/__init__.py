@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import snip_hf
 
@@ -108,6 +108,19 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
+def _setting(text: str) -> tuple[str, Any]:
+    """Reads FIELD=VALUE with a YAML value, for argparse."""
+    import yaml
+
+    name, separator, value = text.partition("=")
+    try:
+        if separator:
+            return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=VALUE with a YAML value")
+
+
 def _command(module: str, function: str) -> Callable[[argparse.Namespace], int]:
     """Returns a function that imports a module of this package and runs a command in it."""
 
@@ -128,10 +141,10 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"snip-hf {snip_hf.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, help: str, module: str, description: str, reads_plans: bool = True) -> Parser:
+    def add(name: str, help: str, module: str, description: str, imports_modules: bool = True) -> Parser:
         command = commands.add_parser(name, help=help, description=description)
         command.set_defaults(run=_command(module, name))
-        if reads_plans:
+        if imports_modules:
             add_import(command)
         return command
 
@@ -213,7 +226,7 @@ def build_parser() -> Parser:
         "list the recipes (complete runs), or copy them here",
         "recipe",
         "List the complete runs, or copy them with everything they need.",
-        reads_plans=False,
+        imports_modules=False,
     )
     actions = recipe.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="show the name and purpose of each recipe")
@@ -228,7 +241,7 @@ def build_parser() -> Parser:
         "solve",
         "Solve an integer program that chooses one option per group, in a separate process as a refresh does. "
         "docs/files.md describes the program and the solution.",
-        reads_plans=False,
+        imports_modules=False,
     )
     solve.add_argument("problem", type=Path, metavar="problem.json", help="the program, with its solver")
     solve.add_argument(
@@ -240,14 +253,28 @@ def build_parser() -> Parser:
         "check what works here, and what is missing",
         "doctor",
         "List packages, extras, devices, backends, formats and solvers, and how to install what is missing. With a "
-        "model, also say what training it here will do. Exit code 1 if an installed part does not work; a missing "
+        "model, also predict its training on this machine. Exit code 1 if an installed part does not work; a missing "
         "extra is not an error.",
-        reads_plans=False,
     )
     doctor.add_argument(
         "model",
         nargs="?",
         metavar="NAME_OR_DIR",
         help="a causal LM, as a folder or a name on the Hub; only its config is read",
+    )
+    doctor.add_argument(
+        "--snip",
+        nargs="+",
+        type=_setting,
+        default=[],
+        metavar="FIELD=VALUE",
+        help="fields of SnipConfig that differ from their defaults, as in YAML: target_fp4_fraction=0.5",
+    )
+    doctor.add_argument(
+        "--lora",
+        nargs="*",
+        type=_setting,
+        metavar="FIELD=VALUE",
+        help="train LoRA adapters, with these fields of PEFT's LoraConfig (default: target_modules=all-linear)",
     )
     return parser

@@ -64,7 +64,12 @@ def doctor(arguments: argparse.Namespace) -> int:
     problems: list[str] = []
     sections = dict(_SECTIONS)
     if arguments.model is not None:
-        sections[f"Model {printable(arguments.model)} with SnipConfig()"] = partial(_model, arguments.model)
+        fields, lora = dict(arguments.snip), None if arguments.lora is None else dict(arguments.lora)
+        given = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+        title = f"Model {arguments.model} with SnipConfig({given}){'' if lora is None else ' and LoRA'}"
+        sections[printable(title)] = partial(_model, arguments.model, fields, lora)
+    elif arguments.snip or arguments.lora is not None:
+        raise ValueError("--snip and --lora say how to train a model; give the model too: snip-hf doctor MODEL.")
     for name, section in sections.items():
         print(f"\n{name}")
         for line in _lines(section, problems):
@@ -72,7 +77,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         if problems and section is _packages:
             break  # The other sections need the packages.
     if problems:
-        return fail(RuntimeError(f"{len(problems)} of these do not work: {' '.join(problems)}"), 1)
+        return fail(RuntimeError(" ".join(problems)), 1)
     print("\nEverything that is installed works.")
     return 0
 
@@ -184,26 +189,46 @@ def _solvers(problems: list[str]) -> Iterator[str]:
             yield f"{name}: {error}"
 
 
-def _model(name: str, problems: list[str]) -> Iterator[str]:
-    """Yields the lines on how `SnipConfig()` would train a model on this machine."""
+def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, problems: list[str]) -> Iterator[str]:
+    """Yields the lines on how training of a model would run on this machine.
+
+    Args:
+        name: folder or name on the Hub.
+        fields: of `SnipConfig`, those that differ from their defaults.
+        lora: fields of PEFT's `LoraConfig`; None: all weights are trained.
+        problems: gets none here.
+    """
     from ..config import SnipConfig
     from ..estimation.attention import check_attention, switched_attention
     from ..kernels.backend import select_backend, why_emulated
     from ..layers.selection import describe_unswapped, weight_matrices
+    from ..policies.target import describe_target
     from .plans import empty_model
 
-    model, config, device = empty_model(name), SnipConfig(), _devices()[0]
+    config, model, device = SnipConfig.from_dict(fields), empty_model(name), _devices()[0]
+    architecture, size = type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
+    yield f"{architecture}, {size / 1e6:,.1f}M parameters"
+    if lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        options: Any = {"target_modules": "all-linear", **lora}
+        model = get_peft_model(model, LoraConfig(**options))  # type: ignore[arg-type]
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        yield (
+            f"adapters: {trained / 1e6:,.1f}M parameters; the frozen weights have two GEMMs, forward and grad_input "
+            "(docs/adapters.md)"
+        )
+    yield f"target: {describe_target(config.to_dict()) or 'none'}"
     matrices = [one for one in weight_matrices(model, config) if not one.is_aside and one.parameter.dim() > 1]
     decided = sum(one.size for one in matrices if one.reason is None)
-    yield f"{type(model).__name__}, {sum(parameter.numel() for parameter in model.parameters()) / 1e6:,.1f}M parameters"
     yield (
         f"covered: {decided / max(1, sum(one.size for one in matrices)):.1%} of the weights in the decoder's products; "
         f"other weights: {describe_unswapped(matrices) or 'none'}; embeddings and output head stay as they are"
     )
-    backend = select_backend("auto", device, config.formats)
+    backend = select_backend(config.backend, device, config.formats)
     why = why_emulated(device, config.formats) if backend.is_emulation else None
     yield f"formats: {', '.join(config.formats)} by {backend.name}{f': {why}' if why else ''}"
-    yield f"speed: {_speed(model, backend)}"
+    yield f"speed: {_speed(model, backend, lora is not None)}"
     check_attention(model)
     switched = [f"{own}, in probes {plain}" for _, own, plain in switched_attention(model)]
     yield f"attention: {switched[0] if switched else getattr(model.config, '_attn_implementation', 'its own')}"
@@ -211,12 +236,13 @@ def _model(name: str, problems: list[str]) -> Iterator[str]:
         yield f"parallelism, {verdict}: {kinds}"
 
 
-def _speed(model: Any, backend: Backend) -> str:
+def _speed(model: Any, backend: Backend, has_adapters: bool) -> str:
     """Returns the speed that the backend had for the nearest hidden size that was measured, and its conditions."""
     from ..kernels.backend import BACKENDS
-    from ..training.messages import least_tokens
+    from ..training.messages import describe_speeds, least_tokens
 
-    hidden, measured = getattr(model.config.get_text_config(), "hidden_size", None), backend.measured_speeds
+    hidden = getattr(model.config.get_text_config(), "hidden_size", None)
+    measured = backend.adapter_speeds if has_adapters else backend.measured_speeds
     if backend.is_emulation:
         least = min(size for other in BACKENDS.values() for size in other.measured_speeds)
         small = hidden is not None and hidden < least
@@ -227,14 +253,14 @@ def _speed(model: Any, backend: Backend) -> str:
     if hidden < min(measured):
         return f"not measured below a hidden size of {min(measured)} (yours: {hidden}); BF16 is likely to be faster"
     nearest = min(measured, key=lambda size: abs(size - hidden))
-    low, high = measured[nearest]
     graphs = (
         ". The host may limit it, especially on an H100: try torch_compile_mode='reduce-overhead' if a step has one "
         "micro-batch and all have one shape (docs/troubleshooting.md)"
     )
+    speeds, cards = describe_speeds([measured[nearest]]), "an H200" if has_adapters else "H100s and H200s"
     return (
-        f"{low:.2f} to {high:.2f} times compiled BF16, as measured on H100s and H200s at hidden size {nearest} (yours: "
-        f"{hidden}). Set bf16=True and torch_compile=True, with at least {least_tokens(hidden):,} tokens per "
+        f"{speeds} times compiled BF16, as measured at 75% in 4 bits and hidden size {nearest} (yours: {hidden}) on "
+        f"{cards}. Set bf16=True and torch_compile=True, with at least {least_tokens(hidden):,} tokens per "
         f"micro-batch{graphs if hidden < max(measured) else ''}"
     )
 

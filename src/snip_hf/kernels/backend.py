@@ -60,6 +60,8 @@ class Backend(ABC):
     measured_speeds: ClassVar[Mapping[int, tuple[float, float]]] = {}
     """Hidden size -> lowest and highest speed of training, over hosts, relative to compiled BF16. Below the smallest
     size the backend gains nothing. Empty: not measured."""
+    adapter_speeds: ClassVar[Mapping[int, tuple[float, float]]] = {}
+    """The same with adapters on frozen weights."""
 
     @abstractmethod
     def lacks(self, device: torch.device) -> str | None:

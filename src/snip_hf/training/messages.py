@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import mode
 from typing import Any
 
@@ -111,10 +111,15 @@ def _refreshes(config: SnipConfig, first_refresh: int, plan: PrecisionPlan) -> s
         return "none: the plan is fixed"
     if not needs_probe(config):
         return "none: this policy does not probe"
-    every = "no more" if config.refresh_every is None else f"then every {config.refresh_every} steps"
+    every = "no more" if config.refresh_every is None else f"then every {_steps(config.refresh_every)}"
     is_start = plan.provenance.step == 0  # a resumed run has the plan of its checkpoint
     before = FORMATS[config.format_at_start].label if is_start else "the plan above"
-    return f"at step {first_refresh}, {every}; a plan is applied {config.apply_delay} steps later; until then {before}"
+    delay = _steps(config.apply_delay)
+    return f"at step {first_refresh}, {every}; a plan is applied {delay} later; until then {before}"
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
 
 
 def _unmeasured(backend: str) -> str:
@@ -140,6 +145,7 @@ class SpeedForecast:
         """The expected speed, for the log; None if the backend was not measured."""
         self._backend = BACKENDS[backend]
         self._hidden = mode(layer.in_features for layer in layers.values())
+        self._is_frozen = not any(layer.weight.requires_grad for layer in layers.values())
         is_fallback = requested == "auto" and backend == Emulated.name
         self._is_fallback = is_fallback and any(
             compute_device(layer.weight).type == "cuda" for layer in layers.values()
@@ -166,7 +172,7 @@ class SpeedForecast:
                 "precision (docs/hopper.md). `snip-hf doctor` says what runs; backend=%r asks for this.",
                 self._backend.name,
             )
-        measured = self._backend.measured_speeds
+        measured = self._backend.adapter_speeds if self._is_frozen else self._backend.measured_speeds
         if not measured:
             return
         missing = self._missing(compiled, tokens, min(measured))
@@ -178,11 +184,10 @@ class SpeedForecast:
                 "; ".join(missing),
             )
             return
-        slowest, fastest = min(low for low, _ in measured.values()), max(high for _, high in measured.values())
-        self.text = (
-            f"{compiled}: runs on H100s and H200s had {slowest:.2f} to {fastest:.2f} times the speed of compiled BF16 "
-            "(docs/hopper.md)"
-        )
+        runs = "LoRA on an H200" if self._is_frozen else "runs on H100s and H200s"
+        page = "docs/adapters.md" if self._is_frozen else "docs/hopper.md"
+        speeds = describe_speeds(measured.values())
+        self.text = f"{compiled}: {runs} had {speeds} times the speed of compiled BF16 ({page})"
 
     def close(self) -> None:
         """Removes the hook, if no pass has."""
@@ -220,6 +225,13 @@ class SpeedForecast:
                 f"with at least {enough:,} tokens"
             )
         return missing
+
+
+def describe_speeds(speeds: Iterable[tuple[float, float]]) -> str:
+    """Returns the range from the lowest to the highest speed."""
+    lows, highs = zip(*speeds, strict=True)
+    lowest, highest = f"{min(lows):.2f}", f"{max(highs):.2f}"
+    return lowest if lowest == highest else f"{lowest} to {highest}"
 
 
 def least_tokens(hidden: int) -> int:

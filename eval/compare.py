@@ -498,7 +498,8 @@ def train_cell(config: Config, contender: str, seed: int, text: Text, options: a
         backend = None if controller is None else controller.backend
         reasons = done["reasons"] + _reasons(events)
         if controller is not None and controller.needs_probe and controller.plan.provenance.step == 0:
-            raise RuntimeError(f"No refresh gave a plan: {'; '.join(reasons)}.")
+            once = dict.fromkeys(reason.rstrip(".") for reason in reasons)
+            raise RuntimeError(f"No refresh gave a plan: {'; '.join(once)}.")
     finally:
         if controller is not None:
             controller.close()

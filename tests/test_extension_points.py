@@ -463,6 +463,12 @@ def test_a_new_policy_assigns_formats_itself(tmp_path: Path) -> None:
     assert snip_linears(run.model)["model.layers.1.mlp.up_proj"].formats == dict.fromkeys(GEMMS, "fp4")
 
 
+def test_a_new_policy_that_forgets_layers_is_refused_by_its_name(tmp_path: Path) -> None:
+    register_policy(Policy(name="forgets", assign=lambda setting: {}))
+    with pytest.raises(ValueError, match="policy='forgets' made no usable plan: assignment is empty, expected"):
+        train(tmp_path, fp4_config(policy="forgets"), max_steps=2)
+
+
 def test_a_policy_has_either_prices_or_an_assignment() -> None:
     for both in ({}, {"cost": lambda config, table: None, "assign": lambda setting: {}}):
         with pytest.raises(ValueError, match="Policy 'x' has both or neither of cost and assign"):

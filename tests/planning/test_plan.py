@@ -206,8 +206,8 @@ FP8 = dict.fromkeys(GEMMS, "fp8")
             "Unknown format 'fp6' for assignment['b']['forward']. Did you mean 'mxfp6'? "
             f"`list(snip_hf.formats)` lists all {len(FORMATS)}. {FIRST}",
         ),
-        ({"assignment": {"a": FP8}}, "assignment has no entry for layer 'b'; both must name the same layers."),
-        ({"flops": {"a": ROW}}, "flops has no entry for layer 'b'; both must name the same layers."),
+        ({"assignment": {"a": FP8}}, "assignment has no entry for layer 'b'; flops and assignment must name the same."),
+        ({"flops": {"a": ROW}}, "flops has no entry for layer 'b'; flops and assignment must name the same."),
         (
             {"flops": {"a": ROW, "b": {**ROW, "forward": -1.0}}},
             "flops['b']['forward'] is -1.0, expected a number of at least 0.",

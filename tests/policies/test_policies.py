@@ -488,6 +488,15 @@ def test_a_cost_that_is_not_finite_is_refused_by_the_name_of_its_group() -> None
             problem(setting_by_layer(flops, policy="at-nan"), table)
 
 
+def test_a_cost_that_raises_is_refused_by_the_name_of_its_policy() -> None:
+    flops, table = hand_table()
+    with restored(POLICIES):
+        register_policy(Policy(name="by-0", cost=lambda config, table: lambda row: 1 / 0))
+        message = "^policy='by-0' cannot price 'layers.0.fc' in fp8: ZeroDivisionError: division by zero$"
+        with pytest.raises(ValueError, match=message):
+            problem(setting_by_layer(flops, policy="by-0"), table)
+
+
 def test_gemm_costs_use_the_rows_of_single_gemms_and_the_totals_of_whole_layers() -> None:
     flops, table = hand_table()
     costs = costs_of(problem(setting_of(flops, granularity="gemm", objective="paper"), table))

@@ -90,7 +90,9 @@ class PrecisionPlan:
         flops, assignment = _table(self.flops, "flops", float), _table(self.assignment, "assignment", str)
         for layer in assignment.keys() ^ flops.keys():
             missing = "flops" if layer in assignment else "assignment"
-            raise ValueError(f"{missing} has no entry for layer {short(layer)}; both must name the same layers.")
+            raise ValueError(
+                f"{missing} has no entry for layer {short(layer)}; flops and assignment must name the same."
+            )
         gemms = {layer: [gemm for gemm in row if gemm != GRAD_WEIGHT or row[gemm] > 0] for layer, row in flops.items()}
         for layer, row in assignment.items():
             if GRAD_WEIGHT in gemms[layer] and GRAD_WEIGHT not in row:

@@ -234,7 +234,7 @@ def _change_target(
         text = "the policy makes its plan once more"
         run.in_force.retarget(step)
     elif saved.last_probe is None:
-        text = "the first refresh meets it"
+        text = "the first refresh plans for it"
     else:
         text = f"step {step} refreshes the plan for it"
         schedule.postponed = step
@@ -242,7 +242,7 @@ def _change_target(
     if saved.pending is not None:
         text = f"{text}; the refresh of step {saved.pending.step}, whose plan was for the old one, is left out"
     changed = "; ".join(f"{name} was {old!r} and is {new!r}" for name, (old, new) in targets.items())
-    log.info("snip-hf: resumed with another target: %s. From here on %s.", changed, text)
+    log.info("snip-hf: resumed with another target: %s; %s.", changed, text)
 
 
 def weights_fingerprint(model: nn.Module) -> str | None:

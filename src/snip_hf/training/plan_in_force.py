@@ -58,7 +58,11 @@ def rule_plan(setting: Setting, model_name: str, step: int) -> PrecisionPlan:
         step: the optimizer step at which it is made, whose target it meets; 0: before training.
     """
     provenance = PlanProvenance(step=step, **_origin(setting.config, model_name, step))
-    return _planned(setting, rule_assignment(setting.at_step(step)), provenance)
+    assignment = rule_assignment(setting.at_step(step))
+    try:
+        return _planned(setting, assignment, provenance)
+    except ValueError as error:
+        raise ValueError(f"policy={setting.config.policy!r} made no usable plan: {error}") from error
 
 
 def solved_plan(setting: Setting, model_name: str, step: int, result: SolverResult) -> PrecisionPlan:

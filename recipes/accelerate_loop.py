@@ -31,7 +31,7 @@ with accelerator.local_main_process_first():  # the machine's other processes re
     rows, _ = pack(*documents, tokenizer, TEXT)
 model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=len(tokenizer), **MODEL))
 convert_model(model, SNIP)  # before anything is wrapped, sharded or compiled
-optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=4, num_training_steps=STEPS)
 loader = torch.utils.data.DataLoader(rows, options.batch, shuffle=True, collate_fn=collate, drop_last=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -98,6 +98,7 @@ def test_the_probe_of_what_is_trained_is_the_adjoint_of_an_error_in_a_frozen_lay
 
     probe = run_probe(converted, Batch.of(inputs), {name: pullback(name) for name in others}, others=others)
     exact = copy.deepcopy(model).double()
+    assert probe.loss == pytest.approx(exact(**inputs)["loss"].item(), rel=1e-5)
     linear = exact.get_submodule(layer)
     error = torch.randn(18, linear.out_features, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
 

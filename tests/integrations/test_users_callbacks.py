@@ -274,7 +274,7 @@ def test_a_run_whose_model_is_restored_goes_on_without_snip_and_says_so_once(
         if snip_linears(model):
             restore_model(model)
 
-    saves: dict[str, Any] = {"max_steps": 6, "save_steps": 6, "save_strategy": "steps", **ACCUMULATED}
+    saves: dict[str, Any] = {"max_steps": 6, "save_steps": 3, "save_strategy": "steps", **ACCUMULATED}
     found = train(tmp_path, CONFIG, model=tiny_llama(hidden=32), callbacks=[At(event, restore, 5)], **saves)
     # In step 1, or after step 5.
     with_share = [line["step"] for line in found.trainer.state.log_history if {"fp4_share", "loss"} <= line.keys()]

@@ -521,6 +521,14 @@ class TestTied:
         assert of_inputs(stand_in) == 2
         assert all((b - 3 * a).norm() < 0.1 * b.norm() for a, b in zip(before, after, strict=True))
 
+    def test_a_tensor_that_is_written_to_between_two_siblings_is_quantized_again(self, stand_in: StandIn) -> None:
+        layers, _ = siblings(("fp8", "fp8", "fp8"))
+        x = randn(T, I)
+        for layer in layers:
+            layer(x)
+            x.mul_(3)
+        assert of_inputs(stand_in) == 3
+
     def test_an_fp32_input_under_autocast_is_known_again_though_each_layer_casts_it(self, stand_in: StandIn) -> None:
         layers, _ = siblings(("fp8", "fp8", "fp8"))
         x = randn(T, I, dtype=torch.float32).requires_grad_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import logging
 import pickle
@@ -107,9 +108,10 @@ def test_modules_that_are_not_as_their_class_makes_them_are_left_alone(change: C
     assert not is_gated(model.model.layers[0].mlp)
 
 
-def test_a_class_whose_forward_was_exchanged_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dressed", [lambda forward: forward, functools.wraps(LlamaMLP.forward)], ids=["", "wraps"])
+def test_a_class_whose_forward_was_exchanged_is_left_alone(dressed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama()
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: x)
+    monkeypatch.setattr(LlamaMLP, "forward", dressed(lambda self, x: x))
     assert put_gates(model, LOG) == 0
 
 

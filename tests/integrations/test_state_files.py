@@ -57,6 +57,10 @@ def stop(trainer: Trainer) -> None:
     trainer.control.should_training_stop = True
 
 
+def interrupt(trainer: Trainer) -> None:
+    raise KeyboardInterrupt
+
+
 def preempt(trainer: Trainer) -> None:
     """Does the same as transformers' SIGTERM handler after its three seconds."""
     (jit,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, JITCheckpointCallback))
@@ -117,14 +121,22 @@ def test_a_checkpoint_that_is_asked_for_after_training_has_the_state_of_its_end(
 def test_a_checkpoint_that_is_asked_for_after_an_interrupt_has_the_state_of_the_last_whole_step(
     full: Run, tmp_path: Path
 ) -> None:
-    def interrupt(trainer: Trainer) -> None:
-        raise KeyboardInterrupt
-
     snip, interrupting = SnipCallback(CONFIG), At("on_step_begin", 3, interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, snip, interrupting)
     save(interrupting.trainer)
     assert_same_end(run(tmp_path, resume=tmp_path / "checkpoint-3"), full)
+
+
+def test_after_an_interrupt_in_mid_step_a_checkpoint_has_no_state_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupting = At("on_optimizer_step", 2, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, SnipCallback(CONFIG), interrupting)
+    save(interrupting.trainer)
+    assert "could not write" in caplog.text and "in the middle of optimizer step 3" in caplog.text
+    assert not (tmp_path / "checkpoint-2" / "snip_state.json").exists()
 
 
 def test_a_checkpoint_that_ray_tune_reports_goes_on(full: Run, tmp_path: Path) -> None:

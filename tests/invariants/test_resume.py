@@ -242,6 +242,7 @@ def test_a_checkpoint_of_another_configuration_is_refused(full: Run, tmp_path: P
         "configuration to resume its run, or start a new plan from its weights: SnipCallback(..., resume=False), or no "
         "load_state_dict in a loop of your own."
     )
+    assert not snip_linears(model)  # plain, as before
     # The message's advice works, with the same model and the unchanged state.
     resumed = train(tmp_path, CONFIG, model=model, resume=checkpoint, **SAVING)
     assert_same_end(resumed, full)

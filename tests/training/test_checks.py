@@ -179,8 +179,13 @@ def with_adapters(loop: Loop) -> list[torch.nn.Parameter]:
 
 def test_the_log_names_the_modules_whose_hooks_probes_run_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "snip_hf")
+
+    def of_a_library(module: Any, inputs: Any, output: Any) -> None: ...
+
+    of_a_library.__module__ = "accelerate.hooks"
     loop = Loop()
     loop.model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: None)
+    loop.model.model.layers[1].mlp.register_forward_hook(of_a_library)
     loop.run(8)  # two refreshes
     assert [message for message in caplog.messages if "hooks" in message] == [
         "snip-hf: probes run the hooks of model.layers.0.mlp, as activation checkpointing does; hooks that must not "

@@ -809,19 +809,23 @@ def test_the_refresh_after_a_failed_one_is_tried_again(tmp_path: Path, monkeypat
     assert [(line["step"], line["status"]) for line in history(tmp_path)[1:]] == [(2, "kept"), (6, "applied")]
 
 
-def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_that_cannot_be_met_keep_the_plan_and_no_other_solver_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     start = SolverProcess.start
 
     def too_much(program: dict[str, Any]) -> SolverProcess:
         program["constraints"][0]["minimum"] = 1.5
         return start(program)
 
+    loop = Loop(fp4_config(**SCHEDULE | {"solver": "auto"}), tmp_path)
     monkeypatch.setattr(SolverProcess, "start", too_much)
-    Loop(folder=tmp_path).run(5)
+    loop.run(5)
     assert kept(tmp_path) == [
         "SolverError: No plan meets all constraints ('stage 0': minimum 1.5, attainable 1). Lower the target or tie "
         "less."
     ]
+    assert "from now on" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -326,12 +326,14 @@ class OnlyUnderAutocast(TinyLM):
 
 @pytest.mark.parametrize("by_accelerate", [False, True])
 def test_the_pass_runs_under_the_autocast_of_training(by_accelerate: bool) -> None:
-    with torch.autocast("cpu", torch.float16):
-        loop = Loop(seeded(OnlyUnderAutocast), fp4_config(policy="uniform-fp8"))
-        if not by_accelerate:
-            assert loop.run(ids(4)).controller.coverage is not None
-            return
+    loop = Loop(seeded(OnlyUnderAutocast), fp4_config(policy="uniform-fp8"))
     controller, processes = loop.controller, Processes()
+    if not by_accelerate:
+        with torch.autocast("cpu", torch.float16):
+            controller.capture(ids(4))
+        controller.before_optimizer_step(1)
+        assert controller.coverage is not None
+        return
     accelerator = SimpleNamespace(native_amp=True, mixed_precision="fp16")
     log = logging.getLogger(LOG)
     check = CoverageCounter(loop.model, controller._run.in_force, processes, controller._events, log, accelerator)

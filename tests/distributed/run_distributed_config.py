@@ -91,6 +91,11 @@ def load(folder: Path, sizes: dict[str, int], in_bf16: bool = False) -> Any:
     attention = "eager" if on_gpu() and not in_bf16 else "sdpa"
     path = folder / "model"
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention, **sharding)
+    if sizes.get("fsdp_cpu_offload"):
+        # transformers leaves the shards on the GPU, where FSDP2 refuses them.
+        model.to("cpu")
+        for module in model.modules():
+            module._buffers.update({name: buffer.to(device()) for name, buffer in module._buffers.items()})
     return model if sizes else model.to(device())
 
 

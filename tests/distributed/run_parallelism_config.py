@@ -108,7 +108,7 @@ RUNS: dict[str, Callable[[Path, str], Any]] = {
     "offloaded": lambda folder, name: by_trainer(folder, name, {}, **OFFLOADS),
     "sharded-rule": lambda folder, name: by_trainer(folder, name, {}, RULE, bf16=True, **SHARDS),
     "offloaded-rule": lambda folder, name: by_trainer(folder, name, {}, RULE, bf16=True, **OFFLOADS),
-    "cp": lambda folder, name: by_trainer(folder, name, {}, THREE_ROWS, **context(in_bf16=on_gpu())),
+    "cp": lambda folder, name: by_trainer(folder, name, {}, THREE_ROWS, **context(in_bf16=False)),
     "cp-loop": in_context,
     "cp-loop-resumed": lambda folder, name: in_context(folder, name, resumes=True),
     "cp-plain": lambda folder, name: by_trainer(folder, name, {}, None, **context()),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from comparing import LOSS, WEIGHT, distance, equal_share, errors, read_run, share_below
+from comparing import LOSS, WEIGHT, distance, equal_share, errors, read_run
 from rank_runs import OnTwoGpus, on_two_gpus
 from run_distributed_config import COMPILED, TRAINS_SHARDED, UNIFORM, WHY_NOT, by_trainer, save_mixture, save_model
 from run_parallelism_config import RUNS, THREE_ROWS
@@ -178,16 +178,12 @@ def test_context_parallelism_trains_under_a_policy_without_a_probe(started: Star
 
 
 def test_ranks_with_parts_of_sequences_plan_and_lose_as_one_process(started: Started, tmp_path: Path) -> None:
-    """The ranks train in BF16, and one process in FP32 on the CPU; a probe's passes are in FP32 on both."""
+    """The one process computes on the CPU."""
     save_model(tmp_path)
     theirs = by_trainer(tmp_path, "one", {}, THREE_ROWS)
     first, second = started.accelerate["cp"]
     assert first["plan"] == second["plan"] and first["losses"] == second["losses"]
-    assert equal_share([first["plan"]], [theirs["plan"]]) > 0.9
-    assert first["losses"] == pytest.approx(theirs["losses"], rel=2e-2)
-    assert list(first["tables"]) == list(theirs["tables"]) == [1]
-    assert max(errors(first["tables"][1], theirs["tables"][1], LOSS)) < 1e-2
-    assert share_below(5e-2, errors(first["tables"][1], theirs["tables"][1], WEIGHT)) > 0.9
+    assert_alike(first, theirs)
 
 
 def test_a_loop_on_parts_of_sequences_goes_on_from_a_checkpoint(started: Started) -> None:

@@ -510,6 +510,9 @@ def train_cell(config: Config, contender: str, seed: int, text: Text, options: a
         trainee.model.save_pretrained(folder)
         trainee.model.config.use_cache = False
         text.tokenizer.save_pretrained(folder)
+        if controller is not None:
+            (folder / "snip").mkdir(exist_ok=True)
+            controller.plan.save(folder / "snip" / "plan.json")
     return {
         "key": config.cell_key(contender, seed),
         "contender": contender,

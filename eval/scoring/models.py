@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .local_tasks import EvaluationError
@@ -23,9 +24,10 @@ def load_model(name: str, device: str) -> tuple[PreTrainedModel, PreTrainedToken
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
+        missing = "" if Path(name).is_dir() else " is not a folder here, and"
         raise EvaluationError(
-            f"{name!r} could not be loaded as a causal language model with its tokenizer: {error} Expected a folder "
-            "written by save_pretrained (both model and tokenizer) or the name of a model on the Hub."
+            f"{name!r}{missing} could not be loaded as a causal language model with its tokenizer: {error} Expected a "
+            "folder written by save_pretrained (both model and tokenizer) or the name of a model on the Hub."
         ) from error
     model.to(device)  # type: ignore[arg-type]
     return model, tokenizer

@@ -454,6 +454,8 @@ def test_only_the_answers_of_chats_have_a_loss(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     text = compare.load_text(compare.load_config(files[0], overrides), tmp_path / "lines.jsonl.cache")
     assert len(text.train) == 3
+    plans = [(tmp_path / f"{name}-3/snip/plan.json").exists() for name in ("bf16", "snip")]
+    assert plans == [False, True]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "snip-3")
     losses = []
     for row, answer in zip(text.held_out, answers, strict=False):

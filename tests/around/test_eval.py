@@ -414,8 +414,10 @@ def test_missing_and_malformed_files_are_named(tmp_path: Path, loaded: tuple[Any
 
 
 def test_command_reports_a_model_that_cannot_be_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main([str(tmp_path), "--tasks", "piqa", "--data-dir", str(tmp_path)]) == 1
-    assert "could not be loaded as a causal language model" in capsys.readouterr().err
+    for folder, problem in ((tmp_path, ""), (tmp_path / "nowhere", " is not a folder here, and")):
+        assert run.main([str(folder), "--tasks", "piqa", "--data-dir", str(tmp_path)]) == 1
+        message = f"'{folder}'{problem} could not be loaded as a causal language model"
+        assert message in capsys.readouterr().err
 
 
 def test_without_lm_eval_one_sentence_says_how_to_install_it(

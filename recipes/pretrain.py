@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         parser.error(str(error))
     try:
         result = run(recipe)
-    except DoesNotFit as error:  # e.g. a policy that needs more blocks than the model has
+    except DoesNotFit as error:  # e.g. too little text, or a policy that needs more blocks than the model has
         parser.error(str(error))
     PartialState().destroy_process_group()
     return result
@@ -83,9 +83,12 @@ def run(recipe: Recipe) -> dict[str, Any]:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("snip_hf").setLevel(logging.INFO)
     _use_all_cores(recipe, args)
-    tokenizer, train, validation = prepare_data(recipe, args)
-    set_seed(args.seed)
-    model = build_model(recipe.model, tokenizer)
+    try:
+        tokenizer, train, validation = prepare_data(recipe, args)
+        set_seed(args.seed)
+        model = build_model(recipe.model, tokenizer)
+    except (OSError, ValueError) as error:
+        raise DoesNotFit(str(error)) from error
     console.print(_setup(recipe, args, model, tokenizer, train, validation))
     trainer = Trainer(
         model=model,

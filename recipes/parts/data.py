@@ -75,12 +75,16 @@ def load_tokenizer(section: TokenizerSection, model_name: str | None, train: Doc
     """Returns the given tokenizer, a newly trained one, or (by default) the model's own.
 
     Raises:
-        ValueError: the tokenizer has no end-of-document token.
+        ValueError: there is no such tokenizer, or it has no end-of-document token.
     """
     if section.vocab_size is not None:
         return train_tokenizer((row["text"] for row in train), section)
     name = section.name_or_path or model_name
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        missing = "" if Path(str(name)).is_dir() else " is not a folder here, and"
+        raise ValueError(f"{name!r}{missing} has no tokenizer that loads: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"The tokenizer {name!r} has no eos_token, which ends every document. Choose another tokenizer."

@@ -421,6 +421,20 @@ def test_a_policy_that_does_not_fit_the_model_is_one_line_on_the_command_line(
     )
 
 
+def test_a_model_that_no_run_has_left_is_one_line_on_the_command_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text", encoding="utf-8")
+    overrides = ["data.source=files", "data.files=[text.txt]", "model.name_or_path=./runs/quickstart"]
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main([str(RECIPES / "lora-fp4.yaml"), "--override", *overrides])
+    assert stop.value.code == 2
+    assert (
+        "error: './runs/quickstart' is not a folder here, and has no tokenizer that loads: " in capsys.readouterr().err
+    )
+
+
 def test_a_recipe_names_a_policy_of_an_imported_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "from snip_hf.policies.registry import *\nregister_policy(Policy(name='own', assign=lambda setting: {}))\n"
     (tmp_path / "own_policies.py").write_text(text, encoding="utf-8")

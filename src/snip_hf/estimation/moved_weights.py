@@ -89,8 +89,7 @@ class MovedWeights:
         size, moves, moved_count, measured_count = (float(sum(column)) for column in totals)
         if moves == 0:
             return 1.0
-        if self._has_others:
-            size *= moved_count / measured_count
+        size *= moved_count / measured_count
         step, every = (size / moves) ** 0.5, [ratio for one in gathered for ratio in one]
         if every:
             step = min(step, max(min(every), _LEAST_STEP * median(every)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -97,9 +96,9 @@ class StateFiles:
                 printable(error, 1000),
             )
 
-    def read(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
+    def read(self, state: TrainerState) -> dict[str, Any] | None:
         """Returns path and content of the state to resume from; None to start a new plan."""
-        path = self._find_state(args, state)
+        path = self._find_state(state)
         if path is None:
             return None
         try:
@@ -107,18 +106,13 @@ class StateFiles:
         except ValueError as error:
             raise cannot_resume(path, error) from error
 
-    def _folder(self, args: TrainingArguments, state: TrainerState) -> Path:
-        """Returns the folder to resume from."""
-        call = find_call(state)
-        if call is not None and isinstance(call.resumes_from, str | os.PathLike):
-            return Path(call.resumes_from)
-        return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-
-    def _find_state(self, args: TrainingArguments, state: TrainerState) -> Path | None:
+    def _find_state(self, state: TrainerState) -> Path | None:
         """Returns the file to resume from, or None to start a new plan; logs the choice."""
         if state.global_step == 0 or not self._resume:
             return None
-        folder = self._folder(args, state)
+        call = find_call(state)
+        assert call is not None
+        folder = Path(call.resumes_from)
         if (folder / STATE_NAME).is_file():
             logger.info("snip-hf: resuming from %s.", printable(folder / STATE_NAME, 1000))
             return folder / STATE_NAME

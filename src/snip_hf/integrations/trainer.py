@@ -141,7 +141,7 @@ class SnipCallback(TrainerCallback):
         self._connect(trainer)
         self._logs.open(trainer, self.controller)
         # The checkpoint may only exist on the first process.
-        saved = self.controller.processes.everyone.by_first(lambda: self._files.read(args, state))
+        saved = self.controller.processes.everyone.by_first(lambda: self._files.read(state))
         if saved is None:
             self.controller.step = state.global_step
         else:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ WHY_NOT = (
     "which refuses them, and with a tp_size, too, from_pretrained fails on all but the first tp_size ranks"
 )
 ROWS, LENGTH = 4, 128  # of all ranks together; one tile, so that whole tiles are of one rank
+# Of four rows, which two ranks can only share if they cut one. torch's ring attention in FP32 needs parts of 32 tokens.
+THREE_ROWS = replace(BY_TRAINER, probe_batch_tokens=3 * LENGTH)
 
 
 def save_model(folder: Path) -> None:
@@ -84,11 +87,11 @@ def save_mixture(folder: Path) -> None:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
 
 
-def load(folder: Path, sizes: dict[str, int], in_bf16: bool = False) -> Any:
+def load(folder: Path, sizes: dict[str, int], by_sdpa: bool = False) -> Any:
     """Loads the model, sharded if there are sizes. transformers puts a sharded model on the device of its mesh."""
     sharding = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
     # The backward pass of "sdpa" on GPUs adds in no fixed order, and runs in FP32 are to be equal to the bit.
-    attention = "eager" if on_gpu() and not in_bf16 else "sdpa"
+    attention = "eager" if on_gpu() and not by_sdpa else "sdpa"
     path = folder / "model"
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention, **sharding)
     if sizes.get("fsdp_cpu_offload"):
@@ -170,9 +173,11 @@ def by_trainer(
     """
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # an earlier Trainer's
     AcceleratorState._reset_state(reset_partial_state=True)
-    model = load(folder, sizes, changes.get("bf16", False))
+    # Ring attention is torch's.
+    is_cut = getattr(changes.get("parallelism_config"), "cp_size", 1) > 1
+    model = load(folder, sizes, is_cut or changes.get("bf16", False))
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    rows = text(64, 64)["input_ids"]
+    rows = text(64, LENGTH)["input_ids"]
     arguments: dict[str, Any] = {
         "max_steps": STEPS,
         "save_strategy": "no",

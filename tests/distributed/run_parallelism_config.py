@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from comparing import read_run
 from configs import fp4_config
 from devices import NCCL, Survivors, context_parallelism, device, join, on_gpu
 from loops import LENGTH, ROWS, Loop
-from run_distributed_config import BY_TRAINER, COMPILED, PROBED, SAVE, STEPS, by_trainer
+from run_distributed_config import COMPILED, PROBED, SAVE, STEPS, THREE_ROWS, by_trainer
 from small import text
 from tiny_runs import SCHEDULE
 from torch import Tensor, nn
@@ -28,8 +27,6 @@ from torch import Tensor, nn
 SHARDS = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
 OFFLOADS = {**SHARDS, "fsdp_config": {**SHARDS["fsdp_config"], "cpu_offload": True}}
 RULE = fp4_config(policy="layer-position", target_fp4_fraction=0.5, **COMPILED)
-# Of four rows, which two ranks can only share if they cut one.
-THREE_ROWS = replace(BY_TRAINER, probe_batch_tokens=3 * 64)
 IN_LOOP = fp4_config(
     **{**SCHEDULE, **PROBED}, target_fp4_fraction=0.5, probe_batch_tokens=3 * LENGTH, backend="emulated"
 )

@@ -14,8 +14,17 @@ import pytest
 import torch
 from comparing import LOSS, WEIGHT, errors
 from rank_processes import assert_succeeded, start_ranks
-from run_distributed_config import TRAINS_SHARDED, UNIFORM, WHY_NOT, by_trainer, one_process, save_mixture, save_model
-from run_parallelism_config import OF_FOUR, THREE_ROWS, in_context
+from run_distributed_config import (
+    THREE_ROWS,
+    TRAINS_SHARDED,
+    UNIFORM,
+    WHY_NOT,
+    by_trainer,
+    one_process,
+    save_mixture,
+    save_model,
+)
+from run_parallelism_config import OF_FOUR, in_context
 from small import tiny_llama
 from tiny_runs import differing, one_thread
 

@@ -15,7 +15,6 @@ from configs import fp4_config
 from small import tiny_llama
 from tiny_runs import SCHEDULE, train
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
-from transformers.models.llama import modeling_llama
 
 from snip_hf import SnipConfig
 from snip_hf.records.load import read_divergence
@@ -23,12 +22,20 @@ from snip_hf.records.load import read_divergence
 pytest.importorskip("liger_kernel", reason="Liger's kernels are not installed; they need a GPU")
 
 
+@pytest.fixture(autouse=True)
+def kept_files() -> Iterator[None]:
+    """Gives torch and transformers' files the functions and classes back that Liger exchanges for all models."""
+    prefixes = "transformers.models.", "torch.nn.functional"
+    files = {name: dict(vars(file)) for name, file in sys.modules.items() if name.startswith(prefixes)}
+    yield
+    for name, contents in files.items():
+        vars(sys.modules[name]).update(contents)
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_loss_by_liger_s_kernels_is_probed_as_torch_s_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Liger exchanges this one for all models.
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
+def test_a_loss_by_liger_s_kernels_is_probed_as_torch_s_is(tmp_path: Path) -> None:
     tables = []
     for uses in (False, True):
         folder, config = tmp_path / str(uses), fp4_config(**SCHEDULE)
@@ -51,7 +58,6 @@ def test_a_loss_by_liger_s_kernels_is_probed_as_torch_s_is(tmp_path: Path, monke
 def test_the_preset_trains_with_liger_s_kernels_as_bf16_does(
     compiles: bool, formats: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
     monkeypatch.setenv(
         "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true"
     )  # a whole model of Liger's does not compile
@@ -76,21 +82,11 @@ FAMILIES = ("gemma2", "gemma3_text", "gpt_oss", "granite", "llama", "mistral", "
 FAMILIES += ("qwen3", "smollm3")
 
 
-@pytest.fixture
-def kept_files() -> Iterator[None]:
-    """Gives torch and transformers' files the functions and classes back that Liger exchanges for all models."""
-    prefixes = "transformers.models.", "torch.nn.functional"
-    files = {name: dict(vars(file)) for name, file in sys.modules.items() if name.startswith(prefixes)}
-    yield
-    for name, contents in files.items():
-        vars(sys.modules[name]).update(contents)
-
-
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_train_with_liger_s_kernels_as_without(family: str, tmp_path: Path, kept_files: None) -> None:
+def test_families_train_with_liger_s_kernels_as_without(family: str, tmp_path: Path) -> None:
     ids = causal_families.batch(rows=2, length=64)["input_ids"].tolist()
     runs = []
     for uses in (False, True):
@@ -135,10 +131,7 @@ class Peaks(TrainerCallback):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("compiles", [False, True])
-def test_the_logits_are_never_whole_in_training_or_a_probe(
-    compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
+def test_the_logits_are_never_whole_in_training_or_a_probe(compiles: bool, tmp_path: Path) -> None:
     torch._dynamo.reset()
     vocabulary, rows, length = 65536, 16, 512
     shape = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 4}

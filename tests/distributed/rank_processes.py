@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import torch
 from torch.distributed import TCPStore
 
 TESTS = Path(__file__).parents[1]
@@ -36,6 +37,8 @@ class Ended:
 def start_ranks(script: str, *words: object, folder: Path, ranks: int = 2, timeout: float = 280) -> Ended:
     """Runs a script of this folder in so many processes with the environment that torchrun gives, each with its log.
 
+    NCCL refuses ranks of one host that share a GPU, so with a single GPU each rank poses as a host.
+
     Args:
         script: name of a file here.
         words: its arguments.
@@ -54,14 +57,18 @@ def start_ranks(script: str, *words: object, folder: Path, ranks: int = 2, timeo
     command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, words)]
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"log-{rank}.txt" for rank in range(ranks)]
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    if torch.cuda.device_count() == 1:
+        alone = {"LOCAL_RANK": "0", "NCCL_SOCKET_IFNAME": "lo"}
+        places = [{**place, **alone, "NCCL_HOSTID": place["RANK"]} for place in places]
     running: list[subprocess.Popen[bytes]] = []
     try:
-        for rank, log in enumerate(logs):
+        for place, log in zip(places, logs, strict=True):
             with log.open("wb") as file:
                 running.append(
                     subprocess.Popen(
                         command,
-                        env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        env=environment | place,
                         stdin=subprocess.DEVNULL,
                         stdout=file,
                         stderr=subprocess.STDOUT,

@@ -19,9 +19,10 @@ from trainings import train
 
 on_two_gpus = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-"""Marks of tests whose ranks have a GPU each and exchange tensors over NCCL."""
+"""Marks of tests whose two ranks exchange tensors over NCCL. They have a GPU each, or share the only one."""
 
 
 class OneProcess(dict[str, dict[str, Any]]):

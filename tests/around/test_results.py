@@ -170,7 +170,8 @@ def test_speeds_under_trl_are_those_of_the_lines() -> None:
         steps = [f"{one['step_ms']:.1f}, {bf16['step_ms'] / one['step_ms']:.3f}" for one in (torchao, ours)]
         peaks = ", ".join(f"{one['peak_gib']:.1f}" for one in (bf16, torchao, ours))
         assert [cell.removesuffix(" times") for cell in written[row]] == [f"{bf16['step_ms']:.1f}", *steps, peaks], row
-    for row, task in (("GRPO, 100M", "GRPO"), ("DPO, TinyLlama-1.1B", "DPO")):
+    padding_free = "SFT, padding-free"
+    for row, task in (("GRPO, 100M", "GRPO"), ("DPO, TinyLlama-1.1B", "DPO"), (f"{padding_free}, 100M", padding_free)):
         last = {run["recipe"]: run for run in runs if run["task"] == task}
         bf16, *others = (last.get(name) for name in ("BF16", "torchao tensorwise", "snip-hf"))
         assert bf16 is not None

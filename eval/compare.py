@@ -8,8 +8,8 @@ A cell is one contender with one seed. All contenders of a seed start from the s
 the same sequences in the same order. The start is a checkpoint or a new model, trained for `base_steps` unquantized
 steps; a seed decides the weights of a new model, the order of the data and all random rounding.
 
-`run` trains the cells that have no line in the output yet and appends one JSON line per cell, so that the same command
-goes on after an interruption; a cell that was cut off goes on from its last state in the cache. Any number of processes
+`run` trains the cells that have no line in the output yet and appends one JSON line per cell, so repeat the command
+after an interruption; a cell that was cut off continues from its last state in the cache. Any number of processes
 may share an output: each takes the next free cell, under a lock that ends with its process. `report` prints two
 Markdown tables: each contender against the reference, and the planned comparisons of the config, with a test of
 equivalence if they have a margin. Each table has p values without and with Holm's correction over its rows.
@@ -621,7 +621,7 @@ def run_cells(config: Config, options: argparse.Namespace) -> int:
 
 
 def _time_is_over(failed: int) -> int:
-    print("The time is over; the same command goes on.", flush=True)
+    print("Time is up; repeat the command to continue.", flush=True)
     return failed
 
 

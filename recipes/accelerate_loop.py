@@ -19,7 +19,7 @@ SNIP = SnipConfig(target_fp4_fraction=0.75, first_refresh=5, refresh_every=10, a
 TEXT = DataSection(source="files", files=(f"{asyncio.__path__[0]}/*.py",), validation_fraction=0.1, sequence_length=128)
 MODEL = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4}
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("output", type=Path, help="folder that all processes see; goes on from its last checkpoint")
+parser.add_argument("output", type=Path, help="folder that all processes see; continues from its last checkpoint")
 parser.add_argument("--batch", type=int, default=4, help="sequences per micro-batch and process")
 options = parser.parse_args()
 set_seed(0)  # all processes build the same model and shuffle alike

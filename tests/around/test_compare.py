@@ -133,7 +133,7 @@ def test_a_cell_that_runs_again_gives_the_same_losses_and_what_is_done_is_left(
     assert compare.read_lines(fresh)[0]["losses"] == again[2]["losses"]
     assert (tmp_path / "models" / "snip-3" / "model.safetensors").is_file()
     assert run(config, fresh, "--minutes", "0") == 0 and len(compare.read_lines(fresh)) == 1
-    assert "The time is over" in capsys.readouterr().out
+    assert "Time is up" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("contender", ["bf16", "snip"])

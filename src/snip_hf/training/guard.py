@@ -339,7 +339,7 @@ class Guard:
             text = f"the formats of {len(changes)} GEMMs are raised by one: {plan.describe()}"
         else:
             text = (
-                "nothing is left to raise. If this goes on, stop and resume from a checkpoint of before the first "
+                "nothing is left to raise. If this continues, stop and resume from a checkpoint of before the first "
                 "alarm (docs/reliability.md, Rolling back)"
             )
         left_out = "; the step was left out" if is_left_out else ""

@@ -6,9 +6,10 @@ import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MixtralConfig
+from transformers import FalconConfig, Gemma2Config, LlamaConfig, MixtralConfig, PretrainedConfig
 
 from snip_hf.cli import doctor, main
 from snip_hf.kernels.backend import BACKENDS
@@ -45,13 +46,31 @@ def test_a_model_is_examined_from_its_config(tmp_path: Path) -> None:
         "embeddings and output head stay as they are"
     )
     assert found["formats"].startswith("mxfp4, fp8-tensor by ")
-    assert found["attention"] == "sdpa"
-    assert "ep_size" in found["parallelism, works"]
+    assert "from transformers 5.23 on, fsdp_size, dp_replicate_size and ep_size" in found["parallelism, works"]
     refused = found["parallelism, refused with a probe"]
     for advice in ("FSDP 1, Megatron-LM: use FSDP2", "sp_size: use cp_size", "a policy without a probe"):
         assert advice in refused
     # With any policy.
     assert "pp_size" not in refused and found["parallelism, refused"].startswith("pp_size: use fsdp_size, tp_size or")
+
+
+@pytest.mark.parametrize(
+    ("family", "under_others"),
+    [
+        (LlamaConfig, "also train, and probes then use sdpa"),
+        (Gemma2Config, "also train, and probes then use eager"),
+        (FalconConfig, "are refused with a probe: use sdpa or eager"),  # its code does not look attention up by name
+    ],
+)
+def test_the_attention_of_a_probe_under_others_is_told(
+    family: type[PretrainedConfig], under_others: str, tmp_path: Path
+) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    family(**sizes).save_pretrained(tmp_path)
+    found = dict(line.partition(": ")[::2] for line in doctor._model(str(tmp_path), {}, None, []))
+    own, _, others = found["attention"].partition("; ")
+    assert own in ("sdpa", "eager")  # transformers 5.17 has another one for Gemma 2
+    assert others == f"FlashAttention, flex attention and kernels of the Hub {under_others}"
 
 
 @pytest.mark.parametrize(

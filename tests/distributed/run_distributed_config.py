@@ -49,6 +49,7 @@ SIZES = {
     "fsdp-tp": {"fsdp_size": 2, "tp_size": 2},
     "tp-ep": {"tp_size": 2, **EXPERT_PARALLEL},
     # Experts are spread over ranks with other data, too.
+    "fsdp-ep": {"fsdp_size": 2, "ep_size": 2},
     "fsdp-tp-ep": {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
 }
 PROBED = {"first_refresh": 1, "start_format": "bf16"}

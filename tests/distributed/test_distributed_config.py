@@ -124,7 +124,7 @@ class Split(NamedTuple):
     """What one process found."""
 
 
-SPLITS = {"tp": 2, "fsdp-tp": 4, "tp-ep": 2, "fsdp-tp-ep": 4}
+SPLITS = {"tp": 2, "fsdp-tp": 4, "tp-ep": 2, "fsdp-ep": 2, "fsdp-tp-ep": 4}
 """Tensor and expert parallelism, also with FSDP2 -> number of processes."""
 
 
@@ -177,6 +177,8 @@ def test_a_resumed_loop_of_a_split_model_is_the_uninterrupted_one_to_the_bit(spl
 
 
 def test_ranks_that_split_a_model_and_see_different_data_are_refused_together(split: Split) -> None:
+    if "tp" not in split.name:
+        pytest.skip("the ranks have different data")
     for rank in split.found:
         assert "got different micro-batches" in rank["disagreeing"]
 

@@ -14,6 +14,7 @@ from small import Batch, adamw_after, text
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
     Gemma2Config,
     GptOssConfig,
     LlamaConfig,
@@ -212,6 +213,14 @@ def test_a_mask_that_only_trainings_attention_reads_is_refused(half: str) -> Non
         run_forward(model_of("llama", half), ProbedBatch.of(batch))
 
 
+@pytest.mark.parametrize("ends", [[11, 14, 32], [0, 14, 11, 32]])
+def test_ends_without_the_beginning_or_out_of_order_are_refused(ends: list[int], half: str) -> None:
+    batch = packed("cu_seq_lens") | {"cu_seq_lens_q": torch.tensor(ends, dtype=torch.int32)}
+    found = f"cu_seq_lens_q begins with {ends[0]}, {ends[1]}, {ends[2]}; expected 0, and then rising numbers"
+    with pytest.raises(ValueError, match=found):
+        run_forward(model_of("llama", half), ProbedBatch.of(batch))
+
+
 @pytest.mark.parametrize(("ends", "rows"), [([0, 11, 14], 1), ([0, 11, 14, 40], 1), ([0, 11, 14, 32], 2)])
 def test_ends_that_are_not_those_of_the_row_are_refused(ends: list[int], rows: int, half: str) -> None:
     ids = text(rows, sum(LENGTHS) // rows)["input_ids"]
@@ -221,11 +230,12 @@ def test_ends_that_are_not_those_of_the_row_are_refused(ends: list[int], rows: i
         run_forward(model_of("llama", half), batch)
 
 
-def test_a_model_that_cannot_switch_is_refused(half: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("llama", half)
+def test_a_model_that_cannot_switch_is_refused(half: str) -> None:
+    attention.check_attention(model_of("llama", half))
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(FalconConfig(**sizes, alibi=True))
     attention.check_attention(model)
-    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
-    with pytest.raises(ValueError, match="'half_attention' cannot run the probe's FP32 passes, and LlamaForCausalLM"):
+    model.config._attn_implementation = "flash_attention_2"
+    found = "'flash_attention_2' cannot run the probe's FP32 passes, and FalconForCausalLM .*='sdpa' or 'eager', or use"
+    with pytest.raises(ValueError, match=found):
         attention.check_attention(model)
-    model.config._attn_implementation = "sdpa"
-    attention.check_attention(model)

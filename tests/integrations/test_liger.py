@@ -77,7 +77,7 @@ def test_the_preset_trains_with_liger_s_kernels_as_bf16_does(
         assert finished.losses[step][0] == pytest.approx(loss, rel=0.02)
 
 
-# Of those that Liger 0.8.5 patches. Its kernel also runs the experts of seven others, which snip-hf then leaves out.
+# Of those that Liger 0.8.5 patches. Its kernel also runs the experts of nine others, which snip-hf then leaves out.
 FAMILIES = ("gemma2", "gemma3_text", "gpt_oss", "granite", "llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2")
 FAMILIES += ("qwen3", "smollm3")
 

@@ -46,8 +46,8 @@ _SUPPORTED = {
 }
 _SOLVERS = ("cbc", "highs")
 _PARALLELISM = {
-    "works": "one process, DDP, FSDP2, transformers' fsdp_size, dp_replicate_size, tp_size and ep_size, Accelerate's "
-    "cp_size, ZeRO, pipelines",
+    "works": "one process, DDP, FSDP2, transformers' tp_size and, from transformers 5.23 on, fsdp_size, "
+    "dp_replicate_size and ep_size, Accelerate's cp_size, ZeRO, pipelines",
     "refused with a probe": "FSDP 1, Megatron-LM: use FSDP2; sp_size: use cp_size; FP16 under FSDP2 or DeepSpeed: use "
     "BF16; or use a policy without a probe",
     "refused": "pp_size: use fsdp_size, tp_size or torch.distributed.pipelining; nn.DataParallel: use DDP",
@@ -199,7 +199,6 @@ def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, probl
         problems: gets none here.
     """
     from ..config import SnipConfig
-    from ..estimation.attention import check_attention, switched_attention
     from ..kernels.backend import select_backend, why_emulated
     from ..layers.selection import describe_unswapped, weight_matrices
     from ..policies.target import describe_target
@@ -229,11 +228,23 @@ def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, probl
     why = why_emulated(device, config.formats) if backend.is_emulation else None
     yield f"formats: {', '.join(config.formats)} by {backend.name}{f': {why}' if why else ''}"
     yield f"speed: {_speed(model, backend, lora is not None)}"
-    check_attention(model)
-    switched = [f"{own}, in probes {plain}" for _, own, plain in switched_attention(model)]
-    yield f"attention: {switched[0] if switched else getattr(model.config, '_attn_implementation', 'its own')}"
+    yield f"attention: {_attention(model)}"
     for verdict, kinds in _PARALLELISM.items():
         yield f"parallelism, {verdict}: {kinds}"
+
+
+def _attention(model: Any) -> str:
+    """Returns the model's attention, and what a probe does under others. The model, which never runs, gets another."""
+    from ..estimation.attention import check_attention, switched_attention
+
+    own, others = model.config._attn_implementation, "FlashAttention, flex attention and kernels of the Hub"
+    model.config._attn_implementation = "flash_attention_2"
+    try:
+        check_attention(model)
+    except ValueError:
+        return f"{own}; {others} are refused with a probe: use sdpa or eager"
+    _, _, plain = switched_attention(model)[0]
+    return f"{own}; {others} also train, and probes then use {plain}"
 
 
 def _speed(model: Any, backend: Backend, has_adapters: bool) -> str:

@@ -95,6 +95,11 @@ def _describe_packs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         return args, kwargs
     packs = position_ids
     if ends is not None:
+        if int(ends[0]) or (ends.diff() < 0).any():
+            raise ValueError(
+                f"cu_seq_lens_q begins with {', '.join(map(str, ends[:3].tolist()))}; expected 0, and then rising "
+                "numbers: the end of each sequence in the row."
+            )
         packs = positions(ends)
         ids = kwargs.get("input_ids")
         shape = tuple((kwargs["inputs_embeds"] if ids is None else ids).shape[:2])

@@ -29,9 +29,16 @@ from loops import plan_of
 from small import text, tiny_llama
 from tiny_runs import SCHEDULE
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from trainings import fsdp_groups
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
+from transformers.distributed.tensor_parallel import (
+    ALL_PARALLEL_STYLES,
+    ColwiseParallel,
+    RowwiseParallel,
+    TensorParallelLayer,
+)
 
 from snip_hf import SnipCallback, SnipConfig, SnipController
 from snip_hf.json_io import read_json, write_json_atomic
@@ -41,11 +48,43 @@ from snip_hf.parallel.sharding import own_part, whole
 HAS_EP_SIZE = "ep_size" in DistributedConfig.__dataclass_fields__
 EXPERT_PARALLEL: dict[str, int] = {"ep_size": 2} if HAS_EP_SIZE else {"enable_expert_parallel": True}
 STEPS, SAVE = 6, 2  # in the middle of the refresh of step 1 or 2, which is applied two steps later
-SIZES = {
+
+
+class Redistributed(TensorParallelLayer):
+    """Shares the tokens of a module's output among the ranks, or gathers them."""
+
+    def __init__(self, before: Replicate | Shard, after: Replicate | Shard) -> None:
+        self.layouts = before, after
+
+    def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: Any) -> Tensor:
+        before, after = self.layouts
+        return DTensor.from_local(output, mesh, [before], run_check=False).redistribute(placements=[after]).to_local()
+
+
+# transformers has no plan whose ranks have some tokens of a linear's input; users may write one.
+SHARED, TOKENS = Replicate(), Shard(1)
+BY_TOKENS = {
+    "tokens_split": Redistributed(SHARED, TOKENS),
+    "tokens_gathered": Redistributed(TOKENS, SHARED),
+    "tokens_colwise": ColwiseParallel(input_layouts=TOKENS),
+    "tokens_rowwise": RowwiseParallel(output_layouts=TOKENS),
+}
+for _name, _style in BY_TOKENS.items():
+    ALL_PARALLEL_STYLES.register(_name, _style)
+_IN_BLOCK = {
+    **dict.fromkeys((f"self_attn.{name}_proj" for name in "qkv"), "colwise"),
+    "self_attn.o_proj": "rowwise",
+    "post_attention_layernorm": "tokens_split",
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "tokens_colwise"),
+    "mlp.down_proj": "tokens_rowwise",
+    "mlp": "tokens_gathered",
+}
+SIZES: dict[str, dict[str, Any]] = {
     "fsdp": {"fsdp_size": 2},
     "offloaded": {"fsdp_size": 2, "fsdp_cpu_offload": True},
     "hsdp": {"fsdp_size": 2, "dp_replicate_size": 2},
     "tp": {"tp_size": 2},
+    "tp-tokens": {"tp_size": 2, "tp_plan": {f"model.layers.*.{name}": style for name, style in _IN_BLOCK.items()}},
     "fsdp-tp": {"fsdp_size": 2, "tp_size": 2},
     "tp-ep": {"tp_size": 2, **EXPERT_PARALLEL},
     # Experts are spread over ranks with other data, too.
@@ -88,7 +127,7 @@ def save_mixture(folder: Path) -> None:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
 
 
-def load(folder: Path, sizes: dict[str, int], by_sdpa: bool = False) -> Any:
+def load(folder: Path, sizes: dict[str, Any], by_sdpa: bool = False) -> Any:
     """Loads the model, sharded if there are sizes. transformers puts a sharded model on the device of its mesh."""
     sharding = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
     # The backward pass of "sdpa" on GPUs adds in no fixed order, and runs in FP32 are to be equal to the bit.
@@ -106,7 +145,7 @@ def load(folder: Path, sizes: dict[str, int], by_sdpa: bool = False) -> Any:
 def loop(
     folder: Path,
     name: str,
-    sizes: dict[str, int],
+    sizes: dict[str, Any],
     resumes: bool = False,
     steps: int = STEPS,
     in_bf16: bool = False,
@@ -164,7 +203,7 @@ def loop(
 
 
 def by_trainer(
-    folder: Path, name: str, sizes: dict[str, int], config: SnipConfig | None = BY_TRAINER, **changes: Any
+    folder: Path, name: str, sizes: dict[str, Any], config: SnipConfig | None = BY_TRAINER, **changes: Any
 ) -> dict[str, Any]:
     """Trains by the Trainer on all ranks, under DDP without sizes and changes, or in this process.
 
@@ -226,7 +265,7 @@ def _found(model: nn.Module, controller: SnipController, folder: Path) -> dict[s
     }
 
 
-def _refusal(folder: Path, sizes: dict[str, int]) -> str:
+def _refusal(folder: Path, sizes: dict[str, Any]) -> str:
     """Returns the error of ranks that split the model and see different rows."""
     try:
         loop(folder, "disagreeing", sizes)

@@ -124,7 +124,7 @@ class Split(NamedTuple):
     """What one process found."""
 
 
-SPLITS = {"tp": 2, "fsdp-tp": 4, "tp-ep": 2, "fsdp-ep": 2, "fsdp-tp-ep": 4}
+SPLITS = {"tp": 2, "tp-tokens": 2, "fsdp-tp": 4, "tp-ep": 2, "fsdp-ep": 2, "fsdp-tp-ep": 4}
 """Tensor and expert parallelism, also with FSDP2 -> number of processes."""
 
 

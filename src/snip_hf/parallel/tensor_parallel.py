@@ -10,6 +10,7 @@ their styles and meshes.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 _FORWARDS = ("tp_forward", "ep_forward")
 _PACKAGE = "transformers"
@@ -99,9 +100,30 @@ def change_class(module: nn.Module, cls: type[nn.Module], takes_parts: bool) -> 
     module.__class__ = cls
     if takes_parts:
         vars(module)[_TAKES_PARTS] = True
+        _with_gathered_inputs(split).install_forward(module, split.mesh)
     else:
         vars(module).pop(_TAKES_PARTS, None)
-    split.style.install_forward(module, split.mesh)
+        split.style.install_forward(module, split.mesh)
+
+
+def _with_gathered_inputs(split: Split) -> Any:
+    """Returns the style of a split; if each rank has only some tokens of the inputs, a copy that gathers them.
+
+    transformers does not gather the inputs of a module that asks for plain tensors.
+    """
+    style, layout = split.style, getattr(split.style, "input_layouts", None)
+    if split.is_by_inputs or layout in (None, Replicate()):
+        return style
+
+    def transform(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
+        x, *others = args
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, [layout], run_check=False)
+        return style.transform_inputs_pre_forward(module, (x, *others), kwargs, mesh)
+
+    gathering = copy.copy(style)
+    gathering.transform_inputs_pre_forward = transform
+    return gathering
 
 
 @contextmanager

@@ -1,10 +1,9 @@
 """Kinks and jumps, which the difference of two passes would mistake for derivatives.
 
-**Kinks** of ReLU and similar functions. A kink between the two sides of a difference looks like a curvature of
-1 / step. The infinitesimal derivative ignores kinks, but the rounding errors that the estimate is about do cross them
-(docs/method.md, section 3). So in passes on moved weights these functions keep their values, and their slope changes
-over a width of the size of rounding errors instead of at once. The width is each token's own: it does not depend on how
-a batch is cut into passes.
+**Kinks** of ReLU. A kink between the two sides of a difference looks like a curvature of 1 / step. The infinitesimal
+derivative ignores kinks, but the rounding errors that the estimate is about do cross them (docs/method.md, section 3).
+So in passes on moved weights ReLU keeps its values, and its slope changes over a width of the size of rounding errors
+instead of at once. The width is each token's own: it does not depend on how a batch is cut into passes.
 
 **Jumps** of routers, which send each token to the experts of its k largest scores. Two passes at slightly different
 weights choose differently for the few tokens whose scores are nearly equal; divided by a small step, these jumps would
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -83,76 +81,35 @@ def in_backward() -> bool:
 
 
 class SmoothKinks(TorchFunctionMode):
-    """Smooths the slopes of functions with kinks."""
+    """Smooths the slope of ReLU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _SMOOTH.get(func, func)(*args, **(kwargs or {}))
 
 
-@dataclass(frozen=True)
-class _Kinked:
-    """A function whose slope is `left` below `bottom`, 1 from there to `top` and 0 above it."""
-
-    values: Callable[[Tensor], Tensor]
-    left: float = 0.0
-    bottom: float = 0.0
-    top: float | None = None
-
-    def slope(self, x: Tensor) -> Tensor:
-        """Returns the smoothed slope; x (..., features)."""
-        width = RELATIVE_WIDTH * x.std(-1, correction=0, keepdim=True)
-        slope = self.left + (1 - self.left) * _step(x - self.bottom, width)
-        return slope if self.top is None else slope - _step(x - self.top, width)
-
-    def __call__(self, x: Tensor, inplace: bool) -> Tensor:
-        smoothed: Tensor = _Smoothed.apply(x.clone() if inplace else x, self)
-        return x.copy_(smoothed) if inplace else smoothed
-
-
-class _Smoothed(torch.autograd.Function):
-    """The function's own values; backward smooths the changes of its slope."""
+class _SmoothedReLU(torch.autograd.Function):
+    """ReLU's own values; backward smooths the change of its slope."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kinked: _Kinked) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.kinked = kinked
-        return kinked.values(x)
+        return torch.relu(x)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        return grad_output * ctx.kinked.slope(x), None
-
-
-def _step(x: Tensor, width: Tensor) -> Tensor:
-    """Returns 0 far below 0 and 1 far above it; 0 at exactly 0, as in torch: masks and padding are there."""
-    return torch.where(x == 0, 0.0, torch.special.ndtr(x / width))
+        width = RELATIVE_WIDTH * x.std(-1, correction=0, keepdim=True)
+        # 0 at exactly 0, as in torch: masks and padding are there.
+        return grad_output * torch.where(x == 0, 0.0, torch.special.ndtr(x / width))
 
 
 def _relu(input: Tensor, inplace: bool = False) -> Tensor:
-    return _Kinked(torch.relu)(input, inplace)
-
-
-def _relu6(input: Tensor, inplace: bool = False) -> Tensor:
-    return _hardtanh(input, 0.0, 6.0, inplace)
-
-
-def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
-    values = partial(nn.functional.hardtanh, min_val=min_val, max_val=max_val)
-    return _Kinked(values, bottom=min_val, top=max_val)(input, inplace)
-
-
-def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
-    values = partial(nn.functional.leaky_relu, negative_slope=negative_slope)
-    return _Kinked(values, left=negative_slope)(input, inplace)
+    smoothed: Tensor = _SmoothedReLU.apply(input.clone() if inplace else input)
+    return input.copy_(smoothed) if inplace else smoothed
 
 
 _SMOOTH: dict[Callable[..., Any], Callable[..., Tensor]] = {
     nn.functional.relu: _relu,
-    nn.functional.relu6: _relu6,
-    nn.functional.hardtanh: _hardtanh,
-    nn.functional.leaky_relu: _leaky_relu,
-    nn.functional.leaky_relu_: partial(_leaky_relu, inplace=True),
     torch.relu: _relu,
     torch.relu_: partial(_relu, inplace=True),
     Tensor.relu: _relu,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ _RULES = ("torch.SGD", "torch.Adam", "torch.AdamW")
 _ADAMS = ("deepspeed.FusedAdam", "deepspeed.DeepSpeedCPUAdam")
 _FP16 = ("fp16 scales the loss and the gradients that the probe needs", "bf16")
 _STAGES_INSTEAD = "ZeRO stage 1, 2 or 3 (zero_optimization.stage in the DeepSpeed configuration), or FSDP2"
+
+Value = TypeVar("Value")
 
 
 def check_deepspeed(config: Mapping[str, Any]) -> None:
@@ -219,19 +221,20 @@ class ZeroOptimizer:
 
         Each call of a response gathers the context anew, and is collective; `gathered` keeps it.
         """
-        return {
-            name: _Spread(self._blank(weight), self, weight) for name, weight in weights.items() if self.holds(weight)
-        }
+        return {name: self._response(weight) for name, weight in self._held(weights).items()}
 
-    def _blank(self, weight: Tensor) -> UpdateContext:
-        return UpdateContext(self._group(weight), {}, weight.detach())
+    def _response(self, weight: Tensor) -> Response:
+        return _Spread(UpdateContext(self._group(weight), {}, weight.detach()), self, weight)
 
     def gradients(self, weights: Mapping[str, Tensor], factor: float) -> Mapping[str, Tensor]:
         """Returns name -> gradient times `factor` (that of `clip_factor`) of the weights that the optimizer updates.
 
         Each access gathers the gradient anew, and is collective; before the step only.
         """
-        return _Gradients(self, {name: weight for name, weight in weights.items() if self.holds(weight)}, factor)
+        return _OnAccess(self._held(weights), lambda weight: self.gradient(weight) * factor)
+
+    def _held(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: weight for name, weight in weights.items() if self.holds(weight)}
 
     def _wait(self) -> None:
         """Waits for gradients that are on their way to the CPU, as the step would."""
@@ -315,7 +318,10 @@ class Stage3Optimizer(ZeroOptimizer):
 
     def responses(self, weights: Mapping[str, Tensor]) -> Mapping[str, Response]:
         """Overrides the base class: each access makes the response anew, because offloaded states come from the CPU."""
-        return _Responses(self, {name: weight for name, weight in weights.items() if self.holds(weight)})
+        return _OnAccess(self._held(weights), self._response)
+
+    def _response(self, weight: Tensor) -> Response:
+        return AnalyticResponse(self.context(weight), ELEMENTWISE[self.rule])
 
 
 @dataclass(frozen=True)
@@ -346,35 +352,14 @@ class _Spread(Response):
 
 
 @dataclass(frozen=True)
-class _Gradients(Mapping[str, Tensor]):
-    """Gradients that are spread over the ranks."""
+class _OnAccess(Mapping[str, Value]):
+    """Values that are made anew each time one is accessed."""
 
-    zero: ZeroOptimizer
     weights: Mapping[str, Tensor]
-    factor: float
+    make: Callable[[Tensor], Value]
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self.zero.gradient(self.weights[name]) * self.factor
-
-    def __contains__(self, name: object) -> bool:  # without gathering it
-        return name in self.weights
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.weights)
-
-    def __len__(self) -> int:
-        return len(self.weights)
-
-
-@dataclass(frozen=True)
-class _Responses(Mapping[str, Response]):
-    """Responses of sharded weights."""
-
-    zero: Stage3Optimizer
-    weights: Mapping[str, Tensor]
-
-    def __getitem__(self, name: str) -> Response:
-        return AnalyticResponse(self.zero.context(self.weights[name]), ELEMENTWISE[self.zero.rule])
+    def __getitem__(self, name: str) -> Value:
+        return self.make(self.weights[name])
 
     def __contains__(self, name: object) -> bool:  # without making it
         return name in self.weights

@@ -29,7 +29,6 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from snip_hf.estimation.attention import switched_attention
 from snip_hf.estimation.batch import Batch
-from snip_hf.estimation.coverage import _packet
 from snip_hf.estimation.passes import call, recomputes_already, run_forward, traceless
 from snip_hf.integrations.trainer_loss import _is_scaled_for_step
 from snip_hf.parallel import sharding
@@ -145,8 +144,3 @@ def test_a_pass_runs_the_forward_that_accelerate_wrapped(compiles: bool, bf16: A
     with torch.no_grad(), traceless(model):
         vars(prepared)["forward"] = None  # the wrapper, which would run in BF16
         assert torch.equal(call(model, batch).loss, expected)
-
-
-def test_operators_that_this_torch_lacks_are_not_counted() -> None:
-    assert _packet("aten::mm") is torch.ops.aten.mm
-    assert _packet("aten::of_another_torch") is _packet("no_such_library::mm") is None

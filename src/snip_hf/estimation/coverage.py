@@ -385,7 +385,6 @@ class FlopsByWeight(TorchDispatchMode):
         self.parameters = dict(parameters)
         self._names = {id(_root(tensor)): name for name, tensor in parameters.items()}
         self._leaves = {id(tensor): name for name, tensor in parameters.items()}
-        self._formulas = formulas()
         self._is_paused = False
 
     def add(self, name: str, flops: int, gemms: int) -> None:
@@ -405,9 +404,10 @@ class FlopsByWeight(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out, packet = func(*args, **kwargs), getattr(func, "overloadpacket", func)
-        if packet in self._formulas and not self._is_paused:
-            formula, operands = self._formulas[packet]
+        out = func(*args, **kwargs)
+        known = _FORMULAS.get(func.name().partition(".")[0])  # without the name of an overload
+        if known is not None and not self._is_paused:
+            formula, operands = known
             if flops := formula((*args, *kwargs.values()), out):
                 self._assign([args[index] for index in operands], flops, is_attention=formula is _attention)
         return out
@@ -495,33 +495,6 @@ def needs_gradient(tensor: Tensor) -> bool:
     return tensor.requires_grad or not torch.is_grad_enabled()
 
 
-def formulas() -> dict[Any, tuple[Formula, Sequence[int]]]:
-    """Returns operator -> formula of its FLOPs, and the places of its operands among its arguments."""
-    named: dict[str, tuple[Formula, Sequence[int]]] = {}
-    for name in ("mm", "bmm", "mv", "linear", "_scaled_mm", "_scaled_mm_v2"):
-        named[f"aten::{name}"] = _product(0), (0, 1)
-    for name in ("addmm", "baddbmm", "addmv", "_addmm_activation"):
-        named[f"aten::{name}"] = _product(1), (1, 2)
-    for name in ("aten::_grouped_mm", "aten::_scaled_grouped_mm", "transformers::grouped_mm_fallback"):
-        named[name] = _grouped_product, (0, 1)
-    for name in ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution", "convolution_overrideable"):
-        named[f"aten::{name}"] = _convolution, (0, 1)
-    for name in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
-        named[f"aten::_scaled_dot_product_{name}"] = _attention, (0, 1, 2)
-    named["aten::addbmm"] = lambda args, out: 2 * out.numel() * args[1].shape[0] * args[1].shape[-1], (1, 2)
-    # Arguments: rows of I, a weight (O, I, J), rows of J.
-    named["aten::_trilinear"] = lambda args, out: 2 * out.numel() * args[0].shape[-1] * args[2].shape[-1], (0, 2, 1)
-    named["higher_order::flex_attention"] = _attention, (0, 1, 2)
-    packets = {name: _packet(name) for name in named}
-    return {packet: named[name] for name, packet in packets.items() if packet is not None}
-
-
-def _packet(name: str) -> Any:
-    """Returns an operator by its name; None: this torch has none, or its library is not loaded."""
-    library, own = name.split("::")
-    return getattr(getattr(torch.ops, library), own, None)
-
-
 def _product(first: int) -> Formula:
     """Each of these products contracts the last dimension of its first operand."""
     return lambda args, out: 2 * out.numel() * int(args[first].shape[-1])
@@ -551,3 +524,22 @@ def _convolution(args: Sequence[Any], out: Tensor) -> int:
 def _attention(args: Sequence[Any], out: Any) -> int:
     query, key, value = args[:3]
     return int(2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+
+
+# Operator -> formula of its FLOPs, and the places of its operands among its arguments.
+_FORMULAS: dict[str, tuple[Formula, Sequence[int]]] = {
+    **{f"aten::{name}": (_product(0), (0, 1)) for name in ("mm", "bmm", "mv", "linear", "_scaled_mm", "_scaled_mm_v2")},
+    **{f"aten::{name}": (_product(1), (1, 2)) for name in ("addmm", "baddbmm", "addmv", "_addmm_activation")},
+    "aten::_grouped_mm": (_grouped_product, (0, 1)),
+    "aten::_scaled_grouped_mm": (_grouped_product, (0, 1)),
+    "transformers::grouped_mm_fallback": (_grouped_product, (0, 1)),
+    **{f"aten::{name}convolution": (_convolution, (0, 1)) for name in ("", "_", "cudnn_", "mkldnn_")},
+    "aten::convolution_overrideable": (_convolution, (0, 1)),
+    "aten::_scaled_dot_product_flash_attention": (_attention, (0, 1, 2)),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (_attention, (0, 1, 2)),
+    "aten::_scaled_dot_product_efficient_attention": (_attention, (0, 1, 2)),
+    "aten::_scaled_dot_product_cudnn_attention": (_attention, (0, 1, 2)),
+    "flex_attention": (_attention, (0, 1, 2)),
+    # Arguments: rows of I, a weight (O, I, J), rows of J.
+    "aten::_trilinear": (lambda args, out: 2 * out.numel() * args[0].shape[-1] * args[2].shape[-1], (0, 2, 1)),
+}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 import statistics
 import zlib
 from collections.abc import Callable
@@ -282,7 +281,7 @@ def with_probe(
     probe = run_probe(
         model, Batch.of(inputs), pulls, ProbeSettings(config.probes, config.probe_tokens, config.seed, step)
     )
-    sizes = BatchSizes.complete(Batch.of(inputs).tokens, Batch.of(inputs).labelled)
+    sizes = BatchSizes(*Batch.of(inputs).counts * 2)
     terms = {
         name: LayerSums(sample, weights[name].detach(), pulls[name], options.get("micro_batches", 1), sizes)
         for name, sample in probe.layers.items()
@@ -680,12 +679,7 @@ def test_a_loss_that_is_not_finite_is_refused_and_the_model_left_unconverted(bro
 @pytest.mark.parametrize("ask", [estimate_divergence, measure_divergence])
 def test_a_batch_without_labels_is_refused_and_the_model_left_unconverted(ask: Any) -> None:
     model = tiny_lm()
-    message = (
-        "The batch has no labels (its keys are input_ids), so the model gives no loss to probe. Expected a causal LM "
-        "batch with `labels`. If the model does not return the loss, say how it is computed (compute_loss=...), or use "
-        "a policy that needs no probe, such as policy='layer-position'."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ValueError, match=r"^The batch has no labels \(its keys are input_ids\)"):
         ask(model, {"input_ids": tokens()["input_ids"]})
     assert snip_linears(model) == {}
     assert type(model.layers[0].up) is nn.Linear

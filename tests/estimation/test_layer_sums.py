@@ -637,7 +637,10 @@ def test_pieces_give_the_same_sums_whether_they_are_held_at_once_or_not(
 
 def test_results_read_at_once_equal_those_read_one_by_one() -> None:
     layer_sums = [
-        layer_sums_module.LayerSums(a_sample(n, 2 * n), [a_weight()], scaled(), 1, formats=DEFAULT) for n in (50, 300)
+        layer_sums_module.LayerSums(
+            a_sample(n, 2 * n), [a_weight()], scaled(), 1, BatchSizes(n, n, n, n), formats=DEFAULT
+        )
+        for n in (50, 300)
     ]
     squares = [one.weight_divergences(fmt, KEYS) for one in layer_sums for fmt in ("fp8", "fp4")]
     assert read_all(squares) == [one.read() for one in squares]

@@ -20,7 +20,7 @@ from snip_hf.estimation.samples import LayerSample
 
 TOKENS, SAMPLED, OUTPUTS, INPUTS = 600, 256, 48, 40
 FORMATS = ("mxfp4", "fp8-tensor", "fp4")
-SIZES = 2, BatchSizes.complete(TOKENS, TOKENS - 10)
+SIZES = 2, BatchSizes(*(TOKENS, TOKENS - 10) * 2)
 
 
 class Recording:

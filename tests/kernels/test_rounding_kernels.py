@@ -14,6 +14,7 @@ from kernel_runs import HOMES, Run, assert_same_bits, on_cuda
 from rounded import COLUMN_TILE, fake_quantize_tiles, of_tiles
 from torch import Tensor
 
+from snip_hf.estimation.extrapolation import BatchSizes
 from snip_hf.estimation.layer_sums import LayerSums
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.kernels import emulated, rounding, sums
@@ -326,7 +327,12 @@ def test_the_sums_of_a_refresh_are_those_of_the_kernels(
 
     monkeypatch.setattr(sums, "launch", launch)
     terms = LayerSums(
-        LayerSample(20, x, grad_output, [x], [grad_output]), [weight], [weight], 1, formats=("fp8", "fp4")
+        LayerSample(20, x, grad_output, [x], [grad_output]),
+        [weight],
+        [weight],
+        1,
+        BatchSizes(20, 20, 20, 20),
+        formats=("fp8", "fp4"),
     )
     squares = terms.weight_divergences("fp8", (1, 2))
     # W in both formats, X and G along their channels, and along the tokens.

@@ -27,6 +27,8 @@ class LayerSums(layer_sums.LayerSums):
         formats: Sequence[str] = DEFAULT,
     ) -> None:
         of_matrices = [push] if isinstance(push, Tensor) else push
+        # By default each token of a whole micro-batch has a label.
+        batch = batch or BatchSizes(*(sample.tokens,) * 4)
         super().__init__(sample, [weight], of_matrices, micro_batches, batch, formats=formats)
 
     def weight_divergences(self, name: str, keys: tuple[int, int]) -> dict[str, Squares]:  # type: ignore[override]

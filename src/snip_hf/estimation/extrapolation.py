@@ -39,11 +39,6 @@ class BatchSizes(NamedTuple):
     micro_batch_tokens: int
     micro_batch_labelled: float
 
-    @classmethod
-    def complete(cls, tokens: int, labelled: int) -> BatchSizes:
-        """Returns the sizes of a whole micro-batch."""
-        return cls(tokens, labelled, tokens, labelled)
-
     @property
     def parts(self) -> float:
         """Number of such batches in the micro-batch's mean loss."""

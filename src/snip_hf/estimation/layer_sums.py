@@ -97,8 +97,7 @@ class LayerSums:
         matrices: W_e.
         pushforward: of the layer; None for a layer that is not trained.
         micro_batches: micro-batches of the optimizer step; the sampled one stands for all.
-        batch: sizes of the batch whose mean loss has the gradient G; None: a whole micro-batch, all of whose tokens the
-            layer saw once, each of them with a label.
+        batch: sizes of the batch whose mean loss has the gradient G.
         formats: the quantized formats of the run.
     """
 
@@ -108,12 +107,12 @@ class LayerSums:
         matrices: Sequence[Tensor],
         pushforward: Pushforward | None,
         micro_batches: int,
-        batch: BatchSizes | None = None,
+        batch: BatchSizes,
         *,
         formats: Sequence[str],
     ) -> None:
         self.x, self.g, self.matrices = sample.x, sample.grad_output, tuple(matrices)
-        self.batch = batch or BatchSizes.complete(sample.tokens, sample.tokens)
+        self.batch = batch
         self._sample, self._pushforward, self._formats = sample, pushforward, list(formats)
         self._shape, self._probes = self.matrices[0].shape, len(sample.x_dot)
         count = self.x.shape[0]

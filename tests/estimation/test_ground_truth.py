@@ -143,20 +143,6 @@ def test_a_plan_s_damage_is_what_the_next_steps_of_copies_really_differ_by(kind:
         assert rise == pytest.approx(wanted_rise, abs=1e-6)
 
 
-def test_a_plan_of_a_single_layer_does_what_its_row_says() -> None:
-    model, optimizer = trained_tiny_lm()
-    inputs, config = tokens(seed=9), fp4_config(seed=3)
-    rows = measure_divergence(model, inputs, optimizer, config, draws=2).rows
-    plans: list[Assignment] = [
-        {row.layer: dict.fromkeys(GEMMS if row.gemm == "layer" else (row.gemm,), row.format)} for row in rows
-    ]
-    found = measure_assignment(model, inputs, optimizer, iter(plans), config, draws=2)
-    assert len(found) == len(rows) == 4 * 4 * 2
-    for row, (rise, weight) in zip(rows, found, strict=True):
-        assert weight == pytest.approx(row.weight_divergence, rel=1e-6)
-        assert rise == pytest.approx(row.loss_divergence, abs=1e-9)
-
-
 def test_a_plan_that_quantizes_nothing_does_no_damage() -> None:
     model, optimizer = trained_tiny_lm()
     plans: list[Assignment] = [{}, EVERYTHING, {layer: dict.fromkeys(GEMMS, "bf16") for layer in LAYERS}, {}]
@@ -206,16 +192,6 @@ def test_measured_losses_are_those_of_the_converted_model_with_these_formats(was
                 assert (wanted == 0) == (plan == {})
 
 
-def test_only_the_forward_gemm_moves_a_loss() -> None:
-    model, batches = tiny_lm(), [tokens(seed=seed) for seed in range(2)]
-    backward = {layer: {"grad_input": "fp4", "grad_weight": "fp4"} for layer in LAYERS}
-    forward = {layer: {"forward": "fp4"} for layer in LAYERS}
-    found = measure_loss(model, batches, [backward, forward, EVERYTHING])
-    assert torch.equal(found[0], torch.zeros(2, dtype=torch.float64))
-    assert (found[1] != 0).all()
-    assert torch.equal(found[1], found[2])
-
-
 def test_the_loss_of_a_llama_in_bfloat16_is_measured_in_fp32() -> None:
     model = tiny_llama(hidden=32, layers=1).bfloat16()
     wide = copy.deepcopy(model).float()
@@ -262,13 +238,3 @@ def test_an_assignment_to_a_layer_that_is_not_there_is_refused_and_nothing_stays
         with pytest.raises(KeyError, match=r"layers\.7\.up"):
             ask()
         assert {fmt for layer in snip_linears(model).values() for fmt in layer.formats.values()} == {"fp8"}
-
-
-def test_batches_without_labels_are_refused() -> None:
-    model = tiny_lm()
-    inputs = {"input_ids": tokens()["input_ids"]}
-    with pytest.raises(ValueError, match=r"^The batch has no labels"):
-        measure_assignment(model, inputs, None, [EVERYTHING])
-    with pytest.raises(ValueError, match=r"^The batch has no labels"):
-        measure_loss(model, [tokens(), inputs], [EVERYTHING])
-    assert snip_linears(model) == {}

@@ -68,11 +68,12 @@ def measure_divergence(
     config = config or SnipConfig(probe_tokens=None)
     rows: list[Divergence] = []
     captured = Batch.of(batch, objective_of(compute_loss))
-    with _Measurement.of(model, captured, optimizer, config, fixed_routing) as measurement:
+    with _high_precision(model, config) as layers:
+        measurement = _Measurement(model, captured, optimizer, config, layers, fixed_routing)
         flops = linear_flops(model)
         cells = [
             (name, fmt, gemm)
-            for name in measurement.layers
+            for name in layers
             for fmt in config.quantized_formats
             for gemm in gemms
             if gemm in (*flops[name], LAYER)
@@ -105,7 +106,9 @@ def measure_assignment(
         as `measure_divergence`.
     """
     config = config or SnipConfig(probe_tokens=None)
-    with _Measurement.of(model, Batch.of(batch), optimizer, config) as measurement:
+    captured = Batch.of(batch)
+    with _high_precision(model, config) as layers:
+        measurement = _Measurement(model, captured, optimizer, config, layers)
         return [measurement.divergences(assignment, draws) for assignment in assignments]
 
 
@@ -154,10 +157,10 @@ class _Measurement:
         optimizer: Any,
         config: SnipConfig,
         layers: dict[str, SnipLayer],
-        routing: FixedRouting | None,
+        fixed_routing: bool = False,
     ) -> None:
-        self._routing = routing
-        self._model, self._batch, self._config, self.layers = model, batch, config, layers
+        self._routing = FixedRouting() if fixed_routing else None
+        self._model, self._batch, self._config, self._layers = model, batch, config, layers
         compared = compared_parameters(model, layers, trained_by(optimizer))
         self._responses: dict[str, Response] = responses(optimizer, compared.parameters)
         self._others = compared.others
@@ -173,17 +176,9 @@ class _Measurement:
         if not math.isfinite(self.loss):
             raise ValueError(f"The loss of the batch is {self.loss}; expected a finite number.")
 
-    @classmethod
-    @contextmanager
-    def of(
-        cls, model: nn.Module, batch: Batch, optimizer: Any, config: SnipConfig, fixed_routing: bool = False
-    ) -> Iterator[_Measurement]:
-        with _high_precision(model, config) as layers:
-            yield cls(model, batch, optimizer, config, layers, FixedRouting() if fixed_routing else None)
-
     def _gradients(self) -> tuple[float, dict[str, Tensor]]:
         with nullcontext() if self._routing is None else self._routing.one_pass(self._model):
-            return gradients_of(self._model, self._batch, self.layers, self._others)
+            return gradients_of(self._model, self._batch, self._layers, self._others)
 
     def divergences(self, assignment: Assignment, draws: int) -> tuple[float, float]:
         """Returns the rise of the loss and the weight divergence (root mean square over the draws).
@@ -191,9 +186,9 @@ class _Measurement:
         The rise is relative to the loss if that is a mean over tokens with a label (`Batch.is_likelihood`).
         """
         squares, losses = [], []
-        with _assigned(self.layers, assignment):
+        with _assigned(self._layers, assignment):
             for draw in range(draws):
-                set_step(self.layers, self._config.seed, draw, 0)
+                set_step(self._layers, self._config.seed, draw, 0)
                 loss, gradients = self._gradients()
                 squares.append(self._distance(gradients))
                 losses.append(loss)

@@ -278,21 +278,6 @@ def test_a_bilinear_layer_counts_once_per_gradient_and_is_listed(frozen: str | N
     )
 
 
-def test_a_bilinear_product_with_a_buffer_belongs_to_the_module_that_runs_it() -> None:
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("factors", torch.randn(5, 8, 2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.bilinear(x, x[:, :2], self.factors)
-
-    found = coverage(Model(Fixed(), lambda module, x: module(x)), {"x": torch.ones(6, 8, requires_grad=True)})
-    (left,) = found.uncovered
-    assert left.share * found.flops == pytest.approx(3 * 2.0 * 6 * 8 * 2 * 5)
-    assert (left.kind, left.reason) == ("Fixed", "no registered layer kind handles Fixed")
-
-
 def test_a_weight_without_elements_has_no_products() -> None:
     assert beside(lambda bank, x: nn.functional.pad(x @ bank.weight, (0, 8)), 8, 0) == 0.0
 

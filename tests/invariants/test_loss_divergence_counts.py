@@ -455,15 +455,6 @@ def test_ranks_with_different_numbers_of_labels_have_together_the_figures_of_one
         assert figures_in(table, form) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_the_loss_of_a_step_s_tokens_leaves_the_divergence_as_it_is() -> None:
-    """Trainer gives a micro-batch the number of labels of its whole step; the probe takes the micro-batch's mean."""
-    inputs = inputs_of(4, share=1 / 2)
-    with_number = {**inputs, "num_items_in_batch": torch.tensor(640)}
-    found = table_of(pointwise(), with_number, "token-fisher")
-    assert found == table_of(pointwise(), inputs, "token-fisher")
-    assert found.loss == pytest.approx(pointwise()(**inputs)["loss"].item(), rel=1e-6)
-
-
 # ------------------------------------------------------------ losses that are means over tokens, sequences or pairs
 
 # The policy takes gradients that are 0, as where preferences of either kind balance.

@@ -251,12 +251,10 @@ def count_pass(
 
 @contextmanager
 def training_autocast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Runs a pass under training's autocast.
+    """Runs a pass under training's autocast in this dtype, or in the autocast that is on.
 
-    Args:
-        model: the model.
-        dtype: dtype of the autocast; None: the autocast that is on. If none is on, a model of several dtypes, which
-            needs autocast, runs under autocast in BF16: the dtype changes no FLOPs.
+    If none is on, a model of several dtypes, which needs autocast, runs under autocast in BF16: the dtype changes no
+    FLOPs.
     """
     parameters = [one for one in model.parameters() if one.is_floating_point()]
     device = compute_device(parameters[0]).type if parameters else "cpu"

@@ -418,11 +418,7 @@ def gradients_of(
 ) -> tuple[float, dict[str, Tensor]]:
     """Returns the loss, and the FP32 gradients of the compared parameters, under the formats in force.
 
-    Args:
-        model: a converted model, without wrappers.
-        batch: the micro-batch to run.
-        layers: the swapped layers.
-        others: as `ComparedParameters.others`.
+    `model` is converted and has no wrappers; `others` are those of `ComparedParameters`.
     """
     weights = {**weights_of(layers), **(others or {})}
     names = {name: layers[name].weight_name(name) if name in layers else name for name in weights}

@@ -164,13 +164,7 @@ class MovedWeights:
 
 
 def can_be_remade(name: str, layers: Mapping[str, SnipLayer], users: Mapping[int, int]) -> bool:
-    """Returns True if a layer's weight is a parameter of its module that no other layer shares.
-
-    Args:
-        name: of the layer.
-        layers: all of them.
-        users: what `users_of_weights` returns of them.
-    """
+    """Returns True if a layer's weight is a parameter of its module that no other layer shares (`users_of_weights`)."""
     layer = layers[name]
     holder, own_name = layer.holder
     is_own = holder._parameters.get(own_name) is layer.weight and layer.weight_name(name).endswith(own_name)

@@ -129,12 +129,7 @@ class FixedRouting:
 
     @contextmanager
     def one_pass(self, model: nn.Module, smooth_kinks: bool = False) -> Iterator[None]:
-        """Lets the model's forward and backward pass within the context choose, or repeat what was chosen.
-
-        Args:
-            model: the model.
-            smooth_kinks: whether kinks are smoothed in the pass, too.
-        """
+        """Lets the model's forward and backward pass within the context choose, or repeat what was chosen."""
         kinks = [SmoothKinks()] if smooth_kinks else []
         with _in_force(model, [_Choosing(self._choices, self._is_first), *kinks]):
             yield

@@ -306,10 +306,7 @@ def _amax(of_rows: Tensor, dispatch: Dispatch | None) -> Tensor:
 def recording(layers: Mapping[str, SnipLayer], recorder: Recorder, noise: Noise | None = None) -> Iterator[None]:
     """Makes every layer compute through `_Recorded` within the context.
 
-    Args:
-        layers: the swapped layers.
-        recorder: keeps their samples, with the noise.
-        noise: added to the tensors that the layers read; they have one matrix each.
+    Noise is added to the tensors that the layers read, which have one matrix each; samples contain it.
     """
 
     def recorded(name: str) -> ForwardRecorder:

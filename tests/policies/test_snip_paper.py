@@ -68,7 +68,7 @@ def test_the_loss_divergence_is_the_written_out_formula(n: int, fmt: str) -> Non
     dx, dw = g @ w.double(), scale * (g.t() @ x)
     on_x = float((scale * dx.square().sum()) * (scale * e_x.square().sum())) / 12
     on_w = float(dw.square().sum() * e_w.square().sum()) / (9 * 12)
-    for batch, count, parts in ((None, 300, 1), (BatchSizes(500, 70, 1000, 280), 500, 4)):
+    for batch, count, parts in ((BatchSizes(300, 300, 300, 300), 300, 1), (BatchSizes(500, 70, 1000, 280), 500, 4)):
         estimate = PaperEstimate(LayerSums(sample, [w], None, 1, batch, formats=(fmt,)))
         assert estimate.loss_divergence(fmt, "saliency").read() == pytest.approx(
             math.sqrt(on_x / count / parts + on_w), rel=1e-4

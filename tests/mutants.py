@@ -463,7 +463,7 @@ MUTANTS = (
     Mutant(
         "replays-take-scale-of-the-captured-layer",
         "sizes = sizes_of(sample, micro_batches, batch, pieces_of(sample.x.shape[0]))",
-        "sizes = sizes_of(replace(sample, energies=None), micro_batches, batch, pieces_of(sample.x.shape[0]))",
+        "sizes = sizes_of(replace(sample, energies=(0.0, 0.0)), micro_batches, batch, pieces_of(sample.x.shape[0]))",
         REPLAYS,
     ),
     Mutant(

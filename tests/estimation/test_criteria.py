@@ -48,7 +48,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def a_sample(n: int = 130, tokens: int = 390, energies: tuple[float, float] | None = None) -> LayerSample:
+def a_sample(n: int = 130, tokens: int = 390, energies: tuple[float, float] = (0.0, 0.0)) -> LayerSample:
     return LayerSample(tokens, drawn(n, 12, seed=1), 0.01 * drawn(n, 9, seed=2), energies=energies)
 
 
@@ -74,8 +74,10 @@ def only_forward(value: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fmt", fp4_config().formats[::-1])
-@pytest.mark.parametrize("energies", [None, (7.0, 2.0)])
-def test_fisher_is_the_labels_times_the_sum_of_squared_gradients_times_squared_errors(fmt: str, energies: Any) -> None:
+@pytest.mark.parametrize(("energies", "scale"), [((0.0, 0.0), 3.0), ((7.0, 2.0), 3.5)])
+def test_fisher_is_the_labels_times_the_sum_of_squared_gradients_times_squared_errors(
+    fmt: str, energies: tuple[float, float], scale: float
+) -> None:
     sample = a_sample(energies=energies)
     x, g, w = (one.double().numpy() for one in (sample.x, sample.grad_output, a_weight()))
     x_q, w_q = rounded(sample.x, fmt, ROW_TILE), rounded(a_weight(), fmt, SQUARE_TILE)
@@ -85,7 +87,7 @@ def test_fisher_is_the_labels_times_the_sum_of_squared_gradients_times_squared_e
             error = sum(x_q[t, i] * w_q[o, i] - x[t, i] * w[o, i] for i in range(x.shape[1]))
             total += g[t, o] ** 2 * error**2
     # From the sample to all tokens as all sums of squares.
-    total *= 3.5 if energies else 3.0
+    total *= scale
     assert rows_of("fisher", fmt, sample) == pytest.approx(only_forward(390 * total), rel=1e-4)
     # Whatever the layer saw of the batch, and whatever the batch is a part of.
     sizes = BatchSizes(tokens=500, labelled=70, micro_batch_tokens=1000, micro_batch_labelled=280)

@@ -51,10 +51,6 @@ def loss_divergences(table: DivergenceTable) -> Values:
     return {(row.layer, row.gemm, row.format): row.loss_divergence for row in table.rows}
 
 
-def weight_biases(table: DivergenceTable) -> dict[tuple[str, str, str], float | None]:
-    return {(row.layer, row.gemm, row.format): row.weight_bias for row in table.rows}
-
-
 # ------------------------------------------------------------------------------------------- estimate against the truth
 
 

@@ -61,8 +61,8 @@ def assert_is_together(found: LayerSample, parts: list[LayerSample], weights: li
         wanted = torch.cat([weight * part.grad_output_dot[index] for part, weight in pairs])
         assert torch.equal(found.grad_output_dot[index], wanted)
     for kind in range(2):
-        wanted = sum(weight**2 * (part.energies or (0, 0))[kind] for part, weight in pairs)
-        assert found.energies is not None and found.energies[kind] == pytest.approx(wanted)
+        wanted = sum(weight**2 * part.energies[kind] for part, weight in pairs)
+        assert found.energies[kind] == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("weights", [[0.5, 0.5], [0.2, 0.5, 0.3]])
@@ -148,15 +148,6 @@ def test_derivatives_that_one_rank_lacks_are_left_out_of_all() -> None:
     by_rank = [{name: a_sample(name, 4, probes=2)}, {name: a_sample(name, 5, probes=1, seed=1)}]
     found, _ = pool(by_rank, [0.5, 0.5])
     assert_is_together(found[name], [by_rank[0][name], by_rank[1][name]], [0.5, 0.5], probes=1)
-
-
-def test_energies_that_were_not_measured_count_as_none() -> None:
-    name = "layers.2"
-    parts = [a_sample(name, 4), a_sample(name, 12, seed=1)]
-    for part in parts:
-        part.energies = None
-    found, _ = pool([{name: part} for part in parts], [0.5, 0.5])
-    assert found[name].scale == (17 + 49) / 16  # by the tokens
 
 
 def test_rows_of_several_matrices_are_those_of_all_ranks_by_matrix() -> None:

@@ -76,7 +76,7 @@ def _summary(sample: LayerSample, weight: float) -> dict[str, Any]:
         "tokens": sample.tokens,
         "kept": sample.x.shape[0],
         "probes": len(sample.x_dot),
-        "energies": [energy * weight**2 for energy in sample.energies or (0.0, 0.0)],
+        "energies": [energy * weight**2 for energy in sample.energies],
         "amaxes": sample.amaxes and [sample.amaxes[0].tolist(), (sample.amaxes[1] * weight).tolist()],
         "ends": sample.rows and sample.rows.ends.tolist(),
         "sampled": sample.rows.tokens if sample.rows else 0,

@@ -71,8 +71,8 @@ class LayerSample:
     """(n, I) per probe"""
     grad_output_dot: list[Tensor] = field(default_factory=list)
     """(n, O) per probe"""
-    energies: tuple[float, float] | None = None
-    """sum_t |X_t|^2 |G_t|^2 of all tokens and of the sampled ones; None if not measured."""
+    energies: tuple[float, float] = (0.0, 0.0)
+    """sum_t |X_t|^2 |G_t|^2 of all tokens and of the sampled ones."""
     amaxes: tuple[Tensor, Tensor] | None = None
     """Largest magnitudes of X and of G over all tokens, of one element each, or (E,); None if not measured."""
     rows: Rows | None = None
@@ -93,7 +93,7 @@ class LayerSample:
 
         It is the ratio of the energies, not of the tokens: a few tokens hold most of such sums, in the sample or not.
         """
-        every, sampled = self.energies or (0.0, 0.0)
+        every, sampled = self.energies
         if sampled > 0 and math.isfinite(every / sampled):
             return every / sampled
         return self.tokens / max(1, self.x.shape[0])

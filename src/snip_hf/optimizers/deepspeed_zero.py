@@ -219,9 +219,10 @@ class ZeroOptimizer:
     def responses(self, weights: Mapping[str, Tensor]) -> Mapping[str, Response]:
         """Returns name -> response for the weights that the optimizer updates, as `response.responses` does.
 
-        Each call of a response gathers the context anew, and is collective; `gathered` keeps it.
+        Each access makes the response anew, since offloaded states come from the CPU. In stages 1 and 2 each call of a
+        response gathers the context anew, and is collective; `gathered` keeps it.
         """
-        return {name: self._response(weight) for name, weight in self._held(weights).items()}
+        return _OnAccess(self._held(weights), self._response)
 
     def _response(self, weight: Tensor) -> Response:
         return _Spread(UpdateContext(self._group(weight), {}, weight.detach()), self, weight)
@@ -316,10 +317,6 @@ class Stage3Optimizer(ZeroOptimizer):
         index: int = self._zero.sub_group_to_group_id[self._groups[id(partitioned(weight))]]
         return index
 
-    def responses(self, weights: Mapping[str, Tensor]) -> Mapping[str, Response]:
-        """Overrides the base class: each access makes the response anew, because offloaded states come from the CPU."""
-        return _OnAccess(self._held(weights), self._response)
-
     def _response(self, weight: Tensor) -> Response:
         return AnalyticResponse(self.context(weight), ELEMENTWISE[self.rule])
 
@@ -351,7 +348,7 @@ class _Spread(Response):
         return self.gathered().meaningful(gradient)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equality is that of mappings
 class _OnAccess(Mapping[str, Value]):
     """Values that are made anew each time one is accessed."""
 

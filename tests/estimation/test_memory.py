@@ -14,6 +14,7 @@ import torch
 from configs import fp4_config
 from models import batch as words
 from models import build
+from same_samples import assert_same_samples
 from slow_cases import slow
 from small import checkpoint_activations, convert_in_formats, text, tiny_llama, tiny_lm, tokens
 from tiny_runs import SCHEDULE, history, noted_divergences
@@ -155,14 +156,9 @@ def everything(model: nn.Module) -> Savings:
 
 
 def assert_same(one: Probe, other: Probe) -> None:
-    assert one.loss == other.loss and one.layers.keys() == other.layers.keys()
-    for name, sample in one.layers.items():
-        also = other.layers[name]
-        assert sample.energies == also.energies
-        for left, right in ((sample.x, also.x), (sample.grad_output, also.grad_output)):
-            assert torch.equal(left, right)
-        for left, right in zip(sample.x_dot + sample.grad_output_dot, also.x_dot + also.grad_output_dot, strict=True):
-            assert torch.equal(left, right)
+    assert one.loss == other.loss
+    assert_same_samples(one.layers, other.layers)
+    assert all(sample.energies == other.layers[name].energies for name, sample in one.layers.items())
     assert all(sample.grad_output_dot[0].any() for sample in one.layers.values())
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from configs import fp4_config
+from same_samples import tensors_of
 from small import Batch as Inputs
 from small import tiny_llama, tiny_lm, tokens
 from thread_ranks import on_ranks
@@ -207,10 +208,6 @@ def test_the_ranks_parts_together_are_probed_as_one_process_probes_the_whole(
         sample = found[name]
         assert sample.tokens == wanted.tokens == 1024
         assert sample.scale == pytest.approx(wanted.scale, rel=1e-4)
-        for got, expected in zip(
-            [sample.x, sample.grad_output, *sample.x_dot, *sample.grad_output_dot],
-            [wanted.x, wanted.grad_output, *wanted.x_dot, *wanted.grad_output_dot],
-            strict=True,
-        ):
+        for got, expected in zip(tensors_of(sample), tensors_of(wanted), strict=True):
             # FP32 matrix products of other sizes, whose rounding a difference of 1e-3 multiplies.
             torch.testing.assert_close(got, expected, rtol=0, atol=2e-3 * float(expected.abs().max()))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
+from same_samples import assert_same_samples, tensors_of
 from small import Batch as Inputs
 from small import checkpoint_activations, exact_tensors, relative_error, text, tiny_llama, tiny_lm, tokens, watched
 from torch import Tensor, nn
@@ -92,18 +93,8 @@ def moving(direction: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def assert_same_probe(got: Probe, expected: Probe) -> None:
-    """To the bit."""
     assert got.loss == expected.loss
-    assert list(got.layers) == list(expected.layers)
-    for name, sample in got.layers.items():
-        other = expected.layers[name]
-        assert sample.tokens == other.tokens
-        for a, b in zip(
-            [sample.x, sample.grad_output, *sample.x_dot, *sample.grad_output_dot],
-            [other.x, other.grad_output, *other.x_dot, *other.grad_output_dot],
-            strict=True,
-        ):
-            assert torch.equal(a, b), name
+    assert_same_samples(got.layers, expected.layers)
 
 
 def seen_by_hooks(model: nn.Module, inputs: Inputs) -> tuple[float, dict[str, tuple[Tensor, Tensor]]]:
@@ -395,12 +386,7 @@ def test_the_same_tokens_are_kept_in_every_layer_and_probe() -> None:
         return tensor.view(5, 128, -1)[chosen].flatten(0, 1)
 
     for name, sample in part.layers.items():
-        full = whole.layers[name]
-        for got, wanted in zip(
-            [sample.x, sample.grad_output, *sample.x_dot, *sample.grad_output_dot],
-            [full.x, full.grad_output, *full.x_dot, *full.grad_output_dot],
-            strict=True,
-        ):
+        for got, wanted in zip(tensors_of(sample), tensors_of(whole.layers[name]), strict=True):
             assert torch.equal(got, pick(wanted))
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from configs import fp4_config
 from expert_models import build
+from same_samples import assert_same_samples
 from small import text, tiny_llama
 from thread_ranks import on_ranks
 from torch import nn
@@ -27,7 +28,6 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from snip_hf import convert_model, coverage, restore_model
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.probe import run_probe
-from snip_hf.estimation.samples import LayerSample
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Processes
 from snip_hf.parallel.sharding import number_of_parts
@@ -83,10 +83,6 @@ def split_llama(ranks: int = 1, names: tuple[str, ...] | None = ("tp",)) -> Any:
     return model
 
 
-def tensors(sample: LayerSample) -> list[torch.Tensor]:
-    return [sample.x, sample.grad_output, *sample.x_dot, *sample.grad_output_dot]
-
-
 def test_split_linears_are_swapped_and_restored_and_compute_the_same_bits(alone: None) -> None:
     model, plain, batch = split_llama(), plain_llama(), text(2, 16)
     expected = plain(**batch).loss
@@ -117,10 +113,8 @@ def test_passes_run_the_whole_model_and_leave_it_split(alone: None) -> None:
     assert convert_model(plain, fp4_config()) == names
     moves = dict.fromkeys(names, lambda z: z)
     ours, theirs = (run_probe(one, Batch.of(batch), moves) for one in (model, plain))
-    assert ours.loss == theirs.loss and list(ours.layers) == list(theirs.layers)
-    for name, sample in ours.layers.items():
-        for one, other in zip(tensors(sample), tensors(theirs.layers[name]), strict=True):
-            assert torch.equal(one, other)
+    assert ours.loss == theirs.loss
+    assert_same_samples(ours.layers, theirs.layers)
     restore_model(model), restore_model(plain)
     assert coverage(model, batch) == coverage(plain, batch)
     assert sum(forward is not None for forward in forwards.values()) == 16

@@ -94,7 +94,8 @@ def test_packs_whose_last_sequence_has_no_end_on_one_rank_cost_all_of_them_the_r
         "ValueError: On rank 1: ValueError: cu_seq_lens_q ends at 100, but the batch has 1 row(s) of 128 tokens; "
         "expected one row that ends there. Give the ends of all its sequences, padding being one of them."
     )
-    counting, refresh = two[0]["packs"]["messages"]
+    attention, counting, refresh = two[0]["packs"]["messages"]
+    assert attention.startswith("snip-hf: probes use 'sdpa' in place of attn_implementation='half_attention'.")
     assert counting.startswith("snip-hf: the FLOPs of the micro-batch of step 1 could not be counted.")
     assert counting.endswith(f": {reason}")
     assert refresh == f"snip-hf: the refresh of step 2 failed, the plan in force stays: {reason}"

@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from snip_hf import estimate_divergence
+from snip_hf import SnipController, estimate_divergence
 from snip_hf.estimation import attention
 from snip_hf.estimation.batch import Batch as ProbedBatch
 from snip_hf.estimation.passes import run_forward
@@ -190,6 +190,22 @@ def test_flex_attention_is_switched_too() -> None:
     model.config._attn_implementation = "flex_attention"  # which fails outside compiled graphs on CPUs
     assert estimate_divergence(model, batch, None, config).rows == plain.rows
     assert model.config._attn_implementation == "flex_attention"
+
+
+def test_the_log_says_what_probes_use_in_place_of_an_attention_that_may_compute_another_function(
+    half: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    foreign = (
+        "snip-hf: probes use 'sdpa' in place of attn_implementation='half_attention'. If the two compute different "
+        "functions, use a policy that needs no probe, such as policy='layer-position'."
+    )
+    names = {half: [foreign], "flash_attention_3": [], "kernels-community/flash-attn": [], "sdpa": []}
+    for name, expected in names.items():
+        model = model_of("llama", "sdpa")
+        model.config._attn_implementation = name
+        caplog.clear()
+        SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1), fp4_config()).close()
+        assert [message for message in caplog.messages if "in place of" in message] == expected
 
 
 def test_the_attention_of_every_part_is_restored_after_a_failure(half: str) -> None:

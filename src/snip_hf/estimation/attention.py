@@ -9,6 +9,7 @@ all models use these for masks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,8 @@ from ..text import WITHOUT_PROBE
 _ATTRIBUTE = "_attn_implementation_internal"
 # Implementations that compute in FP32, with gradients.
 _PLAIN = (None, "eager", "sdpa")
+# Implementations that compute the same function as these, in half precision.
+_KNOWN = re.compile("flash_attention|flex_attention|kernels-community/")
 
 
 def attention_of(model: nn.Module) -> str | None:
@@ -45,6 +48,17 @@ def check_attention(model: nn.Module) -> None:
                 "switch it, since its code does not use transformers' attention interface. Load the model with "
                 f"attn_implementation='sdpa' or 'eager', or use {WITHOUT_PROBE}."
             )
+
+
+def foreign_attention(model: nn.Module) -> str | None:
+    """Returns a warning if the model has an attention that may compute another function than the one of a probe."""
+    for _, name, plain in switched_attention(model):
+        if not _KNOWN.match(name):
+            return (
+                f"probes use {plain!r} in place of attn_implementation={name!r}. If the two compute different "
+                f"functions, use {WITHOUT_PROBE}."
+            )
+    return None
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch.torch_version import TorchVersion
 from ..config import AUTO_TIES, POLICIES, SnipConfig
 from ..costs.flops import Work, linear_flops
 from ..costs.timing import MeasuredCost, describe_cost, measure_cost, read_times
+from ..estimation.attention import foreign_attention
 from ..estimation.ties import usual_ties
 from ..json_io import from_json
 from ..kernels.backend import BACKENDS, select_backend
@@ -132,6 +133,8 @@ def set_up(
     keep_liger_out_of_graphs(bare, log)
     keep_states_apart([model] if isinstance(model, nn.Module) else model)
     _check_for_probe(bare, config, source, accelerator)
+    if needs_probe(config) and processes.everyone.is_first and (warning := foreign_attention(bare)):
+        log.warning("snip-hf: %s", warning)
     setting = find_setting(bare, config, processes.pipeline)
     in_force = _first_in_force(bare, backend.name, setting, processes, events, log)
     finds_ties = config.ties == AUTO_TIES

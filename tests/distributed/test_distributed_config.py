@@ -25,6 +25,7 @@ from run_distributed_config import (
     save_model,
 )
 from run_parallelism_config import OF_FOUR, in_context
+from run_sharded import ACCELERATE
 from small import tiny_llama
 from tiny_runs import differing, one_thread
 
@@ -32,70 +33,11 @@ pytestmark = pytest.mark.slow
 needs_new_transformers = pytest.mark.skipif(not TRAINS_SHARDED, reason=WHY_NOT)
 
 Found = list[dict[str, Any]]
-"""Rank -> name -> what became of a run."""
-
-
-def run(folder: Path, ranks: int, *names: str, script: str = "run_distributed_config.py") -> Found:
-    assert_succeeded(start_ranks(script, folder, *names, folder=folder, ranks=ranks))
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
-
-
-@pytest.fixture(scope="module", params=["fsdp", pytest.param("hsdp", marks=needs_new_transformers)])
-def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Found]:
-    """Returns the name of what transformers' FSDP2 on two ranks, or its HSDP on four, found, and that."""
-    folder = tmp_path_factory.mktemp("distributed_config")
-    tiny_llama(hidden=32, layers=2).save_pretrained(folder / "model")
-    name = request.param
-    by_trainer = [f"trainer-{name}", "ddp"] if TRAINS_SHARDED else []
-    return name, run(folder, 4 if name == "hsdp" else 2, *by_trainer, name)
-
-
-@needs_new_transformers
-def test_a_sharded_models_plan_losses_and_divergences_are_those_under_ddp(sharded: tuple[str, Found]) -> None:
-    name, found = sharded
-    ours, theirs = found[0][f"trainer-{name}"], found[0]["ddp"]
-    for rank in found:
-        assert rank[f"trainer-{name}"]["kinds"] == {"DTensor"}
-        assert rank[f"trainer-{name}"]["plan"] == theirs["plan"]
-    assert {fmt for row in theirs["plan"].values() for fmt in row.values()} == {"fp4", "fp8"}
-    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
-    assert list(ours["tables"]) == list(theirs["tables"]) == [1]
-    # Of gradients that are summed in another order, a few fall on the other side of a rounding step.
-    for column, bound in ((LOSS, 1e-5), (WEIGHT, 1e-2)):
-        assert max(errors(ours["tables"][1], theirs["tables"][1], column)) < bound
-
-
-def test_a_resumed_loop_of_a_sharded_model_is_the_uninterrupted_one_to_the_bit(sharded: tuple[str, Found]) -> None:
-    name, found = sharded
-    for rank in found:
-        check_resumed(rank[name], rank[f"{name}-resumed"])
-
-
-def check_resumed(whole: dict[str, Any], again: dict[str, Any]) -> None:
-    assert again["losses"] == whole["losses"][-len(again["losses"]) :]
-    assert 0 < len(again["losses"]) < len(whole["losses"])
-    assert again["plan"] == whole["plan"]
-    assert differing(again["weights"], whole["weights"]) == []
-
-
-def assert_only_shards_are_elsewhere(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Compares a run that offloads with one that does not."""
-    assert ours["policies"] == {"CPUOffloadPolicy"} and theirs["policies"] == {"OffloadPolicy"}
-    for what in ("losses", "plan", "tables"):
-        assert ours[what] == theirs[what]
-    assert {fmt for row in ours["plan"].values() for fmt in row.values()} == {"fp4", "fp8"}
-    assert differing(ours["weights"], theirs["weights"]) == []
-
-
-def test_a_loop_with_offloading_is_that_without_it_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    tiny_llama(hidden=32, layers=2).save_pretrained(tmp_path / "model")
-    for rank in run(tmp_path, 2, "fsdp", "offloaded"):
-        assert_only_shards_are_elsewhere(rank["offloaded"], rank["fsdp"])
-        check_resumed(rank["offloaded"], rank["offloaded-resumed"])
-
-
+"""Rank -> folder/name -> what became of a run."""
 Whole = tuple[Path, dict[str, Any]]
 """The folder of a model, and what one process found that trains it."""
+SPLITS = {"tp": 2, "tp-tokens": 2, "fsdp-tp": 4, "tp-ep": 2, "fsdp-ep": 2, "fsdp-tp-ep": 4}
+"""Tensor and expert parallelism, also with FSDP2 -> number of processes."""
 
 
 def trained_whole(folder: Path, save: Callable[[Path], None]) -> Whole:
@@ -116,27 +58,95 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return trained_whole(tmp_path_factory.mktemp("mixture"), save_mixture)
 
 
+def run(folder: Path, ranks: int, one: Whole, mixture: Whole, *words: str) -> Found:
+    splits = [name for name in SPLITS if SPLITS[name] == ranks and (TRAINS_SHARDED or "fsdp" not in name)]
+    for name in (ACCELERATE, *splits):
+        (folder / name).mkdir()
+        (folder / name / "model").symlink_to((mixture if name.endswith("ep") else one)[0] / "model")
+    tiny_llama(hidden=32, layers=2).save_pretrained(folder / "small" / "model")
+    words = (*words, *(word for name in splits for word in (f"{name}/{name}", f"{name}/trainer-{name}")))
+    assert_succeeded(start_ranks("run_sharded.py", folder, *words, folder=folder, ranks=ranks))
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory, one: Whole, mixture: Whole) -> Found:
+    names = ("ddp", "dp-shard", "tp", "cp", "cp-loop", "cp-loop-resumed", "sharded", "offloaded")
+    words = [*(f"{ACCELERATE}/{name}" for name in names), "small/fsdp", "small/offloaded"]
+    words += ["small/trainer-fsdp", "small/ddp"] if TRAINS_SHARDED else []
+    return run(tmp_path_factory.mktemp("two"), 2, one, mixture, *words)
+
+
+@pytest.fixture(scope="module")
+def on_four(tmp_path_factory: pytest.TempPathFactory, one: Whole, mixture: Whole) -> Found:
+    words = [f"{ACCELERATE}/{name}" for name in ("ddp", *OF_FOUR)]
+    words += ["small/hsdp", "small/trainer-hsdp", "small/ddp"] if TRAINS_SHARDED else []
+    return run(tmp_path_factory.mktemp("four"), 4, one, mixture, *words)
+
+
+@pytest.fixture(params=["fsdp", pytest.param("hsdp", marks=needs_new_transformers)])
+def sharded(request: pytest.FixtureRequest) -> tuple[str, Found]:
+    """Returns the name of what transformers' FSDP2 on two ranks, or its HSDP on four, found, and that."""
+    return request.param, request.getfixturevalue("on_four" if request.param == "hsdp" else "on_two")
+
+
+@needs_new_transformers
+def test_a_sharded_models_plan_losses_and_divergences_are_those_under_ddp(sharded: tuple[str, Found]) -> None:
+    name, found = sharded
+    ours, theirs = found[0][f"small/trainer-{name}"], found[0]["small/ddp"]
+    for rank in found:
+        assert rank[f"small/trainer-{name}"]["kinds"] == {"DTensor"}
+        assert rank[f"small/trainer-{name}"]["plan"] == theirs["plan"]
+    assert {fmt for row in theirs["plan"].values() for fmt in row.values()} == {"fp4", "fp8"}
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
+    assert list(ours["tables"]) == list(theirs["tables"]) == [1]
+    # Of gradients that are summed in another order, a few fall on the other side of a rounding step.
+    for column, bound in ((LOSS, 1e-5), (WEIGHT, 1e-2)):
+        assert max(errors(ours["tables"][1], theirs["tables"][1], column)) < bound
+
+
+def test_a_resumed_loop_of_a_sharded_model_is_the_uninterrupted_one_to_the_bit(sharded: tuple[str, Found]) -> None:
+    name, found = sharded
+    for rank in found:
+        check_resumed(rank[f"small/{name}"], rank[f"small/{name}-resumed"])
+
+
+def check_resumed(whole: dict[str, Any], again: dict[str, Any]) -> None:
+    assert again["losses"] == whole["losses"][-len(again["losses"]) :]
+    assert 0 < len(again["losses"]) < len(whole["losses"])
+    assert again["plan"] == whole["plan"]
+    assert differing(again["weights"], whole["weights"]) == []
+
+
+def assert_only_shards_are_elsewhere(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Compares a run that offloads with one that does not."""
+    assert ours["policies"] == {"CPUOffloadPolicy"} and theirs["policies"] == {"OffloadPolicy"}
+    for what in ("losses", "plan", "tables"):
+        assert ours[what] == theirs[what]
+    assert {fmt for row in ours["plan"].values() for fmt in row.values()} == {"fp4", "fp8"}
+    assert differing(ours["weights"], theirs["weights"]) == []
+
+
+def test_a_loop_with_offloading_is_that_without_it_and_resumes_to_the_bit(on_two: Found) -> None:
+    for rank in on_two:
+        assert_only_shards_are_elsewhere(rank["small/offloaded"], rank["small/fsdp"])
+        check_resumed(rank["small/offloaded"], rank["small/offloaded-resumed"])
+
+
 class Split(NamedTuple):
     name: str
-    found: Found
-    """What the processes that share the model found."""
+    found: list[dict[str, Any]]
+    """Rank -> name -> what the processes that share the model found."""
     one: dict[str, Any]
     """What one process found."""
 
 
-SPLITS = {"tp": 2, "tp-tokens": 2, "fsdp-tp": 4, "tp-ep": 2, "fsdp-ep": 2, "fsdp-tp-ep": 4}
-"""Tensor and expert parallelism, also with FSDP2 -> number of processes."""
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=needs_new_transformers if "fsdp" in name else ()) for name in SPLITS],
-)
-def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Split:
-    folder, name = tmp_path_factory.mktemp("split"), request.param
-    model, one = request.getfixturevalue("mixture" if name.endswith("ep") else "one")
-    (folder / "model").symlink_to(model / "model")
-    return Split(name, run(folder, SPLITS[name], name, f"trainer-{name}"), one)
+@pytest.fixture(params=[pytest.param(name, marks=needs_new_transformers if "fsdp" in name else ()) for name in SPLITS])
+def split(request: pytest.FixtureRequest) -> Split:
+    name = request.param
+    found: Found = request.getfixturevalue({2: "on_two", 4: "on_four"}[SPLITS[name]])
+    own = [{key.removeprefix(f"{name}/"): run for key, run in rank.items()} for rank in found]
+    return Split(name, own, request.getfixturevalue("mixture" if name.endswith("ep") else "one")[1])
 
 
 @pytest.mark.parametrize("fmt", UNIFORM)
@@ -183,59 +193,43 @@ def test_ranks_that_split_a_model_and_see_different_data_are_refused_together(sp
         assert "got different micro-batches" in rank["disagreeing"]
 
 
-@pytest.fixture(scope="module")
-def configured(tmp_path_factory: pytest.TempPathFactory, one: Whole) -> Found:
-    """Returns what two ranks found under Accelerate's `ParallelismConfig`."""
-    folder = tmp_path_factory.mktemp("parallelism_config")
-    (folder / "model").symlink_to(one[0] / "model")
-    names = ("ddp", "dp-shard", "tp", "cp", "cp-loop", "cp-loop-resumed", "sharded", "offloaded")
-    return run(folder, 2, *names, script="run_parallelism_config.py")
-
-
-@pytest.fixture(scope="module")
-def replicated(tmp_path_factory: pytest.TempPathFactory, one: Whole) -> Found:
-    """Returns what four ranks found."""
-    folder = tmp_path_factory.mktemp("replicated")
-    (folder / "model").symlink_to(one[0] / "model")
-    return run(folder, 4, "ddp", "replicated", "cp-shard", script="run_parallelism_config.py")
-
-
 @pytest.mark.parametrize("name", ["dp-shard", "tp", "replicated", "cp-shard"])
 def test_models_under_accelerates_parallelism_plan_and_lose_as_under_ddp(
     name: str, request: pytest.FixtureRequest
 ) -> None:
-    found: Found = request.getfixturevalue("replicated" if name in OF_FOUR else "configured")
+    found: Found = request.getfixturevalue("on_four" if name in OF_FOUR else "on_two")
     for rank in found:
-        ours, theirs = rank[name], rank["ddp"]
+        ours, theirs = rank[f"{ACCELERATE}/{name}"], rank[f"{ACCELERATE}/ddp"]
         assert "DTensor" in ours["kinds"] and theirs["kinds"] == {"Tensor"}
         assert ours["plan"] == theirs["plan"]
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
-    assert max(errors(found[0][name]["tables"][1], found[0]["ddp"]["tables"][1], LOSS)) < 1e-5
+    ours, theirs = found[0][f"{ACCELERATE}/{name}"], found[0][f"{ACCELERATE}/ddp"]
+    assert max(errors(ours["tables"][1], theirs["tables"][1], LOSS)) < 1e-5
 
 
-def test_the_trainer_with_offloading_is_that_without_it_to_the_bit(configured: Found) -> None:
-    for rank in configured:
-        assert_only_shards_are_elsewhere(rank["offloaded"], rank["sharded"])
+def test_the_trainer_with_offloading_is_that_without_it_to_the_bit(on_two: Found) -> None:
+    for rank in on_two:
+        assert_only_shards_are_elsewhere(rank[f"{ACCELERATE}/offloaded"], rank[f"{ACCELERATE}/sharded"])
 
 
 @pytest.mark.parametrize("name", ["cp", "cp-loop"])
 def test_ranks_with_parts_of_sequences_plan_and_lose_as_one_process(
-    configured: Found, one: Whole, tmp_path: Path, name: str
+    on_two: Found, one: Whole, tmp_path: Path, name: str
 ) -> None:
     with one_thread():
         (tmp_path / "model").symlink_to(one[0] / "model")
         theirs = by_trainer(tmp_path, name, {}, THREE_ROWS) if name == "cp" else in_context(tmp_path, name)
-    for rank in configured:
-        assert rank[name]["plan"] == theirs["plan"]
-        assert rank[name]["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
-        assert rank[name]["losses"][:3] == pytest.approx(theirs["losses"][:3], rel=1e-6)
+    found = [rank[f"{ACCELERATE}/{name}"] for rank in on_two]
+    for ours in found:
+        assert ours["plan"] == theirs["plan"]
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
+        assert ours["losses"][:3] == pytest.approx(theirs["losses"][:3], rel=1e-6)
     assert {fmt for row in theirs["plan"].values() for fmt in row.values()} == {"fp4", "fp8"}
-    ours = configured[0][name]
-    assert list(ours["tables"]) == list(theirs["tables"])
+    assert list(found[0]["tables"]) == list(theirs["tables"])
     for column, bound in ((LOSS, 1e-5), (WEIGHT, 1e-2)):
-        assert max(errors(ours["tables"][1], theirs["tables"][1], column)) < bound
+        assert max(errors(found[0]["tables"][1], theirs["tables"][1], column)) < bound
 
 
-def test_a_resumed_loop_on_parts_of_sequences_is_the_uninterrupted_one_to_the_bit(configured: Found) -> None:
-    for rank in configured:
-        check_resumed(rank["cp-loop"], rank["cp-loop-resumed"])
+def test_a_resumed_loop_on_parts_of_sequences_is_the_uninterrupted_one_to_the_bit(on_two: Found) -> None:
+    for rank in on_two:
+        check_resumed(rank[f"{ACCELERATE}/cp-loop"], rank[f"{ACCELERATE}/cp-loop-resumed"])

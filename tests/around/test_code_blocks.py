@@ -184,7 +184,9 @@ def test_the_blocks_of_a_page_run_one_after_the_other(
 @pytest.mark.slow
 def test_the_diff_of_the_readme_leads_to_a_script_that_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    given = functools.partial(TrainingArguments, use_cpu=True, max_steps=2, report_to="none", save_strategy="no")
+    quick = {"use_cpu": True, "max_steps": 2, "report_to": "none", "save_strategy": "no"}
+    # test_compile.py trains under the default one, which takes half a minute to build this model.
+    given = functools.partial(TrainingArguments, **quick, torch_compile_backend="eager")
     monkeypatch.setattr("transformers.TrainingArguments", given)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     [diff] = re.findall(r"^```diff\n(.*?)^```", text, re.DOTALL | re.MULTILINE)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
-from own_loss_worker import by_items
+from rank_processes import assert_succeeded, start_ranks
+from run_own_loss import by_items
 from slow_cases import slow
 from small import tiny_llama
 from tiny_runs import SCHEDULE, data, one_thread, train
@@ -81,11 +79,7 @@ def test_the_models_loss_from_a_function_gives_nearly_the_same_divergences(token
 
 @pytest.mark.slow
 def test_on_two_ranks_the_count_is_that_of_both_where_the_trainer_averages_over_them(tmp_path: Path) -> None:
-    support = Path(__file__).parents[1] / "support"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(support), *sys.path])}
-    worker = [str(support / "own_loss_worker.py"), str(tmp_path)]
-    subprocess.run([*command, *worker], env=environment, check=True, timeout=300)
+    assert_succeeded(start_ranks("run_own_loss.py", tmp_path, folder=tmp_path))
     for together in (True, False):
         own, found = (figures(tmp_path / f"{name}-{together}") for name in ("own", "function"))
         torch.testing.assert_close(found, own, rtol=1e-2, atol=0)

@@ -29,7 +29,7 @@ from run_sharded import ACCELERATE
 from small import tiny_llama
 from tiny_runs import differing, one_thread
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # all runs, where cores are shared
 needs_new_transformers = pytest.mark.skipif(not TRAINS_SHARDED, reason=WHY_NOT)
 
 Found = list[dict[str, Any]]
@@ -65,7 +65,7 @@ def run(folder: Path, ranks: int, one: Whole, mixture: Whole, *words: str) -> Fo
         (folder / name / "model").symlink_to((mixture if name.endswith("ep") else one)[0] / "model")
     tiny_llama(hidden=32, layers=2).save_pretrained(folder / "small" / "model")
     words = (*words, *(word for name in splits for word in (f"{name}/{name}", f"{name}/trainer-{name}")))
-    assert_succeeded(start_ranks("run_sharded.py", folder, *words, folder=folder, ranks=ranks))
+    assert_succeeded(start_ranks("run_sharded.py", folder, *words, folder=folder, ranks=ranks, timeout=500))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 

@@ -174,6 +174,14 @@ class Ranks:
             if problem is not None:
                 raise ValueError(f"On rank {rank}: {problem}")
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Lets all of them raise, as `agree` does, if one of them fails inside."""
+        attempt = Attempt()
+        with attempt:
+            yield
+        self.agree(attempt.error)
+
     def check_others(self) -> None:
         """Raises if another rank has called `agree` with an error; to be called by ranks without one.
 

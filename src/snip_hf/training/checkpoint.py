@@ -18,7 +18,7 @@ from ..estimation.coverage import Coverage
 from ..estimation.ties import Ties
 from ..json_io import SCHEMA_VERSION, from_json
 from ..layers.state import unwrapped_name
-from ..parallel.ranks import Attempt, Ranks
+from ..parallel.ranks import Ranks
 from ..parallel.zero3 import first_row
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
@@ -171,11 +171,8 @@ def agreed_state(
     Raises:
         ValueError, KeyError: as `SavedState.of` and `SavedState.fitted` on any rank, or states that differ.
     """
-    saved, attempt = None, Attempt()
-    with attempt:
+    with everyone.together():
         saved = SavedState.of(state).fitted(config, flops, at_step, weights)
-    everyone.agree(attempt.error)
-    assert saved is not None
     check_equal(formats_of(saved.plan), everyone)
     return saved
 

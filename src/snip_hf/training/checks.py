@@ -32,7 +32,7 @@ from ..layers.layer import SnipLayer
 from ..layers.state import plain_name, snip_linears
 from ..optimizers.deepspeed_zero import check_deepspeed
 from ..parallel.context_parallel import context_mesh
-from ..parallel.ranks import Attempt, Processes, Ranks
+from ..parallel.ranks import Processes, Ranks
 from ..parallel.sharding import is_fully_sharded, is_sharded
 from ..parallel.tensor_parallel import split_of, tensor_mesh
 from ..parallel.zero3 import has_partitions
@@ -104,12 +104,10 @@ def check_alike(
     processes: Processes,
 ) -> None:
     """Refuses ranks with different swapped layers, attention, first plans or lengths of training, as `check_equal`."""
-    attempt = Attempt()
-    with attempt:  # stages of a pipeline have different layers
+    with processes.everyone.together():  # stages of a pipeline have different layers
         sizes = {name: f"{layer.out_features}x{layer.in_features}" for name, layer in layers.items()}
         states = {name: "trained" if layer.weight.requires_grad else "frozen" for name, layer in layers.items()}
         check_equal({name: f"{size}, {states[name]}" for name, size in sizes.items()}, processes.data)
-    processes.everyone.agree(attempt.error)
     attention = attention_of(model) if processes.pipeline.size == 1 else None
     values = {"max_steps": max_steps, "attn_implementation": attention}
     check_equal({**formats_of(plan), **values}, processes.everyone)
@@ -299,15 +297,13 @@ def check_same_batch(batch: Mapping[str, Any] | None, processes: Processes) -> N
             held = value.detach().to("cpu").contiguous()
             digest.update(f"{name} {held.dtype} {list(held.shape)}".encode())
             digest.update(held.reshape(-1).view(torch.uint8).numpy().tobytes())
-    attempt = Attempt()
-    with attempt:
+    with processes.everyone.together():
         if len(set(processes.tensor.gather(digest.hexdigest(), "a micro-batch"))) > 1:
             raise ValueError(
                 f"The {processes.tensor.size} ranks that split each weight among them (tp_size) got different "
                 "micro-batches; expected the same one on all of them: sample the data by "
                 f"torch.distributed.get_rank() // {processes.tensor.size}."
             )
-    processes.everyone.agree(attempt.error)
 
 
 def check_parts(parts: Iterable[nn.Module]) -> None:

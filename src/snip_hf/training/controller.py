@@ -21,7 +21,6 @@ from ..estimation.batch import Compute, Objective, objective_of
 from ..estimation.coverage import Coverage
 from ..numerics.random_state import RandomState
 from ..parallel.pipeline import Pipeline, parts_of
-from ..parallel.ranks import Attempt
 from ..parallel.zero3 import partitions_as_shards
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
@@ -94,12 +93,11 @@ class SnipController:
         """Watch of the running step, if it refreshes."""
         self._micro_batch, self._has_labels, self._started, self._is_new = 0, False, False, True
         self._outer = model if isinstance(model, nn.Module) else None
-        run, attempt = None, Attempt()
-        with attempt:  # if one rank refuses, all of them do
-            run = set_up(model, optimizer, accelerator, config, self.processes, self._schedule, self._events, self._log)
         try:
-            self.processes.everyone.agree(attempt.error)
-            assert run is not None
+            with self.processes.everyone.together():
+                run = set_up(
+                    model, optimizer, accelerator, config, self.processes, self._schedule, self._events, self._log
+                )
             self._begin(run, max_steps)
         except BaseException:
             self._folder.release()  # a notebook keeps the error, and this object with it

@@ -20,7 +20,7 @@ from ..costs.flops import Tokens, relative_tokens
 from ..estimation.batch import Objective
 from ..estimation.coverage import LITTLE, Coverage, PassCounts, count_pass, training_autocast
 from ..estimation.passes import forward_inputs
-from ..parallel.ranks import Attempt, Processes, RankError, describe, failing_together
+from ..parallel.ranks import Processes, RankError, describe, failing_together
 from ..parallel.zero3 import are_on_disk
 from ..policies.registry import needs_probe
 from ..records.events import Counted
@@ -150,14 +150,10 @@ class CoverageCounter:
 
     def _count_all(self, inputs: _Inputs) -> tuple[PassCounts, int | None]:
         """Returns the counts of all ranks' micro-batches together, and their number of tokens."""
-        local, attempt = None, Attempt()
-        batch: Mapping[str, Any] = {}
-        with attempt:
+        with self._processes.everyone.together():
             with failing_together(self._processes.everyone), training_autocast(self._model, self._autocast):
                 batch = forward_inputs(self._model, *inputs)
             local = count_pass(self._model, batch, self._in_force.setting.config, self._autocast)
-        self._processes.everyone.agree(attempt.error)
-        assert local is not None
         # Only the first of the ranks with the same data counts.
         own = [local.entries(), tokens_of(batch)] if self._processes.tensor.is_first else [[], 0]
         every = self._processes.everyone.gather(own, "FLOPs")

@@ -21,7 +21,7 @@ from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunHook
 from ..optimizers.deepspeed_zero import ZeroOptimizer, find_zero
 from ..optimizers.response import check_optimizer, groups_of, responses, trained_by
-from ..parallel.ranks import Attempt, Ranks
+from ..parallel.ranks import Ranks
 from ..parallel.sharding import is_fully_sharded, own_part, sum_of_squares
 from ..text import WITHOUT_PROBE
 
@@ -163,17 +163,14 @@ def check_gradients(gradients: Mapping[str, Tensor], is_trained: bool, everyone:
     Raises:
         ValueError: names the layer, or the causes.
     """
-    attempt, is_any_nonzero = Attempt(), False
-    with attempt:
+    with everyone.together():
         parts = {name: part for name, gradient in gradients.items() if (part := own_part(gradient)).numel()}
         # In one launch for many gradients; a NaN is larger than everything.
         largest = read(torch._foreach_norm(list(parts.values()), torch.inf) if parts else [])
         for name, magnitude in zip(parts, largest, strict=True):
             if not math.isfinite(magnitude):
                 raise ValueError(f"The gradient of layer {name!r} is not finite; expected finite numbers.")
-        is_any_nonzero = any(largest)
-    everyone.agree(attempt.error)
-    columns = zip(*everyone.gather([is_trained, bool(gradients), is_any_nonzero]), strict=True)
+    columns = zip(*everyone.gather([is_trained, bool(gradients), any(largest)]), strict=True)
     are_expected, are_present, are_nonzero = (any(column) for column in columns)
     if not are_expected or are_nonzero:
         return

@@ -19,7 +19,7 @@ from ..estimation.memory import measured_peak
 from ..estimation.passes import hooked_modules
 from ..estimation.table import DivergenceTable
 from ..estimation.ties import Ties
-from ..parallel.ranks import Attempt, Processes
+from ..parallel.ranks import Processes
 from ..planning.program import problem
 from ..planning.solver.process import FALLBACK, SolverError, SolverProcess, SolverResult, solver_of
 from ..policies.registry import weighs_updates
@@ -149,16 +149,13 @@ class Refresher:
         """
         self._note(f"at the refresh of step {step}")
         with self._in_force.keeping(step):
-            attempt = Attempt()
-            with attempt:
+            with self._everyone.together():
                 if watch is None:
                     raise ValueError(NOT_CAPTURED)
                 _ = watch.batch
                 self._layers.check(self._in_force.setting.flops)
                 if self._source.is_late:
                     raise ValueError(LATE)
-            self._everyone.agree(attempt.error)
-            assert watch is not None
             self._begin(step, watch)
 
     def end_step(self, step: int) -> None:
@@ -316,10 +313,8 @@ class Refresher:
             return asdict(self._solution(pending))
 
         result = SolverResult(**self._everyone.by_first(solution))
-        attempt = Attempt()
-        with attempt:
+        with self._everyone.together():
             self._layers.check(self._in_force.setting.flops)
-        self._everyone.agree(attempt.error)
         pending.begun = pending.begun.with_seconds(solver=result.seconds, waited=time.perf_counter() - began)
         plan = solved_plan(self._in_force.setting, self._in_force.model_name, pending.step, result)
         changes = self._in_force.plan.changes(plan)

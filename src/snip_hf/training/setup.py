@@ -28,7 +28,7 @@ from ..layers.convert import keep_states_apart
 from ..layers.state import block_of, snip_linears
 from ..parallel.context_parallel import context_mesh
 from ..parallel.pipeline import ModelParts, Pipeline, parts_of
-from ..parallel.ranks import Attempt, Processes, Ranks
+from ..parallel.ranks import Processes, Ranks
 from ..parallel.sharding import compute_device, deepspeed_engine, unwrap
 from ..parallel.tensor_parallel import tensor_mesh
 from ..planning.solver.process import check_solver
@@ -226,8 +226,7 @@ def cost_of_all(
     splits are timed whole, and experts as if each rank had all of them.
     """
     began = time.perf_counter()
-    cost, attempt = None, Attempt()
-    with attempt:
+    with processes.everyone.together():
         is_first = processes.everyone.is_first
         holders = processes.data if processes.pipeline.size > 1 else processes.everyone
         cost = holders.by_first(
@@ -235,7 +234,6 @@ def cost_of_all(
                 model, tokens, backend, config.timing_file, formats=config.formats, is_first=is_first
             ).to_dict()
         )
-    processes.everyone.agree(attempt.error)
     parts: list[MeasuredCost] = [from_json(MeasuredCost, part) for part in processes.pipeline.gather(cost)]
     seconds = {layer: row for part in parts for layer, row in part.seconds.items()}
     measured = replace(parts[0], seconds={layer: seconds[layer] for layer in flops})

@@ -56,24 +56,15 @@ class Schedule:
         """The step of the first probe."""
         return self._config.first_refresh_in(self.max_steps)
 
-    @property
-    def will_refresh(self) -> bool:
-        """True if a plan can be applied before training ends, as far as is known."""
-        return self._needs_probe and (self.max_steps is None or self.max_steps >= self._first_due)
-
-    @property
-    def _first_due(self) -> int:
-        return self.first_refresh + self._config.apply_delay
-
     def warn_if_too_short(self) -> None:
-        """Warns, once, if training will end before the first plan could be applied."""
-        if self._needs_probe and not self.will_refresh and not self._has_warned_too_short:
+        """Warns if training will end before the first plan could be applied."""
+        if self._needs_probe and self._is_too_late(self.first_refresh):
             self._has_warned_too_short = True
             self._log.warning(
                 "snip-hf: training ends at step %d, before the first plan would be applied after step %d "
                 "(first_refresh + apply_delay): everything stays in %s. Lower first_refresh or apply_delay.",
                 self.max_steps,
-                self._first_due,
+                self.first_refresh + self._config.apply_delay,
                 self._config.format_at_start,
             )
 

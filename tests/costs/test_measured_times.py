@@ -31,7 +31,6 @@ from snip_hf.costs.timing import (
     MeasuredCost,
     cost_shares,
     describe_cost,
-    predicted_times,
     read_times,
 )
 from snip_hf.json_io import from_json
@@ -212,19 +211,6 @@ def test_a_second_sentence_names_what_is_fastest_in_bf16() -> None:
         row["grad_input"] = {"bf16": 1e-3, "fp8": 2e-3, "fp4": 2e-3}
         measured = replace(measured, seconds={**measured.seconds, f"layers.{block}.v": row})
     assert describe_cost(flops, measured).endswith(" Fastest in BF16: v grad_input.")
-
-
-def test_predicted_times_are_the_measured_ones_or_shares_of_flops_by_the_bits_of_the_format() -> None:
-    flops, measured = hand_cost()
-    assert predicted_times(flops, measured) == measured.seconds
-    times = predicted_times({"a": {"forward": 6.0, "grad_input": 2.0, "grad_weight": 0.0}}, None)
-    assert list(times["a"]["forward"]) == list(FORMATS)
-    times = {"a": {gemm: {name: row[name] for name in ("bf16", "fp8", "fp4")} for gemm, row in times["a"].items()}}
-    assert times["a"]["forward"] == {"bf16": 1.5, "fp8": 0.75, "fp4": 0.375}
-    assert times["a"]["grad_input"] == {"bf16": 0.5, "fp8": 0.25, "fp4": 0.125}
-    assert times["a"]["grad_weight"] == {"bf16": 0.0, "fp8": 0.0, "fp4": 0.0}
-    whole = predicted_times(flops, None)
-    assert math.fsum(times["fp8"] for row in whole.values() for times in row.values()) == pytest.approx(1.0)
 
 
 # --------------------------------------------------------------------------------------------------- plans with times

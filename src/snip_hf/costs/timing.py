@@ -212,23 +212,6 @@ def measure_cost(
     )
 
 
-def predicted_times(flops: Work, measured: MeasuredCost | None) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
-    """Returns layer -> GEMM -> format -> time for one micro-batch.
-
-    Measured times are in seconds. Modelled ones come from `NumberFormat.speed`; their unit is the time that all of
-    these linears take in the reference format.
-    """
-    if measured is not None:
-        return measured.seconds
-    total = math.fsum(value for row in flops.values() for value in row.values())
-    return {
-        layer: {
-            gemm: {name: number / total / fmt.speed for name, fmt in FORMATS.items()} for gemm, number in row.items()
-        }
-        for layer, row in flops.items()
-    }
-
-
 def cost_shares(flops: Work, measured: MeasuredCost) -> list[CostShare]:
     """Returns the shares of FLOPs and time of every kind of linear and GEMM, in the model's order."""
     kinds = {layer: without_numbers(split_layer(layer)[1]) for layer in flops}

@@ -121,7 +121,7 @@ def _section(begin: str, plan: PrecisionPlan, head: str, rows: Mapping[str, str]
 def model_tags(plan: PrecisionPlan) -> list[str]:
     """Returns the tags for the Hub: "snip-hf", "snip-plan", and with quantized formats these and
     "mixed-precision-training"."""
-    in_plan = {name for formats in plan.assignment.values() for name in formats.values()}
+    in_plan = plan.formats
     low = sorted((x for x in in_plan if FORMATS[x].is_quantized), key=lambda name: (FORMATS[name].bits, name))
     return ["snip-hf", "snip-plan", *low, *(["mixed-precision-training"] if low else [])]
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..costs.timing import predicted_times
+from ..costs.rates import linear_times
 from ..numerics.formats import REFERENCE
 from .plan import PrecisionPlan
 
@@ -22,9 +22,6 @@ MICRO_BATCHES_PER_STAGE = 4
 class StageTimes:
     """One stage under a plan; the unit of the times is that of `PipelineTimes`."""
 
-    layers: tuple[str, ...]
-    fp4_fraction: float
-    """Share (0..1) of the stage's linear FLOPs that run in FP4."""
     time: float
     """Time of its linears for one micro-batch, forward and backward."""
     reference_time: float
@@ -40,8 +37,6 @@ class PipelineTimes:
     """Predicted times of a pipelined training step under one plan."""
 
     stages: tuple[StageTimes, ...]
-    fp4_fraction: float
-    """FP4 share of all stages together."""
     micro_batches: int
     measured: bool
     """True: times are in seconds. False: 1 is the time of all linears in the reference, for one micro-batch."""
@@ -82,23 +77,18 @@ def pipeline_times(plan: PrecisionPlan, micro_batches: int | None = None) -> Pip
         micro_batches: per step; None means four times the number of stages.
 
     Raises:
-        ValueError: fewer than one micro-batch, or a stage whose time is negligible beside the others'.
+        ValueError: fewer than one micro-batch.
     """
     count = MICRO_BATCHES_PER_STAGE * len(plan.stages) if micro_batches is None else micro_batches
     if count < 1:
         raise ValueError(f"micro_batches is {count}, expected at least 1; it is the number per optimizer step.")
     measured = plan.times if plan.is_timed else None
-    times = predicted_times(plan.executed, measured)
     reference = REFERENCE.name if measured is None else measured.reference
+    times = linear_times(plan.executed, plan.formats | {reference}, "ideal", measured)
 
-    def total(stage: Iterable[str], format: str | None = None) -> float:
-        return math.fsum(times[x][gemm][format or name] for x in stage for gemm, name in plan.assignment[x].items())
+    def total(layers: Iterable[str], format: str | None = None) -> float:
+        return math.fsum(times[x][gemm][format or name] for x in layers for gemm, name in plan.assignment[x].items())
 
-    stages = tuple(
-        StageTimes(stage, share, total(stage), total(stage, reference))
-        for stage, share in zip(plan.stages, plan.stage_fp4_fractions, strict=True)
-    )
-    for index, stage_times in enumerate(stages):
-        if not (stage_times.time > 0 and stage_times.reference_time > 0):
-            raise ValueError(f"stage {index} takes no time next to the others; its FLOPs or times cannot be real.")
-    return PipelineTimes(stages, plan.fp4_fraction, count, measured is not None, reference)
+    unit = total(plan.assignment, reference) if measured is None else 1.0
+    stages = tuple(StageTimes(total(stage) / unit, total(stage, reference) / unit) for stage in plan.stages)
+    return PipelineTimes(stages, count, measured is not None, reference)

@@ -204,18 +204,19 @@ class PrecisionPlan:
         return "measured" if self.is_timed else f"{(self.provenance.config or {}).get('rates')} rates"
 
     @property
-    def _used(self) -> set[str]:
+    def formats(self) -> set[str]:
+        """The formats that GEMMs have."""
         return {name for row in self.assignment.values() for name in row.values()}
 
     @property
     def is_timed(self) -> bool:
         """True if there are measured times in every format of the plan."""
-        return self.measured is not None and self._used <= set(self.measured.formats)
+        return self.measured is not None and self.formats <= set(self.measured.formats)
 
     def _speeds(self) -> GemmTimes | None:
         own = (self.provenance.config or {}).get("rates")
         try:
-            return linear_times(self.executed, self._used, own, self.times if self.is_timed else None)
+            return linear_times(self.executed, self.formats, own, self.times if self.is_timed else None)
         except (KeyError, TypeError):  # no table, or a plan from elsewhere whose config names anything
             return None
 

@@ -171,7 +171,7 @@ def stage_table(plan: PrecisionPlan) -> Table:
 
 def _modelled(plan: PrecisionPlan) -> str:
     """Describes the speeds that the modelled times assume."""
-    used = {name for formats in plan.assignment.values() for name in formats.values()} - {REFERENCE.name}
+    used = plan.formats - {REFERENCE.name}
     speeds = [f"{fmt.label} at {fmt.speed:g}x {REFERENCE.label}" for name, fmt in FORMATS.items() if name in used]
     return ", ".join(speeds) or f"all in {REFERENCE.label}"
 

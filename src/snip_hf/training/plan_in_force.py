@@ -260,8 +260,7 @@ def formats_in_use(config: SnipConfig) -> tuple[str, ...]:
     """
     if config.fixed_plan is None:
         return config.formats
-    rows = _read(config.fixed_plan).assignment.values()
-    return tuple(sorted({name for row in rows for name in row.values()}))
+    return tuple(sorted(_read(config.fixed_plan).formats))
 
 
 def _read(path: str) -> PrecisionPlan:

@@ -379,9 +379,9 @@ def test_an_accelerator_without_trackers_gets_nothing(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     loop = Loop(LOOP_CONFIG, tmp_path, accelerator)
     assert loop.controller is not None
-    before = list(loop.controller._events._trackers)
+    before = list(loop.controller._record._trackers)
     log_to(loop.controller, accelerator)
-    assert loop.controller._events._trackers == before
+    assert loop.controller._record._trackers == before
 
 
 def test_objects_that_cannot_log_are_refused() -> None:

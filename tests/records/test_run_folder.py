@@ -12,14 +12,14 @@ from tiny_runs import history
 
 from snip_hf import SnipCallback
 from snip_hf.records.events import Event
-from snip_hf.records.run_folder import EventWriter, RunFolder
+from snip_hf.records.run_folder import RunRecord
 
 LOG = logging.getLogger("snip_hf.of_the_test")
 EVENTS: list[Event] = [start_event(), refresh_event(2), refresh_event(6)]
 
 
 def test_all_trackers_are_told_of_each_event_once_it_is_in_the_history(tmp_path: Path) -> None:
-    log = EventWriter(RunFolder(tmp_path), True, LOG)
+    log = RunRecord(tmp_path, True, LOG)
     told: list[tuple[str, Event, int]] = []
     for name in "ab":
         log.add_tracker(lambda event, name=name: told.append((name, event, len(history(tmp_path)))))
@@ -30,14 +30,14 @@ def test_all_trackers_are_told_of_each_event_once_it_is_in_the_history(tmp_path:
 
 
 def test_a_tracker_is_told_where_nothing_is_recorded() -> None:
-    log, told = EventWriter(RunFolder(None), True, LOG), []
+    log, told = RunRecord(None, True, LOG), []
     log.add_tracker(told.append)
     log.add(EVENTS[0])
     assert told == EVENTS[:1]
 
 
 def test_a_tracker_that_fails_costs_a_warning_and_is_told_of_the_next_event(caplog: pytest.LogCaptureFixture) -> None:
-    log, told = EventWriter(RunFolder(None), True, LOG), []
+    log, told = RunRecord(None, True, LOG), []
 
     def fail(event: Event) -> None:
         told.append(event)
@@ -57,14 +57,14 @@ def test_a_tracker_that_fails_costs_a_warning_and_is_told_of_the_next_event(capl
 
 
 def test_on_other_ranks_than_the_first_nobody_is_told() -> None:
-    log, told = EventWriter(RunFolder(None), False, LOG), []
+    log, told = RunRecord(None, False, LOG), []
     log.add_tracker(told.append)
     log.add(EVENTS[0])
     assert told == []
 
 
 @pytest.mark.parametrize(
-    "add", [lambda it: EventWriter(RunFolder(None), False, LOG).add_tracker(it), lambda it: SnipCallback(trackers=[it])]
+    "add", [lambda it: RunRecord(None, False, LOG).add_tracker(it), lambda it: SnipCallback(trackers=[it])]
 )
 def test_a_tracker_that_cannot_be_called_is_refused(add: Any) -> None:
     with pytest.raises(TypeError) as caught:

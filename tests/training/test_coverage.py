@@ -335,8 +335,7 @@ def test_the_pass_runs_under_the_autocast_of_training(by_accelerate: bool) -> No
         assert controller.coverage is not None
         return
     accelerator = SimpleNamespace(native_amp=True, mixed_precision="fp16")
-    log = logging.getLogger(LOG)
-    check = CoverageCounter(loop.model, controller._run.in_force, processes, controller._events, log, accelerator)
+    check = CoverageCounter(loop.model, controller._run.in_force, processes, controller._record, accelerator)
     check.take(TrainingPass(ids(4), None))
     check.count_first(1, is_new=True)
     assert check.latest is not None
@@ -375,7 +374,7 @@ def test_ranks_count_the_micro_batches_of_all_of_them() -> None:
     def work(ranks: Ranks) -> tuple[Any, Any]:
         loop = Loop(seeded(SparseLM), fp4_config(policy="layer-type", target_fp4_fraction=0.6))
         in_force, processes = loop.controller._run.in_force, Processes(data=ranks, everyone=ranks)
-        check = CoverageCounter(loop.model, in_force, processes, loop.controller._events, logging.getLogger(LOG))
+        check = CoverageCounter(loop.model, in_force, processes, loop.controller._record)
         check.take(TrainingPass(ids(4) if ranks.rank == 0 else ids(16), None))
         check.count_first(1, is_new=True)
         return check.latest, in_force.plan
@@ -390,7 +389,7 @@ def test_ranks_count_the_micro_batches_of_all_of_them() -> None:
 def test_of_parts_of_sequences_the_parts_are_counted_though_their_context_has_ended() -> None:
     loop = Loop(build("llama"), fp4_config(policy="layer-position"))
     in_force, processes = loop.controller._run.in_force, Processes(context=SimpleNamespace())  # type: ignore[arg-type]
-    check = CoverageCounter(loop.model, in_force, processes, loop.controller._events, logging.getLogger(LOG))
+    check = CoverageCounter(loop.model, in_force, processes, loop.controller._record)
     batch = text()
     check.take(TrainingPass(batch, None))
     for value in batch.values():
@@ -428,7 +427,7 @@ def test_ranks_count_which_grad_inputs_run() -> None:
     def work(ranks: Ranks) -> Any:
         loop = Loop(upper_only(build("llama")), fp4_config(policy="layer-position"))
         in_force, processes = loop.controller._run.in_force, Processes(data=ranks, everyone=ranks)
-        check = CoverageCounter(loop.model, in_force, processes, loop.controller._events, logging.getLogger(LOG))
+        check = CoverageCounter(loop.model, in_force, processes, loop.controller._record)
         check.take(TrainingPass(text(), None))
         check.count_first(1, is_new=True)
         return in_force.plan

@@ -1,6 +1,6 @@
 """The events of a run, one class each. `to_record` returns the line of history.jsonl, and `read_event` parses it.
 
-`EventWriter` writes them to the run's folder and passes them to the user's trackers; `read_history` reads them back.
+`RunRecord` writes them to the run's folder and passes them to the user's trackers; `read_history` reads them back.
 """
 
 from __future__ import annotations

@@ -192,20 +192,19 @@ def check_tracker(tracker: object) -> None:
         )
 
 
-class EventWriter:
-    """Writes each event of a run to its folder and passes it to the trackers, on the first rank.
+class RunRecord:
+    """The record of a run: its folder and its trackers, both on the first rank only, and its log.
 
     Args:
-        folder: the folder of the run, which writes nothing on other ranks.
+        output_dir: holds the folder; None: nothing is written.
         is_first: whether this is the first rank.
-        log: gets the warnings.
+        log: that of this rank.
     """
 
-    def __init__(self, folder: RunFolder, is_first: bool, log: logging.Logger) -> None:
-        self.folder = folder
-        """Other parts of a run write the plan and the divergences to it."""
+    def __init__(self, output_dir: str | os.PathLike[str] | None, is_first: bool, log: logging.Logger) -> None:
+        self.folder = RunFolder(output_dir if is_first else None)
+        self.log = log
         self._is_first = is_first
-        self._log = log
         self._trackers: list[Tracker] = []
 
     def add_tracker(self, tracker: Tracker) -> None:
@@ -225,7 +224,7 @@ class EventWriter:
             try:
                 tracker(event)
             except Exception as error:  # a failing tracker must not end training
-                self._log.warning(
+                self.log.warning(
                     "snip-hf: a tracker failed at the %s event of step %d, training continues: %s",
                     event.event,
                     event.step,

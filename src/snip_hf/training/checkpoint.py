@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,12 +23,10 @@ from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
 from ..policies.setting import names_of
 from ..records.events import TARGETS, Retarget
-from ..records.run_folder import EventWriter
 from .checks import check_equal, differences, formats_of
 from .guard import Health
 from .plan_in_force import fitting
 from .refresh import PendingRefresh
-from .schedule import Schedule
 from .setup import RunParts
 
 # Fields that decide nothing but which layers are swapped.
@@ -177,16 +174,16 @@ def agreed_state(
     return saved
 
 
-def state_of(run: RunParts, schedule: Schedule, step: int) -> dict[str, Any]:
+def state_of(run: RunParts, step: int) -> dict[str, Any]:
     """Returns JSON data from which a run continues after this step."""
     return SavedState(
         config=run.config.to_dict(),
         step=step,
         plan=run.in_force.plan,
         pending=run.refresher.pending,
-        last_probe=schedule.last_probe,
+        last_probe=run.schedule.last_probe,
         kernels=run.layers.state_dict(),
-        postponed=schedule.postponed,
+        postponed=run.schedule.postponed,
         is_counted=not run.coverage.is_due,
         coverage=run.coverage.latest,
         ties=names_of(run.in_force.setting.config),
@@ -194,7 +191,7 @@ def state_of(run: RunParts, schedule: Schedule, step: int) -> dict[str, Any]:
     ).to_dict()
 
 
-def restore(run: RunParts, schedule: Schedule, events: EventWriter, saved: SavedState, log: logging.Logger) -> None:
+def restore(run: RunParts, saved: SavedState) -> None:
     """Puts the parts of a run into a saved state, and cuts later events from the record: they will happen again."""
     run.in_force.resume(saved.plan, saved.step)
     run.layers.load_state_dict(saved.kernels)  # after the formats, so that records are packed for both
@@ -202,31 +199,24 @@ def restore(run: RunParts, schedule: Schedule, events: EventWriter, saved: Saved
         run.coverage.restore(saved.coverage)
     run.refresher.stop()
     run.refresher.tie(saved.ties)
-    schedule.last_probe, schedule.postponed = saved.last_probe, saved.postponed
+    run.schedule.last_probe, run.schedule.postponed = saved.last_probe, saved.postponed
     run.layers.set_step(saved.step + 1, 0)
     targets = saved.other_targets(run.config)
     probed = None if saved.pending is None else saved.pending.step
-    events.folder.cut(saved.step, probed, run.in_force.start(saved.step))
+    run.record.folder.cut(saved.step, probed, run.in_force.start(saved.step))
     run.in_force.save()
     if targets:
-        _change_target(run, schedule, events, targets, saved, log)
+        _change_target(run, saved, targets)
     elif saved.pending is not None:
         run.refresher.resume(saved.pending, saved.step)
     if run.guard is not None:
         run.guard.restore(saved.guard or Health())
 
 
-def _change_target(
-    run: RunParts,
-    schedule: Schedule,
-    events: EventWriter,
-    targets: Mapping[str, tuple[Any, Any]],
-    saved: SavedState,
-    log: logging.Logger,
-) -> None:
+def _change_target(run: RunParts, saved: SavedState, targets: Mapping[str, tuple[Any, Any]]) -> None:
     """Continues under another target: estimates stay, and the next step refreshes if an earlier one did."""
     step = saved.step + 1
-    events.add(Retarget(step=step, fields=targets))
+    run.record.add(Retarget(step=step, fields=targets))
     if not needs_probe(run.config):
         text = "the policy makes its plan once more"
         run.in_force.retarget(step)
@@ -234,12 +224,12 @@ def _change_target(
         text = "the first refresh plans for it"
     else:
         text = f"step {step} refreshes the plan for it"
-        schedule.postponed = step
-        schedule.warn_if_too_late(step)
+        run.schedule.postponed = step
+        run.schedule.warn_if_too_late(step)
     if saved.pending is not None:
         text = f"{text}; the refresh of step {saved.pending.step}, whose plan was for the old one, is left out"
     changed = "; ".join(f"{name} was {old!r} and is {new!r}" for name, (old, new) in targets.items())
-    log.info("snip-hf: resumed with another target: %s; %s.", changed, text)
+    run.record.log.info("snip-hf: resumed with another target: %s; %s.", changed, text)
 
 
 def weights_fingerprint(model: nn.Module) -> str | None:

@@ -24,7 +24,7 @@ from ..parallel.pipeline import Pipeline, parts_of
 from ..parallel.zero3 import partitions_as_shards
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
-from ..records.run_folder import EventWriter, RunFolder, Tracker
+from ..records.run_folder import RunRecord, Tracker
 from .checkpoint import agreed_state, restore, state_of, weights_fingerprint
 from .checks import StepCalls, check_alike, check_equal, check_launch, check_same_batch, deciding_fields
 from .messages import SpeedForecast, compiled_by, how_compiled, tokens_of
@@ -83,10 +83,9 @@ class SnipController:
         check_equal(deciding_fields(config), self.processes.everyone)
         is_first = self.processes.everyone.is_first
         self._log = logger if is_first else _replica
-        self._folder = RunFolder(output_dir if is_first else None)
-        self.output_dir = self._folder.run_dir
+        self._record = RunRecord(output_dir, is_first, self._log)
+        self.output_dir = self._record.folder.run_dir
         """Folder in which the first process records the run; None: nowhere."""
-        self._events = EventWriter(self._folder, is_first, self._log)
         self._schedule = Schedule(config, max_steps, self._log)
         self._calls = StepCalls(accelerator, self.needs_probe, self._log)
         self._watch: StepWatch | None = None
@@ -95,12 +94,10 @@ class SnipController:
         self._outer = model if isinstance(model, nn.Module) else None
         try:
             with self.processes.everyone.together():
-                run = set_up(
-                    model, optimizer, accelerator, config, self.processes, self._schedule, self._events, self._log
-                )
+                run = set_up(model, optimizer, accelerator, config, self.processes, self._schedule, self._record)
             self._begin(run, max_steps)
         except BaseException:
-            self._folder.release()  # a notebook keeps the error, and this object with it
+            self._record.folder.release()  # a notebook keeps the error, and this object with it
             raise
 
     def _begin(self, run: RunParts, max_steps: int | None) -> None:
@@ -133,9 +130,9 @@ class SnipController:
     def start(self) -> None:
         """Begins a new record: the plan and the first line of the history. `capture` calls it if nobody did."""
         self._started = True
-        self._folder.clear()
+        self._record.folder.clear()
         self._run.in_force.save()
-        self._events.add(self._run.in_force.start(self.step))
+        self._record.add(self._run.in_force.start(self.step))
 
     def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Sets the GradScaler of a loop of your own (FP16).
@@ -154,7 +151,7 @@ class SnipController:
 
         The events are those of `history.jsonl`, in its order. An error in a tracker becomes a warning.
         """
-        self._events.add_tracker(tracker)
+        self._record.add_tracker(tracker)
 
     def capture(self, batch: Mapping[str, Any], compute_loss: Compute | None = None, terms: int | None = None) -> None:
         """Announces a training micro-batch that is about to run forward.
@@ -301,7 +298,7 @@ class SnipController:
         self._run.refresher.drop(self.step, f"training ended at step {self.step}")
         self._schedule.warn_if_ended_early(self.step)
         self._run.messages.end(self.step, self.plan)
-        self._folder.release()
+        self._record.folder.release()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, even in the middle of a refresh.
@@ -314,7 +311,7 @@ class SnipController:
                 f"The state was requested in the middle of optimizer step {self.step + 1}. Save before "
                 "before_optimizer_step or after after_step (under a Trainer in on_step_begin, on_step_end or on_save)."
             )
-        return state_of(self._run, self._schedule, self.step)
+        return state_of(self._run, self.step)
 
     def load_state_dict(self, state: Mapping[str, Any], at_step: int | None = None, weights: str | None = None) -> None:
         """Continues from a `state_dict`. Nothing is changed if it does not fit. With several ranks it is collective.
@@ -337,7 +334,7 @@ class SnipController:
         saved = agreed_state(state, self.config, flops, self.processes.everyone, at_step, weights)
         self._end_watch()
         self._calls.is_begun = False
-        restore(self._run, self._schedule, self._events, saved, self._log)
+        restore(self._run, saved)
         self._is_new, self._started, self.step, self._micro_batch = False, True, saved.step, 0
 
     def weights_fingerprint(self) -> str | None:

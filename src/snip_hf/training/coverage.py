@@ -8,7 +8,6 @@ FP4 shares use these counts.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from ..parallel.ranks import Processes, RankError, describe, failing_together
 from ..parallel.zero3 import are_on_disk
 from ..policies.registry import needs_probe
 from ..records.events import Counted
-from ..records.run_folder import EventWriter
+from ..records.run_folder import RunRecord
 from .checks import expert_gathered_apart
 from .messages import tokens_of
 from .micro_batches import StepWatch, TrainingPass
@@ -45,8 +44,7 @@ class CoverageCounter:
         model: the model, or the parts of it that this process holds.
         in_force: the plan; it uses the counted tokens from then on.
         processes: those of the run.
-        events: get each new count.
-        log: gets a warning if little is covered.
+        record: gets each new count.
         accelerator: of the loop; the passes run under its autocast. None: the loop has none.
     """
 
@@ -55,8 +53,7 @@ class CoverageCounter:
         model: nn.Module,
         in_force: PlanInForce,
         processes: Processes,
-        events: EventWriter,
-        log: logging.Logger,
+        record: RunRecord,
         accelerator: Any = None,
     ) -> None:
         self.latest: Coverage | None = None
@@ -66,8 +63,7 @@ class CoverageCounter:
         self._model = model
         self._in_force = in_force
         self._processes = processes
-        self._events = events
-        self._log = log
+        self._record = record
         self._autocast = _autocast_of(accelerator)
         self._first: TrainingPass | None = None
         self._last_step = 0
@@ -98,7 +94,7 @@ class CoverageCounter:
         first, self._first, self.is_due = self._first, None, False
         if obstacle := self._obstacle():
             text = "snip-hf: the FLOPs of a micro-batch are not counted %s, so coverage is not known."
-            self._log.info(text, obstacle)
+            self._record.log.info(text, obstacle)
             return
         self._count(step, None if first is None else _Inputs(first.batch, first.objective), is_new)
 
@@ -140,7 +136,7 @@ class CoverageCounter:
         except RankError:
             raise
         except Exception as error:  # the planner may fail; training may not
-            self._log.warning(
+            self._record.log.warning(
                 "snip-hf: the FLOPs of the micro-batch of step %d could not be counted. Earlier counts stay in force; "
                 "without them, coverage is not known, every layer counts as if it saw all tokens, and the FP4 share "
                 "of a model with experts is not known: %s",
@@ -170,7 +166,7 @@ class CoverageCounter:
         self.latest = found
         if before is not None and before == found and old_tokens == self._in_force.setting.tokens:
             return
-        self._events.add(
+        self._record.add(
             Counted(
                 step=step,
                 coverage=found,
@@ -185,7 +181,7 @@ class CoverageCounter:
 
     def _warn_if_little(self, coverage: Coverage) -> None:
         if coverage.share < LITTLE:
-            self._log.warning(
+            self._record.log.warning(
                 "snip-hf: the plan decides on only %s. FP4 shares are of that part, and the rest stays in high "
                 "precision.",
                 coverage.describe(),

@@ -14,7 +14,6 @@ constant run. And after `guard_patience` spikes in a row, later values are compa
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from ..planning.plan import forward_shares, raised_plan
 from ..policies.registry import needs_probe
 from ..policies.setting import siblings
 from ..records.events import GRADIENT_NORM, LOSS, NOTED, RAISED, Alarm
-from ..records.run_folder import EventWriter
+from ..records.run_folder import RunRecord
 from .gradients import BackwardEnd, LossScaling
 from .plan_in_force import PlanInForce
 from .refresh import Refresher
@@ -242,8 +241,7 @@ class Guard:
         refresher: loses the pending refresh if formats are raised.
         schedule: of refreshes.
         processes: those of the run.
-        events: get alarms.
-        log: gets alarms.
+        record: gets alarms.
     """
 
     def __init__(
@@ -253,11 +251,10 @@ class Guard:
         refresher: Refresher,
         schedule: Schedule,
         processes: Processes,
-        events: EventWriter,
-        log: logging.Logger,
+        record: RunRecord,
     ) -> None:
         self._meter, self._in_force, self._refresher, self._schedule = meter, in_force, refresher, schedule
-        self._processes, self._events, self._log = processes, events, log
+        self._processes, self._record = processes, record
         self._config = in_force.setting.config
         self.health = Health()
         self._sick: tuple[Finding, list[str], bool] | None = None
@@ -320,7 +317,7 @@ class Guard:
         """Writes the event and the line of the log."""
         plan = self._in_force.plan
         forward = forward_shares(plan)
-        self._events.add(
+        self._record.add(
             Alarm(
                 step=step,
                 figure=finding.figure,
@@ -343,4 +340,4 @@ class Guard:
                 "alarm (docs/reliability.md, Rolling back)"
             )
         left_out = "; the step was left out" if is_left_out else ""
-        self._log.warning("snip-hf: guard, step %d: %s; %s%s.", step, finding.reason, text, left_out)
+        self._record.log.warning("snip-hf: guard, step %d: %s; %s%s.", step, finding.reason, text, left_out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,7 +20,7 @@ from ..planning.solver.process import SolverResult
 from ..policies.registry import aims_at_share, needs_probe, rule_assignment
 from ..policies.setting import Assignment, Setting
 from ..records.events import RefreshBegun, Start, installed_versions
-from ..records.run_folder import EventWriter
+from ..records.run_folder import RunRecord
 from ..registry import UnknownName
 
 _EXPECTED_PLAN = "Expected a plan that a run wrote (OUTPUT_DIR/snip/plan.json) or `PrecisionPlan.save`."
@@ -95,9 +94,8 @@ class PlanInForce:
         setting: the policy's view of the model.
         model: its layers get the plan.
         model_name: for the provenance of plans.
-        events: get refreshes that failed; their folder gets the plan.
+        record: gets the plan, and refreshes that failed.
         measure: times the GEMMs with a number of tokens, if the budget is measured time.
-        log: gets the warnings.
     """
 
     def __init__(
@@ -106,9 +104,8 @@ class PlanInForce:
         setting: Setting,
         model: nn.Module,
         model_name: str,
-        events: EventWriter,
+        record: RunRecord,
         measure: Callable[[int], MeasuredCost],
-        log: logging.Logger,
     ) -> None:
         self.plan = plan
         self.setting = setting
@@ -116,9 +113,8 @@ class PlanInForce:
         self._gave_up: float | None = None
         """The last target for which no plan could be made."""
         self._model = model
-        self._events = events
+        self._record = record
         self._measure = measure
-        self._log = log
 
     def put(self, plan: PrecisionPlan) -> None:
         """Puts a plan in force that `solved_plan` made or a checkpoint holds."""
@@ -130,7 +126,7 @@ class PlanInForce:
     def resume(self, plan: PrecisionPlan, step: int) -> None:
         """Puts the plan of a checkpoint of this step in force, with a line in the log."""
         self.put(plan)
-        self._log.info("snip-hf: resumed at step %d: %s.", step, plan.describe())
+        self._record.log.info("snip-hf: resumed at step %d: %s.", step, plan.describe())
 
     def apply(self) -> None:
         """Gives the layers of the model their formats."""
@@ -144,7 +140,7 @@ class PlanInForce:
 
     def save(self) -> None:
         """Writes the plan into the run's folder."""
-        self._events.folder.save_plan(self.plan)
+        self._record.folder.save_plan(self.plan)
 
     def measure_cost(self, tokens: int) -> None:
         """Times the GEMMs; all later decisions use the times, and the plan keeps them."""
@@ -212,9 +208,9 @@ class PlanInForce:
             changes = self.plan.changes(plan)
             self.put(plan)
             self.save()
-            self._events.add(self.begun(step).applied(step, plan, changes, None))
+            self._record.add(self.begun(step).applied(step, plan, changes, None))
             self._gave_up = None
-            self._log.info("snip-hf: plan for the share of step %d applied: %s.", step, plan.describe())
+            self._record.log.info("snip-hf: plan for the share of step %d applied: %s.", step, plan.describe())
 
     @contextlib.contextmanager
     def keeping(self, step: int, begun: Callable[[], RefreshBegun] | None = None) -> Iterator[None]:
@@ -231,7 +227,7 @@ class PlanInForce:
         except Exception as error:  # the planner may fail; training may not
             self.keep(step, self.begun(step) if begun is None else begun(), describe(error))
             # Text: a handler that keeps log records would also keep the error's frames, and so the model.
-            self._log.debug("snip-hf: where it failed: %s", traceback.format_exc())
+            self._record.log.debug("snip-hf: where it failed: %s", traceback.format_exc())
 
     def keep(self, step: int, begun: RefreshBegun, reason: str, outcome: str = "failed") -> None:
         """Logs and records that a refresh failed or was dropped.
@@ -242,10 +238,10 @@ class PlanInForce:
             reason: why.
             outcome: "failed" or "was not applied".
         """
-        self._log.warning(
+        self._record.log.warning(
             "snip-hf: the refresh of step %d %s, the plan in force stays: %s", begun.step, outcome, reason
         )
-        self._events.add(begun.kept(step, self.plan, reason))
+        self._record.add(begun.kept(step, self.plan, reason))
 
 
 def _planned(setting: Setting, assignment: Assignment, provenance: PlanProvenance) -> PrecisionPlan:

@@ -5,7 +5,6 @@ The planner may fail, training may not: after any failure the plan in force stay
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from ..planning.solver.process import FALLBACK, SolverError, SolverProcess, Solv
 from ..policies.registry import weighs_updates
 from ..python_state import collecting_no_garbage
 from ..records.events import RefreshBegun
-from ..records.run_folder import EventWriter
+from ..records.run_folder import RunRecord
 from .gradients import LATE, GradientSource
 from .micro_batches import NOT_CAPTURED, StepWatch
 from .plan_in_force import PlanInForce, solved_plan
@@ -95,8 +94,7 @@ class Refresher:
         layers: the swapped ones.
         source: of the gradients.
         processes: those of the run.
-        events: get refreshes; their folder gets the divergences.
-        log: gets the outcome of refreshes.
+        record: gets refreshes and divergences.
         solver: the first one to ask.
         finds_ties: whether each probe ties the layers that receive the same tensor.
     """
@@ -108,16 +106,15 @@ class Refresher:
         layers: SwappedLayers,
         source: GradientSource,
         processes: Processes,
-        events: EventWriter,
-        log: logging.Logger,
+        record: RunRecord,
         solver: str,
         finds_ties: bool,
     ) -> None:
         self.pending: PendingRefresh | None = None
         """The refresh whose plan is not applied yet."""
         self._model, self._in_force, self._layers, self._source = model, in_force, layers, source
-        self._processes, self._everyone, self._events = processes, processes.everyone, events
-        self._log, self._finds_ties = log, finds_ties
+        self._processes, self._everyone, self._record = processes, processes.everyone, record
+        self._log, self._finds_ties = record.log, finds_ties
         self._config = in_force.setting.config
         self._solver = solver
         """The solver in use; it changes after a failure."""
@@ -239,7 +236,7 @@ class Refresher:
             seconds={"probe": time.perf_counter() - began, "solver": None, "waited": None},
             kernels=self._layers.counters,
         )
-        self._events.folder.write_divergences(step, table)
+        self._record.folder.write_divergences(step, table)
         process = self._start_solver(program)
         self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, process)
 
@@ -321,7 +318,7 @@ class Refresher:
         self._in_force.put(plan)
         self._in_force.save()
         applied = pending.begun.applied(step, plan, changes, result)
-        self._events.add(applied)
+        self._record.add(applied)
         self._log.info(
             "snip-hf: plan of step %d applied after step %d: %s, %d layers changed; the probe took %.1f s, the solver "
             "%.1f s, waiting for it %.1f s.",

@@ -35,7 +35,7 @@ from ..planning.solver.process import check_solver
 from ..policies.registry import aims_at_share, config_warnings, needs_probe
 from ..policies.setting import Setting, check_ties, find_stages
 from ..policies.target import check_attainable
-from ..records.run_folder import EventWriter
+from ..records.run_folder import RunRecord
 from ..text import printable
 from .checks import check_guard, check_model, check_parts, check_pipeline, check_split
 from .coverage import CoverageCounter
@@ -65,6 +65,8 @@ class RunParts:
     """Without wrappers, or the parts of it that this process holds."""
     backend: str
     """Name of the backend in use."""
+    schedule: Schedule
+    record: RunRecord
     layers: SwappedLayers
     source: GradientSource
     in_force: PlanInForce
@@ -106,8 +108,7 @@ def set_up(
     config: SnipConfig,
     processes: Processes,
     schedule: Schedule,
-    events: EventWriter,
-    log: logging.Logger,
+    record: RunRecord,
 ) -> RunParts:
     """Builds the parts of a run and puts its first plan in force. Collective.
 
@@ -115,12 +116,12 @@ def set_up(
         model, optimizer, accelerator, config: as `SnipController` takes them.
         processes: those of the run.
         schedule: of refreshes.
-        events: of the run.
-        log: of this rank.
+        record: of the run.
 
     Raises:
         ValueError, TypeError, NotImplementedError, KeyError: anything that cannot work.
     """
+    log = record.log
     bare = unwrap(model) if isinstance(model, nn.Module) else ModelParts([unwrap(part) for part in model])
     check_guard(config, is_deepspeed=deepspeed_engine(model, accelerator) is not None)
     source = find_source(needs_probe(config), optimizer, model, accelerator)
@@ -136,17 +137,18 @@ def set_up(
     if needs_probe(config) and processes.everyone.is_first and (warning := foreign_attention(bare)):
         log.warning("snip-hf: %s", warning)
     setting = find_setting(bare, config, processes.pipeline)
-    in_force = _first_in_force(bare, backend.name, setting, processes, events, log)
+    in_force = _first_in_force(bare, backend.name, setting, processes, record)
     finds_ties = config.ties == AUTO_TIES
-    refresher = Refresher(bare, in_force, layers, source, processes, events, log, solver, finds_ties)
-    coverage = CoverageCounter(bare, in_force, processes, events, log, accelerator)
+    refresher = Refresher(bare, in_force, layers, source, processes, record, solver, finds_ties)
+    coverage = CoverageCounter(bare, in_force, processes, record, accelerator)
     guard = None
     if config.guard != "off":
         meter = StepMeter(bare, layers.all, source.scaling, processes)
-        guard = Guard(meter, in_force, refresher, schedule, processes, events, log)
+        guard = Guard(meter, in_force, refresher, schedule, processes, record)
     messages = RunMessages(config, backend.name, log)
-    events.add_tracker(messages.note)
-    return RunParts(config, bare, backend.name, layers, source, in_force, refresher, coverage, guard, messages)
+    record.add_tracker(messages.note)
+    parts = layers, source, in_force, refresher, coverage, guard, messages
+    return RunParts(config, bare, backend.name, schedule, record, *parts)
 
 
 def _check_for_probe(model: nn.Module, config: SnipConfig, source: GradientSource, accelerator: Any) -> None:
@@ -160,14 +162,16 @@ def _check_for_probe(model: nn.Module, config: SnipConfig, source: GradientSourc
 
 
 def _first_in_force(
-    model: nn.Module, backend: str, setting: Setting, processes: Processes, events: EventWriter, log: logging.Logger
+    model: nn.Module, backend: str, setting: Setting, processes: Processes, record: RunRecord
 ) -> PlanInForce:
     """Makes the first plan, takes the folder for the run, and gives the plan to the layers."""
     config, flops = setting.config, setting.flops
     # Absolute, since training may change the working directory.
     path = None if config.timing_file is None else os.path.abspath(config.timing_file)
     timed = replace(config, timing_file=path)
-    measure = partial(cost_of_all, model, backend=backend, config=timed, flops=flops, processes=processes, log=log)
+    measure = partial(
+        cost_of_all, model, backend=backend, config=timed, flops=flops, processes=processes, log=record.log
+    )
     # A rule decides now. An unreachable speed-up is refused before training if the number of tokens is known.
     decides_by_time = aims_at_share(config) and (not needs_probe(config) or config.target_linear_speedup is not None)
     if config.timing_tokens is not None and decides_by_time:
@@ -175,8 +179,8 @@ def _first_in_force(
         check_attainable(setting, config.formats)
     name = name_of(model)
     plan = first_plan(setting, name)
-    events.folder.hold()
-    in_force = PlanInForce(plan, setting, model, name, events, measure, log)
+    record.folder.hold()
+    in_force = PlanInForce(plan, setting, model, name, record, measure)
     in_force.apply()
     return in_force
 

@@ -227,8 +227,8 @@ class PrecisionPlan:
         whole = math.fsum(weight for _, weight in pairs)
         return math.fsum(weight for name, weight in pairs if FORMATS[name].counts_as_fp4) / whole if whole > 0 else 0.0
 
-    def changes(self, other: PrecisionPlan) -> dict[str, list[str]]:
-        """Differences from this plan to `other`: {"layer:gemm": [format here, format in other]}.
+    def changes(self, other: PrecisionPlan) -> dict[str, tuple[str, str]]:
+        """Differences from this plan to `other`: {"layer:gemm": (format here, format in other)}.
 
         GEMMs that only one of them has (grad_weight of a frozen weight) are left out.
 
@@ -240,7 +240,7 @@ class PrecisionPlan:
             layer = (missing + unexpected)[0]
             raise ValueError(f"Layer {layer!r} is in only one of the two plans; compare plans of the same model.")
         return {
-            f"{layer}:{gemm}": [old, other.assignment[layer][gemm]]
+            f"{layer}:{gemm}": (old, other.assignment[layer][gemm])
             for layer, formats in self.assignment.items()
             for gemm, old in formats.items()
             if old != other.assignment[layer].get(gemm, old)
@@ -320,13 +320,14 @@ class PrecisionPlan:
                 )
 
     def with_flops(self, flops: Flops) -> PrecisionPlan:
-        """Returns the plan with the model's FLOPs in place of the file's, so that FP4 shares are those of the model.
+        """Returns the plan with the FLOPs of the model that it is for, in which other weights may be frozen.
 
-        Measured times stay only if the FLOPs are equal; otherwise they are of another model.
+        Measured times stay only if the FLOPs are equal.
 
         Raises:
-            KeyError: as `check_layers`.
+            KeyError, ValueError: as `check_layers` and `check_sizes`.
         """
+        self.check_sizes(flops)
         self.check_layers(flops)
         own = {layer: dict(row) for layer, row in self.flops.items()}
         if own == {layer: dict(row) for layer, row in flops.items()}:

@@ -134,9 +134,7 @@ class RefreshBegun(_Line):
         """Returns a copy with further times."""
         return replace(self, seconds={**self.seconds, **seconds})
 
-    def applied(
-        self, step: int, plan: PrecisionPlan, changes: Mapping[str, Any], result: SolverResult | None
-    ) -> Refresh:
+    def applied(self, step: int, plan: PrecisionPlan, changes: Changes, result: SolverResult | None) -> Refresh:
         """Returns the complete refresh, whose plan is now in force.
 
         Args:
@@ -152,7 +150,7 @@ class RefreshBegun(_Line):
             decided_step=step,
             reason=None,
             **_shares(plan),
-            changes={cell: (old, new) for cell, (old, new) in changes.items()},
+            changes=changes,
             layers_changed=len({cell.rpartition(":")[0] for cell in changes}),
             **({} if result is None else {name: getattr(result, name) for name in found}),
         )

@@ -166,7 +166,7 @@ def _print_changes(first: Compared, other: Compared, console: Console) -> None:
         say(console, f"The plans of {first.letter} and {other.letter} agree in all {gemms:,} GEMMs.")
         return
     work = first.plan.executed
-    layers: dict[str, dict[str, list[str]]] = {}
+    layers: dict[str, dict[str, tuple[str, str]]] = {}
     for cell, formats in changes.items():
         layer, _, gemm = cell.rpartition(":")
         layers.setdefault(layer, {})[gemm] = formats
@@ -183,7 +183,7 @@ def _print_changes(first: Compared, other: Compared, console: Console) -> None:
 
 
 def _layer_table(
-    first: Compared, other: Compared, layers: Mapping[str, Mapping[str, Sequence[str]]], labels: LayerLabels
+    first: Compared, other: Compared, layers: Mapping[str, Mapping[str, tuple[str, str]]], labels: LayerLabels
 ) -> Table:
     table = new_table(f"Layers that change from {first.letter} to {other.letter}")
     for heading in ("layer", "GEMMs", first.letter, other.letter):
@@ -196,11 +196,10 @@ def _layer_table(
     return table
 
 
-def _alike(row: Mapping[str, Sequence[str]]) -> Iterator[tuple[list[str], Sequence[str]]]:
+def _alike(row: Mapping[str, tuple[str, str]]) -> Iterator[tuple[list[str], tuple[str, str]]]:
     """Yields groups of GEMMs with equal changes, and their formats before and after."""
-    changes = dict.fromkeys(tuple(formats) for formats in row.values())
-    for formats in changes:
-        yield [gemm for gemm, found in row.items() if tuple(found) == formats], formats
+    for formats in dict.fromkeys(row.values()):
+        yield [gemm for gemm, found in row.items() if found == formats], formats
 
 
 def _print_losses(compared: Sequence[Compared], console: Console) -> None:

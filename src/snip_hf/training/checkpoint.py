@@ -25,7 +25,6 @@ from ..policies.setting import names_of
 from ..records.events import TARGETS, Retarget
 from .checks import check_equal, differences, formats_of
 from .guard import Health
-from .plan_in_force import fitting
 from .refresh import PendingRefresh
 from .setup import RunParts
 
@@ -139,7 +138,7 @@ class SavedState:
                 f"The SNIP state is of step {self.step}, but the weights are of step {at_step}. Take both from the "
                 "same checkpoint folder."
             )
-        fitted = replace(self, plan=fitting(self.plan, flops))
+        fitted = replace(self, plan=self.plan.with_flops(flops))
         if None not in (weights, self.weights) and weights != self.weights:
             raise ValueError(
                 "The SNIP state was saved with other weights than those that were loaded: they come from different "
@@ -193,7 +192,8 @@ def state_of(run: RunParts, step: int) -> dict[str, Any]:
 
 def restore(run: RunParts, saved: SavedState) -> None:
     """Puts the parts of a run into a saved state, and cuts later events from the record: they will happen again."""
-    run.in_force.resume(saved.plan, saved.step)
+    run.in_force.put(saved.plan)
+    run.record.log.info("snip-hf: resumed at step %d: %s.", saved.step, saved.plan.describe())
     run.layers.load_state_dict(saved.kernels)  # after the formats, so that records are packed for both
     if saved.is_counted:
         run.coverage.restore(saved.coverage)

@@ -166,14 +166,7 @@ class CoverageCounter:
         self.latest = found
         if before is not None and before == found and old_tokens == self._in_force.setting.tokens:
             return
-        self._record.add(
-            Counted(
-                step=step,
-                coverage=found,
-                tokens=tokens,
-                changes={cell: (old, new) for cell, (old, new) in changes.items()},
-            )
-        )
+        self._record.add(Counted(step=step, coverage=found, tokens=tokens, changes=changes))
         if tokens != old_tokens or changes:
             self._in_force.save()
         if before is None:

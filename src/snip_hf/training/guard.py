@@ -18,7 +18,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from ..parallel.sharding import number_of_parts, own_part
 from ..planning.plan import forward_shares, raised_plan
 from ..policies.registry import needs_probe
 from ..policies.setting import siblings
-from ..records.events import GRADIENT_NORM, LOSS, NOTED, RAISED, Alarm
+from ..records.events import GRADIENT_NORM, LOSS, NOTED, RAISED, Alarm, Changes
 from ..records.run_folder import RunRecord
 from .gradients import BackwardEnd, LossScaling
 from .plan_in_force import PlanInForce
@@ -313,7 +313,7 @@ class Guard:
         tied = {name for group in groups for name in group}
         return [layer for layer in layers if layer in broken or layer in tied]
 
-    def _report(self, step: int, finding: Finding, is_left_out: bool, changes: Mapping[str, Any]) -> None:
+    def _report(self, step: int, finding: Finding, is_left_out: bool, changes: Changes) -> None:
         """Writes the event and the line of the log."""
         plan = self._in_force.plan
         forward = forward_shares(plan)
@@ -327,7 +327,7 @@ class Guard:
                 reason=finding.reason,
                 failures=self.health.failures,
                 left_out=is_left_out,
-                changes={cell: (old, new) for cell, (old, new) in changes.items()},
+                changes=changes,
                 fp4_fraction=plan.fp4_fraction,
                 forward_fp4_fraction=None if forward is None else forward.fp4_fraction,
             )

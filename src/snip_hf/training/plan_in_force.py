@@ -19,17 +19,11 @@ from ..planning.plan import PlanProvenance, PrecisionPlan
 from ..planning.solver.process import SolverResult
 from ..policies.registry import aims_at_share, needs_probe, rule_assignment
 from ..policies.setting import Assignment, Setting
-from ..records.events import RefreshBegun, Start, installed_versions
+from ..records.events import Changes, RefreshBegun, Start, installed_versions
 from ..records.run_folder import RunRecord
 from ..registry import UnknownName
 
 _EXPECTED_PLAN = "Expected a plan that a run wrote (OUTPUT_DIR/snip/plan.json) or `PrecisionPlan.save`."
-
-
-def fitting(plan: PrecisionPlan, flops: Work) -> PrecisionPlan:
-    """Returns a plan from a file with the model's own FLOPs; raises KeyError or ValueError if it is for another one."""
-    plan.check_sizes(flops)
-    return plan.with_flops(flops)
 
 
 def first_plan(setting: Setting, model_name: str) -> PrecisionPlan:
@@ -123,11 +117,6 @@ class PlanInForce:
         # Later decisions use the same times and tokens as the plan.
         self.setting = replace(self.setting, measured=plan.measured, tokens=plan.tokens)
 
-    def resume(self, plan: PrecisionPlan, step: int) -> None:
-        """Puts the plan of a checkpoint of this step in force, with a line in the log."""
-        self.put(plan)
-        self._record.log.info("snip-hf: resumed at step %d: %s.", step, plan.describe())
-
     def apply(self) -> None:
         """Gives the layers of the model their formats."""
         self.plan.apply(self._model, elsewhere=self.setting.flops)
@@ -149,7 +138,7 @@ class PlanInForce:
         self.plan = replace(self.plan, measured=self.setting.measured)
         self.save()
 
-    def count_by(self, tokens: Tokens | None, decides: bool) -> dict[str, list[str]]:
+    def count_by(self, tokens: Tokens | None, decides: bool) -> Changes:
         """Bases all later decisions on these tokens; the plan keeps them.
 
         Args:
@@ -273,7 +262,7 @@ def _read(path: str) -> PrecisionPlan:
 def _loaded(path: str, flops: Work) -> PrecisionPlan:
     plan = _read(path)
     try:
-        return fitting(plan, flops)
+        return plan.with_flops(flops)
     except (KeyError, ValueError) as error:
         raise ValueError(f"fixed_plan={path!r} does not fit the model: {error.args[0]}") from error
 

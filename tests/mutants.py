@@ -419,8 +419,8 @@ MUTANTS = (
     ),
     Mutant(
         "resumed-without-last-probe",
-        "schedule.last_probe, schedule.postponed = saved.last_probe, saved.postponed",
-        "schedule.postponed = saved.postponed",
+        "run.schedule.last_probe, run.schedule.postponed = saved.last_probe, saved.postponed",
+        "run.schedule.postponed = saved.postponed",
         "tests/invariants/test_resume.py::test_resuming_after_any_step_gives_the_uninterrupted_run",
     ),
     Mutant(

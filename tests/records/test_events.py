@@ -36,8 +36,9 @@ BEGUN = RefreshBegun(
     seconds={"probe": 0.125, "solver": None, "waited": None},
 )
 RESULT = SolverResult("optimal", {}, 0.5, 0.25, 0.5, {}, "greedy", "1", 0.75)
-CHANGES = {f"a:{gemm}": ["fp8", "fp4"] for gemm in ("forward", "grad_input", "grad_weight")}
-APPLIED = BEGUN.with_seconds(solver=0.75, waited=0.0).applied(4, small_plan(), CHANGES, RESULT)
+CHANGES = {f"a:{gemm}": ("fp8", "fp4") for gemm in ("forward", "grad_input", "grad_weight")}
+SECONDS = {"probe": 0.125, "solver": 0.75, "waited": 0.0}
+APPLIED = dataclasses.replace(BEGUN, seconds=SECONDS).applied(4, small_plan(), CHANGES, RESULT)
 ALARM = Alarm(
     step=8,
     figure="gradient norm",
@@ -94,7 +95,7 @@ def test_a_line_of_a_refresh_has_all_its_fields_and_its_status() -> None:
         record = event.to_record()
         assert list(record) == ["event", *names, "status"] and record["status"] == status
     record = APPLIED.to_record()
-    assert (record["layers_changed"], record["changes"]) == (1, CHANGES)
+    assert (record["layers_changed"], record["changes"]) == (1, {cell: list(pair) for cell, pair in CHANGES.items()})
     assert record["seconds"] == {"probe": 0.125, "solver": 0.75, "waited": 0.0}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
@@ -129,10 +129,6 @@ class RefreshBegun(_Line):
     """"probe", "solver" and "waited"."""
     kernels: Numbers = field(default_factory=dict)
     """Numbers of the backend on the first rank since the last refresh (`Backend.counters`)."""
-
-    def with_seconds(self, **seconds: float) -> RefreshBegun:
-        """Returns a copy with further times."""
-        return replace(self, seconds={**self.seconds, **seconds})
 
     def applied(self, step: int, plan: PrecisionPlan, changes: Changes, result: SolverResult | None) -> Refresh:
         """Returns the complete refresh, whose plan is now in force.

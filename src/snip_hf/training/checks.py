@@ -279,11 +279,11 @@ def check_split(model: nn.Module, layers: Mapping[str, SnipLayer]) -> None:
             )
 
 
-def check_same_batch(batch: Mapping[str, Any] | None, processes: Processes) -> None:
+def check_same_batch(batch: Mapping[str, Any], processes: Processes) -> None:
     """Refuses ranks that split one model's weights among them and see different micro-batches. Collective.
 
     Args:
-        batch: the inputs of this rank's micro-batch; None: it has none.
+        batch: the inputs of this rank's micro-batch.
         processes: those of the run; nothing is compared without tensor parallelism.
 
     Raises:
@@ -292,7 +292,7 @@ def check_same_batch(batch: Mapping[str, Any] | None, processes: Processes) -> N
     if processes.tensor.size == 1:
         return
     digest = hashlib.sha256()
-    for name, value in sorted((batch or {}).items()):
+    for name, value in sorted(batch.items()):
         if isinstance(value, Tensor):
             held = value.detach().to("cpu").contiguous()
             digest.update(f"{name} {held.dtype} {list(held.shape)}".encode())

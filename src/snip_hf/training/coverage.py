@@ -8,15 +8,13 @@ FP4 shares use these counts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..costs.flops import Tokens, relative_tokens
-from ..estimation.batch import Objective
 from ..estimation.coverage import LITTLE, Coverage, PassCounts, count_pass, training_autocast
 from ..estimation.passes import forward_inputs
 from ..parallel.ranks import Processes, RankError, describe, failing_together
@@ -28,13 +26,6 @@ from .checks import expert_gathered_apart
 from .messages import tokens_of
 from .micro_batches import StepWatch, TrainingPass
 from .plan_in_force import PlanInForce
-
-
-class _Inputs(NamedTuple):
-    """The inputs of a micro-batch's loss, and how it is computed."""
-
-    batch: Mapping[str, Any]
-    objective: Objective | None
 
 
 class CoverageCounter:
@@ -96,17 +87,17 @@ class CoverageCounter:
             text = "snip-hf: the FLOPs of a micro-batch are not counted %s, so coverage is not known."
             self._record.log.info(text, obstacle)
             return
-        self._count(step, None if first is None else _Inputs(first.batch, first.objective), is_new)
+        self._count(step, first, is_new)
 
     def count_again(self, step: int, watch: StepWatch | None) -> None:
         """Counts the micro-batch of a refresh, if layers see different numbers of tokens."""
         if self.latest is None or self._in_force.setting.tokens is None or step == self._last_step:
             return
         try:
-            inputs = None if watch is None else _Inputs(watch.batch.kwargs, watch.batch.objective)
+            probed = None if watch is None else TrainingPass(watch.batch.kwargs, None, watch.batch.objective)
         except Exception:  # the refresh reports why it cannot be probed
-            inputs = None
-        self._count(step, inputs, is_new=False)
+            probed = None
+        self._count(step, probed, is_new=False)
 
     def _obstacle(self) -> str | None:
         """Returns the setting in which no extra pass can run; None if it can."""
@@ -122,16 +113,16 @@ class CoverageCounter:
             return "under FSDP2 or ZeRO-3 with experts that are layers of their own"
         return None
 
-    def _count(self, step: int, inputs: _Inputs | None, is_new: bool) -> None:
+    def _count(self, step: int, one: TrainingPass | None, is_new: bool) -> None:
         everyone = self._processes.everyone
         self._last_step = step
         self._processes.note(f"at the counting of the FLOPs of step {step}")
         # A loop that captures nothing has nothing to count.
-        if not all(everyone.gather(inputs is not None, "a micro-batch")):
+        if not all(everyone.gather(one is not None, "a micro-batch")):
             return
-        assert inputs is not None
+        assert one is not None
         try:
-            counts, tokens = self._count_all(inputs)
+            counts, tokens = self._count_all(one)
             self._use(step, counts, relative_tokens(counts.tokens, counts.returned, tokens), is_new)
         except RankError:
             raise
@@ -144,11 +135,11 @@ class CoverageCounter:
                 describe(error),
             )
 
-    def _count_all(self, inputs: _Inputs) -> tuple[PassCounts, int | None]:
+    def _count_all(self, one: TrainingPass) -> tuple[PassCounts, int | None]:
         """Returns the counts of all ranks' micro-batches together, and their number of tokens."""
         with self._processes.everyone.together():
             with failing_together(self._processes.everyone), training_autocast(self._model, self._autocast):
-                batch = forward_inputs(self._model, *inputs)
+                batch = forward_inputs(self._model, one.batch, one.objective)
             local = count_pass(self._model, batch, self._in_force.setting.config, self._autocast)
         # Only the first of the ranks with the same data counts.
         own = [local.entries(), tokens_of(batch)] if self._processes.tensor.is_first else [[], 0]
@@ -169,15 +160,11 @@ class CoverageCounter:
         self._record.add(Counted(step=step, coverage=found, tokens=tokens, changes=changes))
         if tokens != old_tokens or changes:
             self._in_force.save()
-        if before is None:
-            self._warn_if_little(found)
-
-    def _warn_if_little(self, coverage: Coverage) -> None:
-        if coverage.share < LITTLE:
+        if before is None and found.share < LITTLE:
             self._record.log.warning(
                 "snip-hf: the plan decides on only %s. FP4 shares are of that part, and the rest stays in high "
                 "precision.",
-                coverage.describe(),
+                found.describe(),
             )
 
 

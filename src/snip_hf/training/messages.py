@@ -45,18 +45,17 @@ class RunMessages:
     def __init__(self, config: SnipConfig, backend: str, log: logging.Logger) -> None:
         self._config, self._backend, self._log = config, backend, log
         self._has_begun, self._has_ended = False, False
-        self._applied: list[bool] = []
-        """For each refresh, whether its plan was applied."""
-        self._seconds: dict[str, list[float]] = {"probe": [], "solver": [], "waited": []}
+        self._applied = self._kept = 0
+        """Refreshes that led to a new plan, and that kept the old one."""
+        self._seconds = dict.fromkeys(("probe", "solver", "waited"), 0.0)
 
     def note(self, event: Event) -> None:
         """Counts the refreshes among the events of the run."""
         if isinstance(event, Refresh):
-            self._applied.append(event.applied_step is not None)
-            for part, values in self._seconds.items():
-                seconds = event.seconds.get(part)
-                if seconds is not None:
-                    values.append(seconds)
+            self._applied += event.applied_step is not None
+            self._kept += event.applied_step is None
+            for part in self._seconds:
+                self._seconds[part] += event.seconds.get(part) or 0.0
 
     def begin(self, plan: PrecisionPlan, coverage: Coverage | None, speed: str | None, first_refresh: int) -> None:
         """Logs the beginning.
@@ -92,17 +91,14 @@ class RunMessages:
         if self._has_ended or not self._has_begun:
             return
         self._has_ended = True
-        applied, seconds = sum(self._applied), {part: math.fsum(values) for part, values in self._seconds.items()}
         self._log.info(
             "snip-hf: ended after step %d: %s. New plans: %d; refreshes that kept the plan: %d. Probes took %.1f s, "
             "solvers %.1f s beside training, which waited %.1f s for them.",
             step,
             plan.describe(),
-            applied,
-            len(self._applied) - applied,
-            seconds["probe"],
-            seconds["solver"],
-            seconds["waited"],
+            self._applied,
+            self._kept,
+            *self._seconds.values(),
         )
 
 

@@ -312,7 +312,8 @@ class Refresher:
         result = SolverResult(**self._everyone.by_first(solution))
         with self._everyone.together():
             self._layers.check(self._in_force.setting.flops)
-        pending.begun = pending.begun.with_seconds(solver=result.seconds, waited=time.perf_counter() - began)
+        seconds = {**pending.begun.seconds, "solver": result.seconds, "waited": time.perf_counter() - began}
+        pending.begun = replace(pending.begun, seconds=seconds)
         plan = solved_plan(self._in_force.setting, self._in_force.model_name, pending.step, result)
         changes = self._in_force.plan.changes(plan)
         self._in_force.put(plan)
@@ -326,5 +327,5 @@ class Refresher:
             step,
             plan.describe(),
             applied.layers_changed,
-            *(pending.begun.seconds[part] for part in ("probe", "solver", "waited")),
+            *(seconds[part] for part in ("probe", "solver", "waited")),
         )

@@ -85,9 +85,10 @@ def test_times_of_another_machine_are_kept_and_not_used(field: str, tmp_path: Pa
 
 
 def good() -> dict[str, Any]:
-    row = {"device": "d", "torch_version": "2", "backend": "emulated", "dtype": "float32", "gemm": "forward"}
-    sizes = {"tokens": 64, "in_features": 32, "out_features": 48}
-    return {"schema_version": 1, "kind": "snip-hf GEMM times", "times": [{**row, **sizes, "seconds": dict(MADE_UP)}]}
+    machine = {"device": "d", "torch_version": "2", "backend": "emulated", "dtype": "float32"}
+    shape = {"gemm": "forward", "tokens": 64, "in_features": 32, "out_features": 48}
+    row = {"machine": machine, "shape": shape, "seconds": dict(MADE_UP)}
+    return {"schema_version": 1, "kind": "snip-hf GEMM times", "times": [row]}
 
 
 def edited(*path: Any, value: Any) -> str:
@@ -107,10 +108,13 @@ DAMAGED = {
     "version": (edited("schema_version", value=2), "it is an object of 3, expected kind"),
     "kind": (edited("kind", value="times"), "it is an object of 3, expected kind 'snip-hf GEMM times'"),
     "row": (edited("times", 0, value=3), "times[0] is 3, expected an object."),
-    "row's fields": (edited("times", 0, value={}), "times[0] has no entry 'device'."),
-    "device": (edited("times", 0, "device", value=None), "times[0].device is None, expected text."),
-    "gemm": (edited("times", 0, "gemm", value="backward"), "the entry of 'backward' is not a GEMM"),
-    "tokens": (edited("times", 0, "tokens", value=True), "times[0].tokens is True, expected an integer."),
+    "row's fields": (edited("times", 0, value={}), "times[0] has no entry 'machine'."),
+    "device": (edited("times", 0, "machine", "device", value=None), "times[0].machine.device is None, expected text."),
+    "gemm": (edited("times", 0, "shape", "gemm", value="backward"), "the entry of 'backward' is not a GEMM"),
+    "tokens": (
+        edited("times", 0, "shape", "tokens", value=True),
+        "times[0].shape.tokens is True, expected an integer.",
+    ),
     "formats": (edited("times", 0, "seconds", value={}), "the entry of 'forward' is not a GEMM with times above 0"),
     "zero": (edited("times", 0, "seconds", "fp4", value=0), "the entry of 'forward' is not a GEMM with times above 0"),
     "text": (edited("times", 0, "seconds", "fp4", value="1"), "times[0].seconds['fp4'] is '1', expected a finite"),

@@ -80,21 +80,16 @@ Times = dict[tuple[Machine, GemmShape], Seconds]
 
 @dataclass(frozen=True, kw_only=True)
 class TimedGemm:
-    """One entry of a file of times: a machine, a shape, and the seconds in each format."""
+    """One entry of a file of times."""
 
-    device: str
-    torch_version: str
-    backend: str
-    dtype: str
-    gemm: str
-    tokens: int
-    in_features: int
-    out_features: int
+    machine: Machine
+    shape: GemmShape
     seconds: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        if self.gemm not in GEMMS or not self.seconds or not all(0 < time < math.inf for time in self.seconds.values()):
-            raise ValueError(f"the entry of {self.gemm!r} is not a GEMM with times above 0 in at least one format.")
+        gemm, times = self.shape.gemm, self.seconds.values()
+        if gemm not in GEMMS or not times or not all(0 < time < math.inf for time in times):
+            raise ValueError(f"the entry of {gemm!r} is not a GEMM with times above 0 in at least one format.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,18 +337,14 @@ def read_times(path: str | os.PathLike[str]) -> Times:
             f"{printable(path, 1000)} is not a usable file of GEMM times: {error} Remove it, or name another as "
             "timing_file; missing times are measured again."
         ) from error
-    return {
-        (
-            Machine(row.device, row.torch_version, row.backend, row.dtype),
-            GemmShape(row.gemm, row.tokens, row.in_features, row.out_features),
-        ): dict(row.seconds)
-        for row in rows
-    }
+    return {(row.machine, row.shape): dict(row.seconds) for row in rows}
 
 
 def write_times(path: str | os.PathLike[str], times: Mapping[tuple[Machine, GemmShape], Seconds]) -> None:
     """Writes times atomically and creates the folder if it is missing; raises OSError if that fails."""
-    rows = [asdict(machine) | asdict(shape) | {"seconds": seconds} for (machine, shape), seconds in times.items()]
+    rows = [
+        asdict(TimedGemm(machine=machine, shape=shape, seconds=seconds)) for (machine, shape), seconds in times.items()
+    ]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(path, {"schema_version": SCHEMA_VERSION, "kind": KIND, "times": rows})
 

@@ -37,6 +37,7 @@ BEGUN = RefreshBegun(
 )
 RESULT = SolverResult("optimal", {}, 0.5, 0.25, 0.5, {}, "greedy", "1", 0.75)
 CHANGES = {f"a:{gemm}": ("fp8", "fp4") for gemm in ("forward", "grad_input", "grad_weight")}
+COVERAGE = counted_event().coverage.to_dict()
 SECONDS = {"probe": 0.125, "solver": 0.75, "waited": 0.0}
 APPLIED = dataclasses.replace(BEGUN, seconds=SECONDS).applied(4, small_plan(), CHANGES, RESULT)
 ALARM = Alarm(
@@ -157,12 +158,12 @@ def test_the_line_and_the_field_are_named_of_a_history_that_is_none(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"flops": "1"}, "coverage.flops is '1', expected a finite number."),
-        ({"uncovered": {}}, "coverage.uncovered is an object of 0, expected a list."),
-        ({"uncovered": [{}]}, "coverage.uncovered[0] has no entry 'name'."),
-        ({"aside": {"x": None}}, "coverage.aside['x'] is None, expected a finite number."),
+        ({"coverage": COVERAGE | {"flops": "1"}}, "coverage.flops is '1', expected a finite number."),
+        ({"coverage": COVERAGE | {"uncovered": {}}}, "coverage.uncovered is an object of 0, expected a list."),
+        ({"coverage": COVERAGE | {"uncovered": [{}]}}, "coverage.uncovered[0] has no entry 'name'."),
+        ({"coverage": COVERAGE | {"aside": {"x": None}}}, "coverage.aside['x'] is None, expected a finite number."),
         ({"tokens": {"a": "x"}}, "tokens['a'] is 'x', expected a finite number or an object."),
-        ({"tomorrow": 1}, "coverage has an unknown entry 'tomorrow'"),
+        ({"coverage": COVERAGE | {"tomorrow": 1}}, "coverage has an unknown entry 'tomorrow'"),
     ],
 )
 def test_a_count_that_is_none_is_refused_by_its_field(changes: dict[str, Any], message: str) -> None:

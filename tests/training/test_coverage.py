@@ -119,8 +119,9 @@ def test_if_all_layers_see_the_same_tokens_only_the_coverage_is_reported(
         loop = Loop(build("llama"), fp4_config(policy="layer-position"), tmp_path).run(text(), text())
     assert loop.controller.coverage == coverage(build("llama"), text())
     (line,) = events(tmp_path)
-    assert (line["step"], line["tokens"], line["changes"], line["uncovered"]) == (1, None, {}, [])
-    assert line["flops"] == line["covered"] == coverage(build("llama"), text()).flops
+    counted = line["coverage"]
+    assert (line["step"], line["tokens"], line["changes"], counted["uncovered"]) == (1, None, {}, [])
+    assert counted["flops"] == counted["covered"] == coverage(build("llama"), text()).flops
     assert "tokens" not in json.loads((tmp_path / "snip" / "plan.json").read_text())
     told = "the plan can decide on 100.0% of the model's matmul FLOPs (output head and attention products aside)\n"
     assert len([message for message in caplog.messages if told in message]) == 1

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..costs.flops import Tokens, as_json
+from ..costs.flops import Tokens
 from ..estimation.coverage import Coverage
 from ..json_io import MAX_JSON_BYTES, SCHEMA_VERSION, check_schema, from_json, parse_json, short
 from ..numerics.formats import check_format
@@ -41,7 +41,7 @@ class _Line:
 
     def to_record(self) -> dict[str, Any]:
         """Returns JSON data, with lists for tuples."""
-        record: dict[str, Any] = json.loads(json.dumps({"event": self.event, **_values(self)}))
+        record: dict[str, Any] = json.loads(json.dumps({"event": self.event, **_values(self)}, default=asdict))
         return record
 
     @classmethod
@@ -201,7 +201,7 @@ class Refresh(RefreshBegun):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Counted:
+class Counted(_Line):
     """The FLOPs of a micro-batch were counted, for the coverage of the plan and the tokens of each layer."""
 
     event: ClassVar[str] = "coverage"
@@ -214,23 +214,6 @@ class Counted:
     """`PrecisionPlan.tokens` of the plan from here on, which its shares use."""
     changes: Changes = field(default_factory=dict)
     """Changes by a policy without a probe in response."""
-
-    def to_record(self) -> dict[str, Any]:
-        return {
-            "event": self.event,
-            "step": self.step,
-            **self.coverage.to_dict(),
-            "tokens": None if self.tokens is None else as_json(self.tokens),
-            "changes": {cell: list(pair) for cell, pair in self.changes.items()},
-        }
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Counted:
-        """Parses a line; raises ValueError, naming the field, if it is not a count."""
-        values = _entries(record, cls.event)
-        own = {name: values.pop(name) for name in ("step", "tokens", "changes") if name in values}
-        counted: Counted = from_json(cls, own | {"coverage": values})
-        return counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

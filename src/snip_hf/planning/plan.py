@@ -327,8 +327,8 @@ class PrecisionPlan:
         Raises:
             KeyError, ValueError: as `check_layers` and `check_sizes`.
         """
-        self.check_sizes(flops)
         self.check_layers(flops)
+        self.check_sizes(flops)
         own = {layer: dict(row) for layer, row in self.flops.items()}
         if own == {layer: dict(row) for layer, row in flops.items()}:
             return self

@@ -252,7 +252,7 @@ class SnipController:
             return
         if is_left_out:  # there are no gradients to probe with
             self._schedule.postponed = step + 1
-        elif self._source.skips_step(self.model, self.processes.everyone):
+        elif self._source.scaling.skips_step(self.model.parameters(), self.processes.everyone):
             self._schedule.postpone(step)
         else:
             # With apply_delay = refresh_every the last plan is due after this very step, whose passes are done.

@@ -132,7 +132,7 @@ class LossScaling:
         return float(self.scaler.get_scale()) if self.is_on else 1.0
 
     def skips_step(self, parameters: Iterable[Tensor], everyone: Ranks) -> bool:
-        """Returns True if the scaler is about to skip the step. Collective if the loss is scaled."""
+        """Returns True if the scaler is about to skip the step, since gradients are not finite. Collective."""
         if not self.is_on:
             return False
         gradients = [own_part(one.grad.detach()) for one in parameters if one.grad is not None]
@@ -291,10 +291,6 @@ class GradientSource:
             return "the swapped weights are all 0"
         return "the optimizer's updates do not depend on the gradients"
 
-    def skips_step(self, model: nn.Module, everyone: Ranks) -> bool:
-        """Returns True if a GradScaler is about to skip the step, since gradients are not finite. Collective."""
-        return False
-
 
 class TorchGradients(GradientSource):
     """Gradients that torch leaves in `weight.grad`."""
@@ -302,9 +298,6 @@ class TorchGradients(GradientSource):
     def check(self) -> None:
         check_optimizer(self._optimizer)
         check_weights(self._optimizer)
-
-    def skips_step(self, model: nn.Module, everyone: Ranks) -> bool:
-        return self.scaling.skips_step(model.parameters(), everyone)
 
     def attach(self, before_step: Callable[[], None]) -> None:
         self._hooks = [part.register_step_post_hook(self._count_step) for part in check_optimizer(self._optimizer)]

@@ -55,7 +55,7 @@ def test_equal_shapes_are_timed_once_in_every_format(clock: Clock) -> None:
 
 
 def test_a_file_is_completed_and_what_it_has_is_not_timed_again(clock: Clock, tmp_path: Path) -> None:
-    path = tmp_path / "new folder" / "times.json"
+    path = tmp_path / "times.json"
     first = gemm_times(SHAPES[:2], "emulated", CPU, path)
     written = path.read_bytes()
     assert gemm_times(SHAPES[:2], "emulated", CPU, path) == first

@@ -422,7 +422,7 @@ def test_the_first_pass_that_counts_is_the_batch_of_the_probe() -> None:
 
 def test_outside_a_step_nothing_counts() -> None:
     model, controller, passes = watched()
-    passes.end_step()
+    passes.is_open = False
     model(**text(2, 16)).loss.backward()
     assert controller._micro_batch == 0
     assert not passes.known_loss
@@ -432,7 +432,7 @@ def test_a_loss_of_inner_layers_counts_though_it_is_not_the_models() -> None:
     model, controller, passes = watched()
     model(**text(2, 16), output_hidden_states=True).hidden_states[1].sum().backward()
     assert controller._micro_batch == 1
-    passes.end_step()
+    passes.is_open = False
     assert not passes.known_loss
 
 

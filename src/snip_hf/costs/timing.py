@@ -341,11 +341,10 @@ def read_times(path: str | os.PathLike[str]) -> Times:
 
 
 def write_times(path: str | os.PathLike[str], times: Mapping[tuple[Machine, GemmShape], Seconds]) -> None:
-    """Writes times atomically and creates the folder if it is missing; raises OSError if that fails."""
+    """Writes times atomically; raises OSError if that fails."""
     rows = [
         asdict(TimedGemm(machine=machine, shape=shape, seconds=seconds)) for (machine, shape), seconds in times.items()
     ]
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(path, {"schema_version": SCHEMA_VERSION, "kind": KIND, "times": rows})
 
 

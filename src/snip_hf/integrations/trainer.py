@@ -181,7 +181,7 @@ class SnipCallback(TrainerCallback):
             return
         controller = self._running()
         assert self._passes is not None
-        self._passes.end_step()
+        self._passes.is_open = False
         if controller.needs_probe and not self._passes.known_loss:
             raise ValueError(
                 "The training loss depends neither on the loss that the model returns nor on the loss that the "

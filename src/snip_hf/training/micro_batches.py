@@ -149,7 +149,7 @@ class TrainingPasses:
         self, outer: nn.Module, controller: SnipController, mark: RunMark, labels: Labels = LABELS_OF_LOOP
     ) -> None:
         self.is_open = False
-        """True between the beginning of a step and its optimizer step; other passes never count."""
+        """True between the beginning of a step and its complete gradients; other passes never count."""
         self.known_loss = False
         """True if training follows the gradient of the model's own loss, or of one between `begin_loss` and
         `end_loss`; known when a step ends."""
@@ -164,10 +164,6 @@ class TrainingPasses:
             outer.register_forward_pre_hook(RunHook(self._before_forward), with_kwargs=True),
             outer.register_forward_hook(RunHook(self._after_forward)),
         ]
-
-    def end_step(self) -> None:
-        """Stops the capture of passes. Called when the gradients of a step are complete."""
-        self.is_open = False
 
     def begin_loss(self, inputs: Mapping[str, Any], objective: Objective) -> TrainingPass | None:
         """Offers a loss that the loop is about to compute itself; returns the argument of `end_loss`.

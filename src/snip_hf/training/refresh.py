@@ -305,11 +305,7 @@ class Refresher:
 
     def _apply(self, pending: PendingRefresh, step: int) -> None:
         began = time.perf_counter()
-
-        def solution() -> dict[str, Any]:
-            return asdict(self._solution(pending))
-
-        result = SolverResult(**self._everyone.by_first(solution))
+        result = SolverResult(**self._everyone.by_first(lambda: asdict(self._solution(pending))))
         with self._everyone.together():
             self._layers.check(self._in_force.setting.flops)
         seconds = {**pending.begun.seconds, "solver": result.seconds, "waited": time.perf_counter() - began}

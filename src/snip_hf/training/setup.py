@@ -133,9 +133,13 @@ def set_up(
     check_split(bare, layers.present)
     keep_liger_out_of_graphs(bare, log)
     keep_states_apart([model] if isinstance(model, nn.Module) else model)
-    _check_for_probe(bare, config, source, accelerator)
-    if needs_probe(config) and processes.everyone.is_first and (warning := foreign_attention(bare)):
-        log.warning("snip-hf: %s", warning)
+    if needs_probe(config):
+        source.check()
+        check_model(bare, accelerator)
+        check_parts(parts_of(bare))
+        POLICIES[config.policy].criterion.check_layers(snip_linears(bare), source.trains())
+        if warning := foreign_attention(bare):
+            log.warning("snip-hf: %s", warning)
     setting = find_setting(bare, config, processes.pipeline)
     in_force = _first_in_force(bare, backend.name, setting, processes, record)
     finds_ties = config.ties == AUTO_TIES
@@ -149,16 +153,6 @@ def set_up(
     record.add_tracker(messages.note)
     parts = layers, source, in_force, refresher, coverage, guard, messages
     return RunParts(config, bare, backend.name, schedule, record, *parts)
-
-
-def _check_for_probe(model: nn.Module, config: SnipConfig, source: GradientSource, accelerator: Any) -> None:
-    """Refuses models and optimizers that cannot be probed."""
-    if not needs_probe(config):
-        return
-    source.check()
-    check_model(model, accelerator)
-    check_parts(parts_of(model))
-    POLICIES[config.policy].criterion.check_layers(snip_linears(model), source.trains())
 
 
 def _first_in_force(

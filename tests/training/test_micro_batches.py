@@ -27,6 +27,7 @@ from snip_hf.layers.convert import convert_model
 from snip_hf.layers.run_hooks import RunMark
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Ranks
+from snip_hf.training.gradients import Clipping
 from snip_hf.training.micro_batches import StepWatch, TrainingPass, TrainingPasses
 
 
@@ -37,7 +38,7 @@ def a_model(**options: Any) -> TinyLM:
 
 
 def watch_of(model: nn.Module, batch: dict[str, Any] | None = None, probe_tokens: int | None = None) -> StepWatch:
-    watch = StepWatch(probe_tokens, snip_linears(model), model.parameters())
+    watch = StepWatch(probe_tokens, Clipping(snip_linears(model), model.parameters(), {}))
     watch.take(TrainingPass(tokens() if batch is None else batch, None))
     return watch
 

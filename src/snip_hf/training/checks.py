@@ -119,14 +119,7 @@ def formats_of(plan: PrecisionPlan) -> dict[str, str]:
 
 
 def check_trainer(args: Any) -> None:
-    """Refuses a `transformers.Trainer` in nn.DataParallel.
-
-    Args:
-        args: its `TrainingArguments`.
-
-    Raises:
-        ValueError: nn.DataParallel.
-    """
+    """Raises ValueError if a `transformers.Trainer` with these `TrainingArguments` would use nn.DataParallel."""
     if args.n_gpu > 1 and args.parallel_mode.value == "not_distributed":
         raise ValueError(
             f"The Trainer would put the model into nn.DataParallel on {args.n_gpu} GPUs, which copies the plan in "
@@ -307,11 +300,7 @@ def check_same_batch(batch: Mapping[str, Any], processes: Processes) -> None:
 
 
 def check_parts(parts: Iterable[nn.Module]) -> None:
-    """Refuses parts of a pipeline that the probe's FP32 passes cannot run through.
-
-    Raises:
-        ValueError: weights in another dtype; activations in FP32 would not fit the buffers between stages.
-    """
+    """Raises ValueError if a pipeline's weights are not FP32: activations would not fit the buffers between stages."""
     for part in parts:
         for name, parameter in part.named_parameters():
             if parameter.is_floating_point() and parameter.dtype != torch.float32:
@@ -322,11 +311,7 @@ def check_parts(parts: Iterable[nn.Module]) -> None:
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, SnipLayer], flops: Work) -> None:
-    """Refuses a model whose swapped layers are no longer those that the run began with.
-
-    Raises:
-        ValueError: names the layers that are gone and the modules in their places.
-    """
+    """Raises ValueError if a model's swapped layers are no longer those that the run began with."""
     present = snip_linears(model)
     gone = [name for name, layer in layers.items() if present.get(name) is not layer]
     if gone:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from ..estimation.batch import LABELS_OF_LOOP, Batch, BatchCounts, Labels, Objective, copied
-from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunHook, RunMark
 from ..layers.state import set_step, snip_linears
 from ..numerics.random_state import RandomState
@@ -89,27 +88,18 @@ class StepWatch:
 
     Args:
         probe_tokens: tokens that the probe may run on (`Batch.part`); None: all.
-        layers: the swapped layers, whose gradients are measured before clipping.
-        parameters: all that get a gradient; none if nothing is to be measured.
-        others: other parameters whose gradients are measured, by name.
+        clipping: measures the gradients before clipping.
         context: the ranks that hold parts of the same sequences; None: this one has whole ones.
     """
 
-    def __init__(
-        self,
-        probe_tokens: int | None,
-        layers: Mapping[str, SnipLayer],
-        parameters: Iterable[nn.Parameter],
-        others: Mapping[str, Tensor] | None = None,
-        context: ContextMesh | None = None,
-    ) -> None:
+    def __init__(self, probe_tokens: int | None, clipping: Clipping, context: ContextMesh | None = None) -> None:
         self._batch: Batch | Exception = ValueError(NOT_CAPTURED)
         self.counts = BatchCounts(0, 0)
         """Counts of the whole micro-batch."""
         self.micro_batches = 0
         """Number of micro-batches of the step, known when it ends."""
         self._probe_tokens, self._context = probe_tokens, context
-        self.clipping = Clipping(layers, parameters, others or {})
+        self.clipping = clipping
 
     def take(self, first: TrainingPass) -> None:
         """Keeps the step's first micro-batch. If it cannot be probed, reading `batch` raises the error."""

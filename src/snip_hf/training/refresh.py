@@ -25,7 +25,7 @@ from ..policies.registry import weighs_updates
 from ..python_state import collecting_no_garbage
 from ..records.events import RefreshBegun
 from ..records.run_folder import RunRecord
-from .gradients import LATE, GradientSource
+from .gradients import LATE, Clipping, GradientSource
 from .micro_batches import NOT_CAPTURED, StepWatch
 from .plan_in_force import PlanInForce, solved_plan
 from .swapped_layers import SwappedLayers
@@ -124,12 +124,13 @@ class Refresher:
 
     def watch(self) -> StepWatch:
         """Begins to watch a step that is to be probed."""
-        layers, parameters = self._layers.present, self._source.unclipped(self._model)
+        layers = self._layers.present
         tokens = self._config.probe_batch_tokens
         if tokens is not None:  # this rank's part; a pipeline runs whole batches
             tokens = None if self._processes.run else max(1, tokens // self._processes.data.size)
         beside = self._source.beside(self._model, layers)
-        return StepWatch(tokens, layers, parameters, beside, self._processes.context)
+        clipping = Clipping(layers, self._source.unclipped(self._model), beside)
+        return StepWatch(tokens, clipping, self._processes.context)
 
     def is_planned(self, step: int) -> bool:
         """Returns True if a probe has led, or is about to lead, to a plan for the target of a step."""

@@ -17,13 +17,12 @@ from ..estimation.coverage import Coverage
 from ..estimation.ties import Ties
 from ..json_io import SCHEMA_VERSION, from_json
 from ..layers.state import unwrapped_name
-from ..parallel.ranks import Ranks
 from ..parallel.zero3 import first_row
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
 from ..policies.setting import names_of
 from ..records.events import TARGETS, Retarget
-from .checks import check_equal, differences, formats_of
+from .checks import differences
 from .guard import Health
 from .refresh import PendingRefresh
 from .setup import RunParts
@@ -107,8 +106,9 @@ class SavedState:
     def other_targets(self, config: SnipConfig) -> dict[str, tuple[Any, Any]]:
         """Returns the fields of the target in which a config differs -> (in the state, in the config)."""
         fields = config.to_dict()
-        changed = set(differences(config, self.config))
-        return {name: (self.config.get(name), fields[name]) for name in TARGETS if name in changed}
+        return {
+            name: (self.config.get(name), fields[name]) for name in TARGETS if self.config.get(name) != fields[name]
+        }
 
     def fitted(self, config: SnipConfig, flops: Work, at_step: int | None, weights: str | None) -> SavedState:
         """Returns the state as a run continues from it, with the FLOPs of the run's model in its plan.
@@ -147,30 +147,6 @@ class SavedState:
                 "load the model from the checkpoint by from_pretrained first."
             )
         return fitted
-
-
-def agreed_state(
-    state: Mapping[str, Any],
-    config: SnipConfig,
-    flops: Work,
-    everyone: Ranks,
-    at_step: int | None,
-    weights: str | None,
-) -> SavedState:
-    """Returns the state that all ranks continue from. Collective.
-
-    Args:
-        state: as a checkpoint has it.
-        config, flops, at_step, weights: as `SavedState.fitted` takes them.
-        everyone: all ranks.
-
-    Raises:
-        ValueError, KeyError: as `SavedState.of` and `SavedState.fitted` on any rank, or states that differ.
-    """
-    with everyone.together():
-        saved = SavedState.of(state).fitted(config, flops, at_step, weights)
-    check_equal(formats_of(saved.plan), everyone)
-    return saved
 
 
 def state_of(run: RunParts, step: int) -> dict[str, Any]:

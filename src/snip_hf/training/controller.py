@@ -25,8 +25,8 @@ from ..parallel.zero3 import partitions_as_shards
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
 from ..records.run_folder import RunRecord, Tracker
-from .checkpoint import agreed_state, restore, state_of, weights_fingerprint
-from .checks import StepCalls, check_alike, check_equal, check_launch, check_same_batch, deciding_fields
+from .checkpoint import SavedState, restore, state_of, weights_fingerprint
+from .checks import StepCalls, check_alike, check_equal, check_launch, check_same_batch, deciding_fields, formats_of
 from .messages import SpeedForecast, compiled_by, how_compiled, tokens_of
 from .micro_batches import PipelineChunks, StepWatch, TrainingPass
 from .schedule import Schedule
@@ -144,7 +144,7 @@ class SnipController:
     def note_loss(self, loss: Tensor | float) -> None:
         """Gives the guard a micro-batch's share of the step's loss. Without it, the guard sees only gradients."""
         if self._guard is not None:
-            self._guard.note_loss(loss)
+            self._guard.meter.note_loss(loss)
 
     def add_tracker(self, tracker: Tracker) -> None:
         """Calls `tracker` with each event from now on (`snip_hf.records.events`), on the first process only.
@@ -293,7 +293,7 @@ class SnipController:
         self._chunks.close()
         self._source.close()
         if self._guard is not None:
-            self._guard.close()
+            self._guard.meter.end()
         self._end_watch()
         self._run.refresher.drop(self.step, f"training ended at step {self.step}")
         self._schedule.warn_if_ended_early(self.step)
@@ -331,7 +331,9 @@ class SnipController:
         """
         self.processes.note("at the loading of a state (every rank loads the same one)")
         flops = self._run.in_force.setting.flops
-        saved = agreed_state(state, self.config, flops, self.processes.everyone, at_step, weights)
+        with self.processes.everyone.together():
+            saved = SavedState.of(state).fitted(self.config, flops, at_step, weights)
+        check_equal(formats_of(saved.plan), self.processes.everyone)
         self._end_watch()
         self._calls.is_begun = False
         restore(self._run, saved)

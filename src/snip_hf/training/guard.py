@@ -253,27 +253,23 @@ class Guard:
         processes: Processes,
         record: RunRecord,
     ) -> None:
-        self._meter, self._in_force, self._refresher, self._schedule = meter, in_force, refresher, schedule
+        self.meter, self._in_force, self._refresher, self._schedule = meter, in_force, refresher, schedule
         self._processes, self._record = processes, record
         self._config = in_force.setting.config
         self.health = Health()
         self._sick: tuple[Finding, list[str], bool] | None = None
         """Verdict on the running step: the reason, the broken layers, and whether it is left out; None: healthy."""
 
-    def note_loss(self, loss: Tensor | float) -> None:
-        """Passes a loss on to `StepMeter.note_loss`."""
-        self._meter.note_loss(loss)
-
     def leaves_out(self, step: int) -> bool:
         """Judges a step whose gradients are complete; returns True if it removed them. Collective."""
         self._processes.note(f"at the guard's look at step {step}")
-        measured = self._meter.take()
+        measured = self.meter.take()
         figures = {LOSS: measured.loss, GRADIENT_NORM: measured.norm}
         finding = self.health.look(step, figures, self._config.guard_patience)
         self._sick = None
         if finding is None:
             return False
-        is_left_out = not finding.is_finite and self._meter.leave_out()
+        is_left_out = not finding.is_finite and self.meter.leave_out()
         self._sick = finding, measured.broken, is_left_out
         return is_left_out
 
@@ -300,9 +296,6 @@ class Guard:
     def restore(self, health: Health) -> None:
         """Continues from the health in a checkpoint."""
         self.health, self._sick = health, None
-
-    def close(self) -> None:
-        self._meter.end()
 
     def _concerned(self, broken: Collection[str]) -> list[str]:
         """Returns the layers to raise: the broken ones and those that share formats with them, or all."""

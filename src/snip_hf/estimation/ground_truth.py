@@ -22,7 +22,7 @@ from ..costs.flops import linear_flops
 from ..layers.layer import SnipLayer
 from ..layers.state import set_step
 from ..numerics.formats import FORMATS, UNQUANTIZED
-from ..numerics.gemms import GEMMS
+from ..numerics.gemms import GEMMS, Assignment
 from ..optimizers.response import Response, responses, trained_by
 from ..progress import progress
 from .batch import Batch, Compute, objective_of
@@ -31,8 +31,6 @@ from .nonsmooth import FixedRouting
 from .optimizer_step import compared_parameters
 from .passes import run_forward
 from .table import LAYER, ROWS, Divergence, DivergenceTable
-
-Assignment = Mapping[str, Mapping[str, str]]
 
 
 def measure_divergence(

@@ -5,6 +5,8 @@ Legend: T tokens, I in_features, O out_features; X (T, I) activations, W (O, I) 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 # In the order of the format codes in a layer's state tensor (docs/method.md, section 1).
 GEMMS = ("forward", "grad_input", "grad_weight")
 OPERANDS = ("activation", "gradient", "weight")
@@ -15,6 +17,9 @@ CONTRACTIONS = {
     "grad_input": (("gradient", 1), ("weight", 0)),
     "grad_weight": (("gradient", 0), ("activation", 0)),
 }
+
+Assignment = Mapping[str, Mapping[str, str]]
+"""Layer -> GEMM -> format."""
 
 # Elements along each side of the largest block: 1x128 for activations and gradients, 128x128 for weights.
 TILE = 128

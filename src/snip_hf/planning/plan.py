@@ -22,18 +22,13 @@ from ..costs.timing import MeasuredCost
 from ..json_io import SCHEMA_VERSION, from_json, read_json, short, write_json_atomic
 from ..layers.state import GRAD_WEIGHT, snip_linears
 from ..numerics.formats import FORMATS, UNQUANTIZED, check_format
-from ..numerics.gemms import GEMMS
+from ..numerics.gemms import GEMMS, Assignment
 from ..registry import UnknownName
 from ..text import printable
 
 KIND = "snip-hf precision plan"
 # Characters of a path that an error shows.
 _MAX_PATH = 4096
-
-Assignment = Mapping[str, Mapping[str, str]]
-"""Layer -> GEMM -> format."""
-Flops = Mapping[str, Mapping[str, float]]
-"""Layer -> GEMM -> FLOPs per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +71,7 @@ class PrecisionPlan:
     """
 
     assignment: Assignment
-    flops: Flops
+    flops: Work
     stages: tuple[tuple[str, ...], ...]
     """Layer names of each (pipeline) stage; at least one stage."""
     provenance: PlanProvenance
@@ -137,7 +132,7 @@ class PrecisionPlan:
 
     @classmethod
     def uniform(
-        cls, flops: Flops, format: str, stages: Sequence[Sequence[str]], provenance: PlanProvenance
+        cls, flops: Work, format: str, stages: Sequence[Sequence[str]], provenance: PlanProvenance
     ) -> PrecisionPlan:
         """The plan that runs every GEMM of every layer in `flops` in one format."""
         assignment = {layer: dict.fromkeys(row, format) for layer, row in flops.items()}
@@ -308,7 +303,7 @@ class PrecisionPlan:
                 f"{len(present)}, e.g. {next(iter(present), None)!r}). {advice}"
             )
 
-    def check_sizes(self, flops: Flops) -> None:
+    def check_sizes(self, flops: Work) -> None:
         """Raises ValueError if layers that have these FLOPs per token are of other sizes than the plan's."""
         for layer, row in flops.items():
             planned = self.flops.get(layer, row)
@@ -319,7 +314,7 @@ class PrecisionPlan:
                     "to compare."
                 )
 
-    def with_flops(self, flops: Flops) -> PrecisionPlan:
+    def with_flops(self, flops: Work) -> PrecisionPlan:
         """Returns the plan with the FLOPs of the model that it is for, in which other weights may be frozen.
 
         Measured times stay only if the FLOPs are equal.
@@ -419,7 +414,7 @@ def _table(table: Any, name: str, kind: type) -> dict[str, dict[str, Any]]:
     return checked
 
 
-def _checked_stages(stages: Any, flops: Flops) -> tuple[tuple[str, ...], ...]:
+def _checked_stages(stages: Any, flops: Work) -> tuple[tuple[str, ...], ...]:
     """The stages as tuples; refuses those that do not part the layers, or have no FLOPs."""
     checked: tuple[tuple[str, ...], ...] = from_json(tuple[tuple[str, ...], ...], stages, "stages")
     seen: dict[str, int] = {}

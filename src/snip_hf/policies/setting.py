@@ -16,8 +16,6 @@ from ..costs.timing import MeasuredCost
 from ..layers.state import block_of
 from ..numerics.gemms import GEMMS
 
-Assignment = Mapping[str, Mapping[str, str]]
-
 
 @dataclass(frozen=True)
 class Setting:

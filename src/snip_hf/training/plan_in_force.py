@@ -14,11 +14,12 @@ from ..config import SnipConfig
 from ..costs.flops import Tokens, Work
 from ..costs.timing import MeasuredCost
 from ..estimation.ties import Ties
+from ..numerics.gemms import Assignment
 from ..parallel.ranks import RankError, describe
 from ..planning.plan import PlanProvenance, PrecisionPlan
 from ..planning.solver.process import SolverResult
 from ..policies.registry import aims_at_share, needs_probe, rule_assignment
-from ..policies.setting import Assignment, Setting
+from ..policies.setting import Setting
 from ..records.events import Changes, RefreshBegun, Start, installed_versions
 from ..records.run_folder import RunRecord
 from ..registry import UnknownName

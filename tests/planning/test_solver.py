@@ -18,6 +18,7 @@ from processes import alive, wait_until
 from solver_problems import make_problem
 
 from snip_hf.planning.solver import ilp
+from snip_hf.planning.solver import process as process_module
 from snip_hf.planning.solver.process import SolverError, SolverProcess, SolverResult
 
 
@@ -25,9 +26,9 @@ def python(program: str) -> list[str]:
     return [sys.executable, "-S", "-c", program]
 
 
-def failure(command: list[str] | None, problem: dict[str, Any] | None = None, **limits: float) -> SolverError:
+def failure(command: list[str] | None, problem: dict[str, Any] | None = None) -> SolverError:
     with pytest.raises(SolverError) as caught:
-        SolverProcess.start(problem or make_problem(), command, **limits).result(30.0)
+        SolverProcess.start(problem or make_problem(), command).result(30.0)
     return caught.value
 
 
@@ -122,8 +123,9 @@ def test_garbage_on_the_output_is_reported(output: str, message: str) -> None:
     assert str(error).startswith(message)
 
 
-def test_a_solver_beyond_its_limit_is_killed_and_reaped() -> None:
-    process = SolverProcess.start(make_problem(time_limit=0.3), ["sleep", "60"], allowance=0.2)
+def test_a_solver_beyond_its_limit_is_killed_and_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "START_UP_ALLOWANCE", 0.2)
+    process = SolverProcess.start(make_problem(time_limit=0.3), ["sleep", "60"])
     with pytest.raises(SolverError, match=r"ran past its limit of 0\.5 s and was killed") as caught:
         process.result()
     assert caught.value.reason == "timeout"

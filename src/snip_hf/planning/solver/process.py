@@ -152,13 +152,13 @@ class SolverProcess:
     process is killed at its limit, when this object is collected and when Python ends; it notices if Python is killed.
     """
 
-    def __init__(self, problem: dict[str, Any], command: Sequence[str] | None, allowance: float) -> None:
+    def __init__(self, problem: dict[str, Any], command: Sequence[str] | None) -> None:
         try:
             checked = from_json(Problem, problem)
         except ValueError as error:
             raise SolverError("bad problem", f"The integer program is malformed: {error}") from error
         self._problem = problem
-        self._limit = checked.time_limit + allowance
+        self._limit = checked.time_limit + START_UP_ALLOWANCE
         self._deadline = time.monotonic() + self._limit
         own = [sys.executable, os.path.abspath(ilp.__file__), str(os.getpid()), str(self._limit)]
         try:
@@ -185,20 +185,17 @@ class SolverProcess:
         """Ends the process if it still runs. May be called any number of times."""
 
     @classmethod
-    def start(
-        cls, problem: dict[str, Any], command: Sequence[str] | None = None, allowance: float = START_UP_ALLOWANCE
-    ) -> SolverProcess:
+    def start(cls, problem: dict[str, Any], command: Sequence[str] | None = None) -> SolverProcess:
         """Starts solving and returns at once.
 
         Args:
             problem: JSON data of a `Problem`.
             command: the program to run instead of ``python ilp.py``, with the same input and output.
-            allowance: seconds beyond the problem's `time_limit` after which the process is killed.
 
         Raises:
             SolverError: the problem is malformed, or the process cannot be started.
         """
-        return cls(problem, command, allowance)
+        return cls(problem, command)
 
     def result(self, timeout: float = math.inf) -> SolverResult:
         """Returns the solution, once. Waits for `timeout` seconds or until the process's own limit, then kills it.

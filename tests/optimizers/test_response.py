@@ -398,13 +398,6 @@ def test_a_bfloat16_parameter_and_gradient_are_answered_in_float32() -> None:
         assert torch.equal(slope(answer, gradient), slope(answer, gradient.float()))
 
 
-def test_every_parameter_answers_with_the_learning_rate_of_its_own_group() -> None:
-    parameters, optimizer = trained(ANALYTIC["SGD plain"], 0)
-    slopes = {name: slope(answer, draw(1)[name]) for name, answer in responses(optimizer, parameters).items()}
-    assert torch.equal(slopes["first"], torch.full((5, 7), 0.1))
-    assert torch.equal(slopes["second"], torch.full((4, 3), 0.02))
-
-
 def test_parameters_that_are_frozen_or_in_no_group_have_no_response() -> None:
     parameters = {name: nn.Parameter(torch.ones(2)) for name in ("trained", "frozen", "forgotten")}
     parameters["frozen"].requires_grad_(False)
@@ -612,30 +605,6 @@ def test_torchao_s_adam_answers_before_its_first_step(torchao_optim: Any) -> Non
 
 
 # Numerical differences
-
-
-@pytest.mark.parametrize("steps", [1, 7])
-def test_the_numerical_derivative_of_adamw_is_the_analytic_one(steps: int) -> None:
-    for options in ({}, {"maximize": True}, {"amsgrad": True}, {"weight_decay": 0.3}, {"lr": torch.tensor(0.05)}):
-        rule = {"lr": 0.05, "foreach": False, **options}
-        parameters, optimizer = trained((AdamW, rule), steps)
-        other_parameters, other = trained((OtherAdamW, rule), steps)
-        for name, answer in responses(optimizer, parameters).items():
-            gradient = draw(55)[name]
-            wanted, got = slope(answer, gradient), slope(responses(other, other_parameters)[name], gradient)
-            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()))
-
-
-def test_the_numerical_derivative_of_adagrad_and_rmsprop_is_the_written_out_one() -> None:
-    g = draw(55)["first"].double()
-    parameters, optimizer = trained((optim.Adagrad, {"lr": 0.05}), 3)
-    total = optimizer.state[parameters["first"]]["sum"].double() + g**2
-    got = slope(responses(optimizer, parameters)["first"], g.float()).double()
-    torch.testing.assert_close(got, 0.05 * (1 / total.sqrt() - g**2 / total**1.5), rtol=1e-4, atol=1e-8)
-    parameters, optimizer = trained((optim.RMSprop, {"lr": 0.05, "alpha": 0.9}), 3)
-    mean = 0.9 * optimizer.state[parameters["first"]]["square_avg"].double() + 0.1 * g**2
-    got = slope(responses(optimizer, parameters)["first"], g.float()).double()
-    torch.testing.assert_close(got, 0.05 * (1 / mean.sqrt() - 0.1 * g**2 / mean**1.5), rtol=1e-4, atol=1e-8)
 
 
 def test_an_all_zero_gradient_has_a_finite_numerical_derivative() -> None:

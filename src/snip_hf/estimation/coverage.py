@@ -499,16 +499,13 @@ def _product(first: int) -> Formula:
 
 
 def _grouped_product(args: Sequence[Any], out: Tensor) -> int:
-    first, ends = args[0], next((one for one in args[2:] if _is_ends(one)), None)
-    if ends is None or first.dim() != 2 or out.dim() != 2 or not first.shape[0]:
+    first, tensors = args[0], (one for one in args[2:] if isinstance(one, Tensor))
+    # The ends of the groups are the only integers. Without them each matrix has rows of its own, (E, T, I).
+    ends = next((one for one in tensors if not one.is_floating_point()), None)
+    if ends is None:
         return 2 * out.numel() * int(first.shape[-1])
     # Rows behind the last end belong to no group.
     return int(2 * min(first.shape[0], int(ends[-1])) * out.shape[-1] * first.shape[-1])
-
-
-def _is_ends(value: Any) -> bool:
-    """Returns True for the ends of the groups of a grouped product: its only vector of integers."""
-    return isinstance(value, Tensor) and value.dim() == 1 and not value.is_floating_point() and value.numel() > 0
 
 
 def _convolution(args: Sequence[Any], out: Tensor) -> int:

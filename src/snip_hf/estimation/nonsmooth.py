@@ -154,13 +154,12 @@ class _Choosing(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (torch.topk, Tensor.topk):
             named = _named(("input", "k", "dim", "largest", "sorted"), args, kwargs)
-            if "out" not in named and named["input"].dim() > 0:
-                chosen = self._choose(named["input"], named["k"], named.get("dim", -1), partial(func, *args, **kwargs))
-                return torch.return_types.topk(chosen)
-        elif func in (torch.max, Tensor.max):
+            chosen = self._choose(named["input"], named["k"], named.get("dim", -1), partial(func, *args, **kwargs))
+            return torch.return_types.topk(chosen)
+        if func in (torch.max, Tensor.max):
             named = _named(("input", "dim", "keepdim"), args, kwargs)
             scores, dim = named["input"], named.get("dim")
-            if isinstance(dim, int) and "out" not in named and 0 < scores.dim() <= _MOST_DIMENSIONS:
+            if isinstance(dim, int) and scores.dim() <= _MOST_DIMENSIONS:
                 chosen = self._choose(scores, 1, dim, lambda: torch.max(scores, dim, keepdim=True))
                 if not named.get("keepdim"):
                     chosen = chosen[0].squeeze(dim), chosen[1].squeeze(dim)

@@ -56,7 +56,7 @@ def _in_force(model: nn.Module, modes: Sequence[TorchFunctionMode]) -> Iterator[
 
         return forward
 
-    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    modules = list(model.modules())
     before = [vars(module).get("forward") for module in modules]
     try:
         for module in modules:

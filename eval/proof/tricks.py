@@ -7,9 +7,9 @@ from functools import partial
 
 from snip_hf import formats, register_format
 from snip_hf.numerics.formats import Operand
-from snip_hf.numerics.gemms import GEMMS
+from snip_hf.numerics.gemms import GEMMS, Assignment
 from snip_hf.policies.registry import Policy, register_policy
-from snip_hf.policies.setting import Assignment, Setting
+from snip_hf.policies.setting import Setting
 
 _variant = partial(replace, formats["mxfp4"])
 register_format(_variant(name="mxfp4-nearest", label="MXFP4, no SR", colour="#332288", gradient=Operand((1, 32))))

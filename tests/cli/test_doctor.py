@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import FalconConfig, Gemma2Config, LlamaConfig, MixtralConfig, PretrainedConfig
+from transformers import BloomConfig, FalconConfig, Gemma2Config, LlamaConfig, MixtralConfig, PretrainedConfig
 
 from snip_hf.cli import doctor, main
 from snip_hf.kernels.backend import BACKENDS
@@ -57,9 +57,11 @@ def test_a_model_is_examined_from_its_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "under_others"),
     [
-        (LlamaConfig, "also train, and probes then use sdpa"),
-        (Gemma2Config, "also train, and probes then use eager"),
-        (FalconConfig, "are refused with a probe: use sdpa or eager"),  # its code does not look attention up by name
+        (LlamaConfig, "probes use sdpa if the model trains under FlashAttention and flex attention"),
+        (Gemma2Config, "probes use eager if the model trains under FlashAttention and flex attention"),
+        # Its code does not look attention up by name.
+        (FalconConfig, "with a probe refused under FlashAttention: use sdpa or eager"),
+        (BloomConfig, ""),
     ],
 )
 def test_the_attention_of_a_probe_under_others_is_told(
@@ -70,7 +72,13 @@ def test_the_attention_of_a_probe_under_others_is_told(
     found = dict(line.partition(": ")[::2] for line in doctor._model(str(tmp_path), {}, None, []))
     own, _, others = found["attention"].partition("; ")
     assert own in ("sdpa", "eager")  # transformers 5.17 has another one for Gemma 2
-    assert others == f"FlashAttention, flex attention and kernels of the Hub {under_others}"
+    assert others == under_others
+
+
+def test_a_missing_plan_file_is_refused(tmp_path: Path) -> None:
+    LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"missing\.json"):
+        list(doctor._model(str(tmp_path), {"fixed_plan": "missing.json"}, None, []))
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,7 @@ def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, probl
     from ..kernels.backend import select_backend, why_emulated
     from ..layers.selection import describe_unswapped, weight_matrices
     from ..policies.target import describe_target
+    from ..training.plan_in_force import formats_in_use
     from .plans import empty_model
 
     config, model, device = SnipConfig.from_dict(fields), empty_model(name), _devices()[0]
@@ -224,9 +225,10 @@ def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, probl
         f"covered: {decided / max(1, sum(one.size for one in matrices)):.1%} of the weights in the decoder's products; "
         f"other weights: {describe_unswapped(matrices) or 'none'}; embeddings and output head stay as they are"
     )
-    backend = select_backend(config.backend, device, config.formats)
-    why = why_emulated(device, config.formats) if backend.is_emulation else None
-    yield f"formats: {', '.join(config.formats)} by {backend.name}{f': {why}' if why else ''}"
+    formats = formats_in_use(config)
+    backend = select_backend(config.backend, device, formats)
+    why = why_emulated(device, formats) if backend.is_emulation else None
+    yield f"formats: {', '.join(formats)} by {backend.name}{f': {why}' if why else ''}"
     yield f"speed: {_speed(model, backend, lora is not None)}"
     yield f"attention: {_attention(model)}"
     for verdict, kinds in _PARALLELISM.items():
@@ -237,14 +239,21 @@ def _attention(model: Any) -> str:
     """Returns the model's attention, and what a probe does under others. The model, which never runs, gets another."""
     from ..estimation.attention import check_attention, switched_attention
 
-    own, others = model.config._attn_implementation, "FlashAttention, flex attention and kernels of the Hub"
+    own, supported = model.config._attn_implementation, []
+    if model._supports_flash_attn:
+        supported.append("FlashAttention")
+    if model._supports_flex_attn:
+        supported.append("flex attention")
+    if not supported:
+        return str(own)
+    others = " and ".join(supported)
     model.config._attn_implementation = "flash_attention_2"
     try:
         check_attention(model)
     except ValueError:
-        return f"{own}; {others} are refused with a probe: use sdpa or eager"
+        return f"{own}; with a probe refused under {others}: use sdpa or eager"
     _, _, plain = switched_attention(model)[0]
-    return f"{own}; {others} also train, and probes then use {plain}"
+    return f"{own}; probes use {plain} if the model trains under {others}"
 
 
 def _speed(model: Any, backend: Backend, has_adapters: bool) -> str:

@@ -79,7 +79,8 @@ def test_the_preset_trains_with_liger_s_kernels_as_bf16_does(
 
 # Of those that Liger 0.8.5 patches. Its kernel also runs the experts of nine others, which snip-hf then leaves out.
 FAMILIES = ("gemma2", "gemma3_text", "gpt_oss", "granite", "llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2")
-FAMILIES += ("qwen3", "smollm3")
+FAMILIES += ("qwen3", "smollm3", "gemma", "gemma4_text", "glm4", "exaone4", "hunyuan_v1_dense", "ministral", "nemotron")
+FAMILIES += ("qwen3_5_text", "falcon_h1", "llama4_text")
 
 
 @pytest.mark.gpu

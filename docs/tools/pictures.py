@@ -32,6 +32,7 @@ DARK = {
     ("circle", "fill", INK): "#e6edf3",
     ("text", "fill", BLUE): FP8,
     ("circle", "fill", BLUE): "#3d85e0",
+    ("circle", "fill", MARK): "#cc79a7",
     ("line", "stroke", BLUE): "#3d85e0",
     ("polyline", "stroke", BLUE): "#3d85e0",
     ("text", "fill", MARK): "#cc79a7",
@@ -215,7 +216,7 @@ def along(step: int) -> float:
 
 
 def level(gap: float) -> float:
-    return round(290 - 130 * gap, 1)
+    return round(290 - 120 * gap, 1)
 
 
 def plan() -> str:
@@ -278,15 +279,17 @@ def keep_plans(history: Path) -> None:
 
 def frontier() -> str:
     """Draws loss against speed, as docs/results-loss.md and docs/results-speed.md have them in their tables."""
-    rule = "75% by the rule `backward-first`, {fp4, fp8}"
     shown = {
-        "75%, {mxfp4, fp8-tensor}, saliency, refresh every 500": ("75% in MXFP4, the default", BLUE),
-        "75%, {fp4, fp8}, saliency, refresh every 500": ("75%, {fp4, fp8}", YELLOW),
-        rule: ("75%, {fp4, fp8}, backward-first", FP8),
-        "75% by layer, {fp4, fp8}, token-fisher, refresh every 250": ("75%, {fp4, fp8}, by layer", GREEN),
-        "all FP4": ("all FP4", FP4),
+        "all in `fp8-delayed`": ("all FP8, delayed scales", "0%, all `fp8-delayed`", FP8),
+        "75%, {mxfp4, fp8-delayed}, the default": ("75% in MXFP4, the default", "75%, the default", BLUE),
+        "all MXFP4": ("all MXFP4", "100%, all MXFP4", MARK),
+        "75%, {fp4, fp8}, saliency, refresh every 500": ("75%, {fp4, fp8}", "", YELLOW),
+        "75% by layer, {fp4, fp8}, token-fisher, refresh every 250": ("75%, {fp4, fp8}, by layer", "", GREEN),
+        "all FP4": ("all FP4", "", FP4),
     }
-    losses, speeds = section("results-loss.md", "Full training runs"), section("results-speed.md", "At equal loss")
+    speeds = section("results-speed.md", "At equal loss")
+    headings = "Full training runs", "By share, in the default formats"
+    losses = [section("results-loss.md", heading) for heading in headings]
     parts = [text(400, 28, "Loss above BF16 (30M Llama, 2,700 steps) against speed (8B shape, one H200)", 15)]
     for gap in (0, 0.5, 1, 1.5):
         parts += [line(70, level(gap), 520, level(gap), INK if gap == 0 else PALE, 1)]
@@ -297,9 +300,9 @@ def frontier() -> str:
     parts += [line(torchao, 50, torchao, level(0), GREY, 1.5, "4 4")]
     parts += [text(torchao + 6, 62, "torchao's FP8, whose loss was not measured here", 12, anchor="start")]
     points = {"BF16": ("BF16", INK, 1.0, 0.0, 0.0)}
-    for row, (name, colour) in shown.items():
-        gap, half = numbers(losses, row)[6:8]
-        speed = numbers(speeds, "75%, {fp4, fp8}, `backward-first`" if row == rule else row)[3]
+    for row, (name, share, colour) in shown.items():
+        gap, half = numbers(losses[bool(share)], share or row)[6:8]
+        speed = numbers(speeds, row)[3]
         points[row] = (name, colour, speed, gap, half)
     for index, (name, colour, speed, gap, half) in enumerate(points.values()):
         x = at_speed(speed)

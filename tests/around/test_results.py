@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from eval.paired import Paired
+from eval.paired import Paired, holm
 
 ROOT = Path(__file__).resolve().parents[2]
 # Row of the table -> contender of the lines.
@@ -179,6 +180,89 @@ def test_speeds_under_trl_are_those_of_the_lines() -> None:
         peaks = [one and f"{one['peak_gib']:.1f}" for one in (bf16, *others)]
         expected = [f"{bf16['step_ms']:.1f}", *(step or "" for step in steps), ", ".join(peak or "-" for peak in peaks)]
         assert written[row] == expected
+    graphs = {run["recipe"]: run["step_ms"] for run in runs if run["task"] == "DPO, CUDA graphs"}
+    ours, bf16 = graphs["snip-hf"], graphs["BF16"]
+    assert written["DPO, TinyLlama-1.1B, CUDA graphs"][:3] == [f"{bf16:.1f}", "", f"{ours:.1f}, {bf16 / ours:.3f}"]
+
+
+SHARES = {"0%, all `fp8-delayed`": "fp8-delayed", "67%": "snip-67", "75%, the default": "snip-75", "90%": "snip-90"}
+SHARES["100%, all MXFP4"] = "mxfp4"
+
+
+@pytest.fixture(scope="module")
+def shares() -> dict[tuple[str, str], list[float]]:
+    """Returns (contender, steps) -> held-out losses under the plan of the seeds in order."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for line in sorted(lines_of("frontier", "eval"), key=lambda line: int(line["seed"])):
+        for steps, loss in line["losses"].items():
+            found.setdefault((line["contender"], steps), []).append(loss)
+    return found
+
+
+def gap(ours: Sequence[float], others: Sequence[float]) -> Paired:
+    """Returns the mean difference in percent."""
+    assert len(ours) == len(others) == 8
+    return Paired.of([100 * (one / other - 1) for one, other in zip(ours, others, strict=True)])
+
+
+def shown(p: float | None) -> str:
+    assert p is not None
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def test_losses_by_share_are_those_of_the_lines(shares: dict[tuple[str, str], list[float]]) -> None:
+    written = cells("results-loss.md", "By share, in the default formats")
+    bf16, fp8 = shares["bf16", "2700"], shares["fp8-delayed", "2700"]
+    last = {row: gap(shares[name, "2700"], bf16) for row, name in SHARES.items()}
+    against = {row: gap(shares[name, "2700"], fp8) for row, name in SHARES.items() if name != "fp8-delayed"}
+    of_last, of_against = holm([one.p for one in last.values()]), holm([one.p for one in against.values()])
+    assert list(written) == list(SHARES)
+    for (row, name), p in zip(SHARES.items(), of_last, strict=True):
+        expected = [str(gap(shares[name, step], shares["bf16", step])) for step in ("700", "1400", "2100")]
+        assert written[row][:5] == [*expected, str(last[row]), shown(p)]
+    for (row, found), p in zip(against.items(), of_against, strict=True):
+        assert written[row][5:] == [str(found), f"{found.detectable:.3f}", shown(p)]
+        summary = cells("results.md", "What do 4 bits buy against FP8?")
+        place = {"67%": "67% in {mxfp4, fp8-delayed}", "100%, all MXFP4": "all MXFP4"}.get(row, row)
+        assert summary[place][0] == str(found)
+    for row, found in last.items():
+        (place,) = (name for name in cells("results.md", "At which share?") if name.startswith(row.partition(",")[0]))
+        assert cells("results.md", "At which share?")[place][2] == str(found)
+
+
+def test_speeds_at_equal_loss_are_those_of_the_lines(shares: dict[tuple[str, str], list[float]]) -> None:
+    bf16 = shares["bf16", "2700"]
+    # Relative change of the steps -> relative change of the loss, over the last 600 of 2,800 steps.
+    slopes = [math.log(before / after) for before, after in zip(shares["bf16", "2100"], bf16, strict=True)]
+    laws = []
+    for whole, a, b, alpha, beta in ((1.69, 406.4, 410.7, 0.34, 0.28), (1.8172, 482.01, 2085.43, 0.3478, 0.3658)):
+        by_data = b / (20 * 7e9) ** beta
+        laws.append((whole + a / 7e9**alpha + by_data) / (beta * by_data))
+    scales = [statistics.fmean(math.log(2800 / 2200) / slope for slope in slopes), *laws]
+    files = lines_of("speed_delayed"), lines_of("speed_graphs")
+    large = [run for run in files[0] if run["model"] != "TinyLlama-1.1B" and run["call"] == 1]
+    large = [run for run in large if run["commit"] == "0e89e583" or run["recipe"] == "BF16"]
+    small = [run for run in files[1] if run["mode"] == "reduce-overhead" and run["commit"] == "d04d6afd"]
+    summary = cells("results.md", "How fast, at equal loss?")
+    written = cells("results-speed.md", "At equal loss")
+    for row, name, recipe, formats in (
+        ("all in `fp8-delayed`", "fp8-delayed", "snip-hf 0%", "fp8-delayed"),
+        ("75%, {mxfp4, fp8-delayed}, the default", "snip-75", "snip-hf 75%", "fp8-delayed"),
+        ("all MXFP4", "mxfp4", "snip-hf 100%", "fp8-tensor"),
+    ):
+        found = gap(shares[name, "2700"], bf16)
+        ends = [found.mean, found.mean - found.half_width, found.mean + found.half_width]
+        more = [[math.exp(scale * end / 100) for end in ends] for scale in scales]
+        expected = ["{:.1f} ({:.1f} to {:.1f})".format(*(100 * (factor - 1) for factor in more[0]))]
+        for runs in (large, small):
+            whole = statistics.median(run["step_ms"] for run in runs if run["recipe"] == "BF16")
+            (run,) = (run for run in runs if (run["recipe"], run["formats"][1]) == (recipe, formats))
+            refresh = run["refresh_ms"] / 500 if name == "snip-75" else 0.0
+            speed = whole / (run["step_ms"] + refresh)
+            at = ["{:.2f} ({:.2f} to {:.2f})".format(*(speed / one[end] for end in (0, 2, 1))) for one in more]
+            expected += [f"{speed:.3f}", at[0], "; ".join(at[1:])]
+        assert written[row] == expected
+        assert summary[row][:4] == [*expected[1:3], *expected[4:6]]
 
 
 def test_losses_of_the_checkpoint_are_those_of_the_lines() -> None:

@@ -1,11 +1,12 @@
 """Trains by the Trainer under Accelerate's `ParallelismConfig`. Started by the tests in several processes.
 
-Arguments: a folder with the model in `model/`, which gets rank<N>.pt with {name: what became of the run}; names of
-`RUNS` or `OF_FOUR`; "nccl" for GPUs.
+Arguments: a folder with the model in `model/`, which gets rank<N>.pt with {name: what became of the run}, "one" of each
+rank by itself; names of `RUNS` or `OF_FOUR`; "nccl" for GPUs.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from accelerate import ParallelismConfig
 from comparing import read_run
 from configs import fp4_config
-from devices import NCCL, Survivors, context_parallelism, device, join, on_gpu
+from devices import NCCL, Survivors, context_parallelism, device, join, on_gpu, without_others
 from loops import LENGTH, ROWS, Loop
 from run_distributed_config import COMPILED, PROBED, SAVE, STEPS, THREE_ROWS, by_trainer
 from small import text
@@ -120,8 +121,10 @@ OF_FOUR: dict[str, Callable[[Path, str], Any]] = {
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    join(sys.argv, offloads=True)
     found = Survivors(folder, survives=NCCL in sys.argv)
+    with without_others(sys.argv):
+        found.add("one", lambda: by_trainer(folder, f"one-{os.environ['RANK']}", {}, THREE_ROWS))
+    join(sys.argv, offloads=True)
     for name in sys.argv[2:]:
         if name != NCCL:
             found.add(name, lambda name=name: (RUNS | OF_FOUR)[name](folder, name))

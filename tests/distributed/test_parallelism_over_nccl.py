@@ -19,11 +19,9 @@ from comparing import LOSS, WEIGHT, distance, equal_share, errors, read_run
 from rank_runs import OnTwoGpus, on_two_gpus
 from run_distributed_config import (
     COMPILED,
-    THREE_ROWS,
     TRAINS_SHARDED,
     UNIFORM,
     WHY_NOT,
-    by_trainer,
     save_mixture,
     save_model,
 )
@@ -188,10 +186,8 @@ def test_context_parallelism_trains_under_a_policy_without_a_probe(started: Star
         assert ours["losses"][-1] < ours["losses"][0] - 1
 
 
-def test_ranks_with_parts_of_sequences_plan_and_lose_as_one_process(started: Started, tmp_path: Path) -> None:
-    """The one process computes on the CPU."""
-    save_model(tmp_path)
-    theirs = by_trainer(tmp_path, "one", {}, THREE_ROWS)
+def test_ranks_with_parts_of_sequences_plan_and_lose_as_one_gpu(started: Started) -> None:
+    theirs = started.accelerate["one"][0]
     first, second = started.accelerate["cp"]
     assert first["plan"] == second["plan"] and first["losses"] == second["losses"]
     assert_alike(first, theirs)

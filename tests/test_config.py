@@ -189,7 +189,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"start_format": "int8"},
-        "start_format='int8' is not among formats=('mxfp4', 'fp8-tensor'); expected one of mxfp4, fp8-tensor, "
+        "start_format='int8' is not among formats=('mxfp4', 'fp8-delayed'); expected one of mxfp4, fp8-delayed, "
         "bf16, or None for the last of formats.",
     ),
     (
@@ -203,7 +203,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "start_format='fp4' is not among formats=('fp8', 'bf16'); expected one of fp8, bf16, or None for the last of "
         "formats.",
     ),
-    ({"formats": ()}, "formats=() names no format; expected e.g. ('mxfp4', 'fp8-tensor')."),
+    ({"formats": ()}, "formats=() names no format; expected e.g. ('mxfp4', 'fp8-delayed')."),
     ({"formats": ("fp4", "fp4")}, "formats=('fp4', 'fp4') names a format twice; expected ('fp4',)."),
     *(
         (
@@ -329,7 +329,7 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     (
         "formats",
         "fp4",
-        "formats='fp4' has type str; expected tuple[str, ...]. For example formats=('mxfp4', 'fp8-tensor').",
+        "formats='fp4' has type str; expected tuple[str, ...]. For example formats=('mxfp4', 'fp8-delayed').",
     ),
     ("formats", ("fp4", 8), "formats: got ('fp4', 8); expected a list of names."),
     ("start_format", 8, "start_format=8 has type int; expected str | None."),
@@ -601,8 +601,8 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "refresh_every": 500,
         "first_refresh": None,
         "apply_delay": 10,
-        "formats": ["mxfp4", "fp8-tensor"],
-        "start_format": "fp8-tensor",
+        "formats": ["mxfp4", "fp8-delayed"],
+        "start_format": "fp8-delayed",
         "probes": 1,
         "probe_tokens": 1024,
         "probe_batch_tokens": 4096,
@@ -701,7 +701,7 @@ def test_configs_saved_without_a_speed_up_load_as_they_were() -> None:
         (
             {"target_linear_speedup": 2.5, "rates": "h100"},
             "target_linear_speedup=2.5 is out of reach: with every GEMM in the fastest of the formats mxfp4, "
-            "fp8-tensor, the speed-up is 2 by rates='h100'. Lower it, or add a faster format.",
+            "fp8-delayed, the speed-up is 2 by rates='h100'. Lower it, or add a faster format.",
         ),
     ],
 )

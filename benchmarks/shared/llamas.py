@@ -23,12 +23,12 @@ SHAPES = {
     "100M": (768, 2048, 8, 12, 4),
     "small": (256, 768, 2, 4, 2),
 }
-FORMATS = ("mxfp4", "fp8-tensor")
+FORMATS = ("mxfp4", "fp8-delayed")
 # "75%": three quarters of the FLOPs run in 4 bits, GEMMs chosen at random.
 OURS: dict[str, dict[str, Any]] = {
     "snip-hf MXFP4": {"policy": "uniform-mxfp4"},
     "snip-hf 75%": {"policy": "random", "target_fp4_fraction": 0.75, "granularity": "gemm"},
-    "snip-hf FP8": {"policy": "uniform-fp8-tensor"},
+    "snip-hf FP8": {"policy": "uniform-fp8-delayed"},
 }
 
 

@@ -126,7 +126,7 @@ _AT_LEAST: dict[str, tuple[int, str]] = {
 _INTEGER_BITS = 63
 # Advice at the end of the error about a wrong type.
 _ADVICE = {
-    "formats": " For example formats=('mxfp4', 'fp8-tensor').",
+    "formats": " For example formats=('mxfp4', 'fp8-delayed').",
     "target_fp4_fraction": " Shares that change are pairs of a step and a share, e.g. ((1, 0.9), (800, 0.5)).",
     "target_linear_speedup": " Only target_fp4_fraction can change during a run.",
     "rates": " Give the name of a table; register your own with `snip_hf.costs.rates.register_rates`.",
@@ -236,7 +236,7 @@ class SnipConfig(_NamedFields):
         _SHARES,
     )
     formats: tuple[str, ...] = _field(
-        ("mxfp4", "fp8-tensor"),
+        ("mxfp4", "fp8-delayed"),
         "Formats that the plan chooses from for each GEMM, least precise first. `snip_hf.formats` lists them.",
         _NAMES,
     )

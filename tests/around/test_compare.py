@@ -540,7 +540,7 @@ def test_tricks_are_contenders(files: tuple[Path, Path], tmp_path: Path, monkeyp
         config = proof("less-loss")
         own = {name: config.contenders[name] for name in ("only-grad-weight", "mxfp4-nearest", "mxfp4-ue5m3")}
         options = ["--cache", f"{files[1]}.cache", "--seeds", "3", "--only", *own, "--override"]
-        options += [f"contenders={json.dumps(own)}", "training.measure_at=[]", "snip.formats=[mxfp4, fp8-tensor]"]
+        options += [f"contenders={json.dumps(own)}", "training.measure_at=[]", "snip.formats=[mxfp4, fp8-delayed]"]
         assert run(files[0], tmp_path / "lines.jsonl", *options) == 0
     lines = compare.read_lines(tmp_path / "lines.jsonl")
     assert [line["share"] for line in lines] == [pytest.approx(1 / 3, abs=1e-5), 1, 1]

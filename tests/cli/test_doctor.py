@@ -45,7 +45,7 @@ def test_a_model_is_examined_from_its_config(tmp_path: Path) -> None:
         "99.7% of the weights in the decoder's products; other weights: model.layers.*.mlp.gate x 2 (router); "
         "embeddings and output head stay as they are"
     )
-    assert found["formats"].startswith("mxfp4, fp8-tensor by ")
+    assert found["formats"].startswith("mxfp4, fp8-delayed by ")
     assert "from transformers 5.23 on, fsdp_size, dp_replicate_size and ep_size" in found["parallelism, works"]
     refused = found["parallelism, refused with a probe"]
     for advice in ("FSDP 1, Megatron-LM: use FSDP2", "sp_size: use cp_size", "a policy without a probe"):

@@ -72,7 +72,7 @@ _EMULATED = replace(
     config=SCHEDULE | {"granularity": "gemm", "target_fp4_fraction": 0.5, "backend": "emulated"},
 )
 _HOPPER = Training(
-    SCHEDULE | {"formats": ("mxfp4", "fp8-tensor"), "granularity": "gemm", "ties": AUTO_TIES},
+    SCHEDULE | {"formats": ("mxfp4", "fp8-delayed"), "granularity": "gemm", "ties": AUTO_TIES},
     "sgd",
     hidden=128,
     mixed_precision="bf16",

@@ -94,7 +94,7 @@ SIZES: dict[str, dict[str, Any]] = {
 PROBED = {"first_refresh": 1, "start_format": "bf16"}
 """Before the probe nothing is rounded, so that its table can be compared closely."""
 UNIFORM = ("fp4", "fp8", "mxfp4")
-COMPILED = {"formats": ("mxfp4", "fp8-tensor"), "backend": "auto"}
+COMPILED = {"formats": ("mxfp4", "fp8-delayed"), "backend": "auto"}
 """The default formats, on the kernels of the device."""
 BY_TRAINER = fp4_config(**{**SCHEDULE, **PROBED}, target_fp4_fraction=0.5, backend="emulated")
 TRAINS_SHARDED = hasattr(Trainer, "_defer_fsdp_gradient_reduction")

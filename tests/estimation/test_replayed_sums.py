@@ -19,7 +19,7 @@ from snip_hf.estimation.replayed_sums import DenseLayer, Replays, cuda_graph
 from snip_hf.estimation.samples import LayerSample
 
 TOKENS, SAMPLED, OUTPUTS, INPUTS = 600, 256, 48, 40
-FORMATS = ("mxfp4", "fp8-tensor", "fp4")
+FORMATS = ("mxfp4", "fp8-tensor", "fp8-delayed", "fp4")
 SIZES = 2, BatchSizes(*(TOKENS, TOKENS - 10) * 2)
 
 

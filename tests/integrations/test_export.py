@@ -6,17 +6,19 @@ import fnmatch
 import json
 import re
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from kernels.test_hopper_layers import randn
 from llama_plans import BLOCK, llama, make_plan
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from snip_hf import cli
+from snip_hf import cli, quantize
 from snip_hf.cli import main
 from snip_hf.integrations.export import TARGETS, NotExpressible, export_plan
 from snip_hf.planning.plan import PrecisionPlan
@@ -68,7 +70,9 @@ def test_megatron_finds_the_recipe_of_each_module_in_the_yaml() -> None:
     assert megatron_recipe(text, "output_layer") == {}
 
 
-@pytest.mark.parametrize(("name", "fp8_format"), [("fp8-tensor", "e4m3"), ("fp8-tensor-e5m2", "hybrid")])
+@pytest.mark.parametrize(
+    ("name", "fp8_format"), [("fp8-tensor", "e4m3"), ("fp8-delayed", "e4m3"), ("fp8-tensor-e5m2", "hybrid")]
+)
 def test_megatron_is_told_the_format_of_gradients_with_a_scale_per_tensor(name: str, fp8_format: str) -> None:
     recipe = megatron_recipe(export_plan(make_plan(name), "megatron"), "decoder.layers.0.mlp.linear_fc1")
     assert recipe == {"fp8_quantization_recipe": "tensorwise", "fp8_format": fp8_format}
@@ -85,7 +89,7 @@ def test_plans_that_megatron_cannot_express_are_refused_with_the_reason_for_each
     plan = make_plan("nvfp4", b0_q_proj="mxfp8", b0_down_proj="mxfp6", b1_o_proj=("nvfp4", "nvfp4", "bf16"))
     with pytest.raises(NotExpressible) as error:
         export_plan(plan, "megatron")
-    offered = "bf16, fp8, fp8-tensor, fp8-tensor-e5m2, mxfp8, nvfp4"
+    offered = "bf16, fp8, fp8-delayed, fp8-tensor, fp8-tensor-e5m2, mxfp8, nvfp4"
     assert error.value.reasons == {
         "decoder.layers.0.self_attention.linear_qkv": "its parts differ in the plan: q_proj mxfp8/mxfp8/mxfp8; "
         "k_proj nvfp4/nvfp4/nvfp4; v_proj nvfp4/nvfp4/nvfp4",
@@ -160,6 +164,7 @@ def test_the_torchao_script_converts_each_layer_as_the_plan_says(monkeypatch: py
         b0_q_proj="fp8",
         b0_k_proj="fp8-tensor",
         b0_v_proj="fp8-tensor-e5m2",
+        b0_o_proj="fp8-delayed",
         b0_up_proj="mxfp8",
         b0_down_proj=("mxfp8", "mxfp8", "bf16"),
         b1_q_proj="nvfp4",
@@ -168,11 +173,17 @@ def test_the_torchao_script_converts_each_layer_as_the_plan_says(monkeypatch: py
     parameters = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     script(export_plan(plan, "torchao")).convert(model)
     block = model.model.layers[0]
-    assert type(block.self_attn.q_proj) is blockwise.Float8BlockwiseLinear
-    for module, dtype in ((block.self_attn.k_proj, torch.float8_e4m3fn), (block.self_attn.v_proj, torch.float8_e5m2)):
+    attention = block.self_attn
+    assert type(attention.q_proj) is blockwise.Float8BlockwiseLinear
+    for module, dtype, rounds in (
+        (attention.k_proj, torch.float8_e4m3fn, False),
+        (attention.v_proj, torch.float8_e5m2, False),
+        (attention.o_proj, torch.float8_e4m3fn, True),
+    ):
         assert type(module) is Float8Linear
         assert isinstance(module.config, Float8LinearConfig)
         assert module.config.cast_config_grad_output.target_dtype == dtype
+        assert module.config.round_scales_to_power_of_2 is rounds
         assert module.config.cast_config_input.target_dtype == torch.float8_e4m3fn
     for module, kept in ((block.mlp.up_proj, False), (block.mlp.down_proj, True)):
         assert type(module.weight.data) is MXFP8TrainingWeightWrapperTensor
@@ -184,6 +195,31 @@ def test_the_torchao_script_converts_each_layer_as_the_plan_says(monkeypatch: py
             assert type(module) is nn.Linear
             assert module.weight.data_ptr() == parameters[f"{name}.weight"]
             assert type(module.weight.data) is torch.Tensor
+
+
+def test_torchao_s_powers_of_two_round_as_the_emulated_fp8_delayed_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchao.float8
+    from torchao.float8 import Float8LinearConfig, float8_linear
+
+    # Products on FP8 tensor cores need a GPU.
+    monkeypatch.setattr(torchao.float8, "Float8LinearConfig", partial(Float8LinearConfig, emulate=True))
+    seen: list[tuple[str, Tensor, Tensor]] = []
+    encode = float8_linear.hp_tensor_to_float8_dynamic
+
+    def noted(tensor: Tensor, *arguments: Any, **more: Any) -> Any:
+        encoded = encode(tensor, *arguments, **more)
+        seen.append((more["gemm_input_role"].name, tensor, encoded.to_original_precision()))
+        return encoded
+
+    monkeypatch.setattr(float8_linear, "hp_tensor_to_float8_dynamic", noted)
+    model = AutoModelForCausalLM.from_config(llama()).bfloat16()
+    script(export_plan(make_plan("bf16", b0_up_proj="fp8-delayed"), "torchao")).convert(model)
+    model.model.layers[0].mlp(randn(48, 128).requires_grad_()).backward(1e-4 * randn(48, 128, seed=1))
+    operands = {"INPUT": "activation", "WEIGHT": "weight", "GRAD_OUTPUT": "gradient"}
+    assert [role for role, *_ in seen] == ["INPUT", "WEIGHT", "GRAD_OUTPUT", "WEIGHT", "GRAD_OUTPUT", "INPUT"]
+    for role, tensor, rounded in seen:
+        assert torch.equal(quantize(tensor, "fp8-delayed", operands[role]).to(rounded.dtype), rounded)
+        assert not torch.equal(quantize(tensor, "fp8-tensor", operands[role]).to(rounded.dtype), rounded)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +265,8 @@ def test_plans_that_torchao_cannot_express_are_refused_with_the_reason_for_each_
     with pytest.raises(NotExpressible) as error:
         export_plan(plan, "torchao")
     assert error.value.reasons == {
-        f"{BLOCK}.0.self_attn.q_proj": "it has no format mxfp4 (only bf16, fp8, fp8-tensor, fp8-tensor-e5m2, "
-        "mxfp8, nvfp4)",
+        f"{BLOCK}.0.self_attn.q_proj": "it has no format mxfp4 (only bf16, fp8, fp8-delayed, fp8-tensor, "
+        "fp8-tensor-e5m2, mxfp8, nvfp4)",
         f"{BLOCK}.1.mlp.up_proj": "forward, grad_input, grad_weight cannot be nvfp4, nvfp4, bf16 in one module",
     }
 

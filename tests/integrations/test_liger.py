@@ -53,7 +53,7 @@ def test_a_loss_by_liger_s_kernels_is_probed_as_torch_s_is(tmp_path: Path) -> No
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("formats", [("mxfp4", "fp8-tensor"), ("fp4", "fp8")], ids="-".join)
+@pytest.mark.parametrize("formats", [("mxfp4", "fp8-delayed"), ("fp4", "fp8")], ids="-".join)
 @pytest.mark.parametrize("compiles", [False, True])
 def test_the_preset_trains_with_liger_s_kernels_as_bf16_does(
     compiles: bool, formats: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[int, int, tuple[int, ...], int]] = {
     "aligned": (128, 256, (128, 0, 256), 0),
     "none behind": (128, 128, (130,), 70),
 }
-FEW = ("bf16", "fp4", "fp8", "nvfp4", "mxfp4-rht", "fp8-tensor")
+FEW = ("bf16", "fp4", "fp8", "nvfp4", "mxfp4-rht", "fp8-tensor", "fp8-delayed")
 
 
 def state(fmt: str, key: int = KEY, device: torch.device | str = "cpu") -> Tensor:

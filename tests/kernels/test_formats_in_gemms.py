@@ -173,7 +173,7 @@ def test_a_compiled_layer_is_one_graph_for_all_formats(fresh_compiler: None) -> 
     model = nn.Sequential(nn.Linear(I, O))
     convert_model_of_one(model, "nvfp4")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for fmt in ("nvfp4", "mxfp4", "nvfp4-rht", "fp8-tensor", "bf16"):
+    for fmt in ("nvfp4", "mxfp4", "nvfp4-rht", "fp8-tensor", "fp8-delayed", "bf16"):
         model[0].set_formats(dict.fromkeys(GEMMS, fmt))
         results = []
         for run in (model, compiled):

@@ -31,6 +31,7 @@ from snip_hf.numerics.formats import format_of_code
 
 Run = Callable[..., Any]
 MXFP4, UFP4, WITH_FP8 = ("mxfp4",) * 3, ("ufp4",) * 3, ("mxfp4", "mxfp4", "fp8-tensor")
+DELAYED, WITH_DELAYED = ("fp8-delayed",) * 3, ("mxfp4", "mxfp4", "fp8-delayed")
 ACTIVATION, GRADIENT = 0, 1
 # The gradients of gate and up, and their product, in the order of the kernel.
 OPERANDS = (GRADIENT, GRADIENT, ACTIVATION)
@@ -140,6 +141,8 @@ def test_the_kernels_compute_what_torch_does(shape: tuple[int, int], run: Run) -
         slow((64, 128), [MXFP4, UFP4, MXFP4], True),
         slow((70, 66), [UFP4, MXFP4, UFP4], True),
         slow((33, 64), [MXFP4] * 3, False),
+        slow((70, 66), [DELAYED] * 3, True),
+        slow((64, 64), [WITH_DELAYED, MXFP4, DELAYED], True),
     ],
 )
 def test_operands_encoded_at_once_equal_those_of_the_reference(

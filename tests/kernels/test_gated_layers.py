@@ -30,6 +30,7 @@ from snip_hf.parallel.ranks import Ranks
 HIDDEN = 64
 LOG = logging.getLogger("snip_hf.test")
 MXFP4, WITH_FP8 = ("mxfp4",) * 3, ("fp8-tensor", "mxfp4", "fp8-tensor")
+DELAYED, WITH_DELAYED = ("fp8-delayed",) * 3, ("fp8-delayed", "mxfp4", "fp8-delayed")
 
 pytestmark = [
     pytest.mark.slow,
@@ -135,7 +136,9 @@ def is_one(mlp: nn.Module) -> bool:
 
 @pytest.mark.parametrize("ties", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
-    "formats", [{}, {"up_proj": WITH_FP8, "down_proj": WITH_FP8}], ids=["mxfp4", "with fp8-tensor"]
+    "formats",
+    [{}, {"up_proj": WITH_FP8, "down_proj": WITH_FP8}, {"gate_proj": DELAYED, "down_proj": WITH_DELAYED}],
+    ids=["mxfp4", "with fp8-tensor", "with fp8-delayed"],
 )
 def test_a_compiled_mlp_trains_as_its_layers_do_one_by_one(formats: Any, ties: bool) -> None:
     mlp, twin = mlp_of(formats, ties), mlp_of(formats, ties)
@@ -185,7 +188,7 @@ def test_small_weights_are_encoded_once_and_large_ones_for_each_pass(monkeypatch
 def test_a_new_plan_compiles_nothing() -> None:
     mlp, twin, graphs = mlp_of(), mlp_of(), Graphs()
     compiled = torch.compile(mlp, backend=graphs.backend, fullgraph=True)
-    for formats in (MXFP4, WITH_FP8, ("mxfp4", "fp8-tensor", "mxfp4")):
+    for formats in (MXFP4, WITH_FP8, DELAYED, ("mxfp4", "fp8-tensor", "mxfp4")):
         for layer in (*linears(mlp).values(), *linears(twin).values()):
             layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
         check(trained(mlp, compiled), trained(twin, lambda x: one_by_one(twin, x)))
@@ -338,7 +341,7 @@ def test_a_run_puts_the_forwards_in_place_and_takes_them_away(
     monkeypatch.setattr(type(TENSOR_SCALED), "lacks", lambda self, device: None)
     monkeypatch.setattr(type(TENSOR_SCALED), "fails", lambda self, format, device: None)
     model = tiny_llama(hidden=HIDDEN, layers=2)
-    config = SnipConfig(policy="uniform-mxfp4", formats=("mxfp4", "fp8-tensor"), backend="tensor-scaled")
+    config = SnipConfig(policy="uniform-mxfp4", formats=("mxfp4", "fp8-delayed"), backend="tensor-scaled")
     with caplog.at_level(logging.INFO, "snip_hf"):
         run = SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
     # The first rank says it for all.

@@ -25,7 +25,7 @@ QUANTIZED = [name for name, format in FORMATS.items() if format.is_quantized]
 # Between them: scales of the three kinds, of tiles and of the tensor, two targets, both kinds of rounding, rotations.
 FAST = ["mxfp4", "nvfp4-46", "nvfp4-rht"]
 # Every kind of scale, block and rotation, and operands that are not rounded.
-KINDS = ["fp8-tensor", "mxfp8", "mxfp4-32x32", "nvfp4", "nvfp4-46", "ufp4-rht", "int4", "fp4-pqt"]
+KINDS = ["fp8-tensor", "fp8-delayed", "mxfp8", "mxfp4-32x32", "nvfp4", "nvfp4-46", "ufp4-rht", "int4", "fp4-pqt"]
 each_format = pytest.mark.parametrize("fmt", QUANTIZED)
 
 
@@ -104,7 +104,7 @@ def test_it_does_in_formats_of_users(name: str, interpreter: Run) -> None:
         check(interpreter, random(contracts), USERS[name], operand, contracts, KEY)
 
 
-@pytest.mark.parametrize("fmt", ["fp8-tensor", slow("nvfp4")])
+@pytest.mark.parametrize("fmt", ["fp8-tensor", slow("fp8-delayed"), slow("nvfp4")])
 def test_it_takes_the_largest_magnitude_of_a_larger_tensor(fmt: str, interpreter: Run) -> None:
     x, whole = random(1), torch.tensor([2e4])
     check(interpreter, x, FORMATS[fmt], "activation", 1, None, 0, 1, whole)

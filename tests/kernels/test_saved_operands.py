@@ -122,7 +122,9 @@ def test_an_operand_that_can_be_computed_again_is_not_saved(monkeypatch: pytest.
     assert before.saved[torch.bfloat16] == tied.saved[torch.bfloat16]
 
 
-@pytest.mark.parametrize("formats", [("mxfp4",) * 3, ("bf16", "fp8-tensor", "mxfp4")], ids="/".join)
+@pytest.mark.parametrize(
+    "formats", [("mxfp4",) * 3, ("bf16", "fp8-tensor", "mxfp4"), ("fp8-delayed",) * 3], ids="/".join
+)
 def test_gradients_and_notes_are_those_of_columns_that_were_saved(
     formats: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

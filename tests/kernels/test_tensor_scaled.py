@@ -375,10 +375,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 0)], ids=str)
 def test_it_is_taken_where_it_knows_all_formats(machine: Any, capability: tuple[int, int]) -> None:
     machine(capability)
-    for formats in (("mxfp4", "fp8-tensor"), ("ufp4", "fp8-tensor", "bf16"), ("fp8-tensor",)):
+    for formats in (("mxfp4", "fp8-delayed"), ("ufp4", "fp8-tensor", "bf16"), ("fp8-tensor",)):
         assert select_backend("tensor-scaled", "cuda", formats) is TENSOR_SCALED
         assert select_backend("auto", "cuda", formats) is TENSOR_SCALED
-    for formats in (("mxfp4", "fp8"), ("nvfp4", "fp8-tensor")):
+    for formats in (("mxfp4", "fp8"), ("nvfp4", "fp8-delayed")):
         with pytest.raises(ValueError, match="backend='tensor-scaled' cannot run: its kernels do not know the format"):
             select_backend("tensor-scaled", "cuda", formats)
 

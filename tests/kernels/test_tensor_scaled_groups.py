@@ -39,10 +39,12 @@ from snip_hf.training.swapped_layers import use_backend
 Run = Callable[..., tuple[Tensor, ...]]
 MXFP4 = ("mxfp4", "mxfp4", "mxfp4")
 MIXED = ("ufp4", "fp8-tensor", "mxfp4")
+DELAYED = ("fp8-delayed",) * 3
 GEMMS_OF = {"activation": (0, 2), "gradient": (1, 2), "weight": (0, 1)}
 # Tokens of each matrix, and of none.
 TOKENS, OF_NONE = (70, 0, 3, 64), 5
 FEW = [MXFP4, ("bf16", "fp8-tensor", "mxfp4"), ("fp8-tensor", "mxfp4", "bf16"), ("mxfp4", "bf16", "fp8-tensor")]
+FEW += [DELAYED, ("mxfp4", "fp8-delayed", "bf16")]
 
 
 def ends_on(where: str | torch.device = "cpu") -> Tensor:
@@ -136,7 +138,7 @@ def check(run: Run, formats: tuple[str, ...], operand: str, exponent: int = UNSE
     assert torch.equal(record[:, noted], records.record[:, noted])
 
 
-@pytest.mark.parametrize("formats", [MXFP4, MIXED], ids="/".join)
+@pytest.mark.parametrize("formats", [MXFP4, MIXED, DELAYED], ids="/".join)
 @pytest.mark.parametrize("operand", OPERANDS)
 def test_the_kernels_write_the_bytes_of_the_reference(operand: str, formats: tuple[str, ...], run: Run) -> None:
     check(run, formats, operand)
@@ -145,8 +147,9 @@ def test_the_kernels_write_the_bytes_of_the_reference(operand: str, formats: tup
 
 @pytest.mark.parametrize("operand", OPERANDS)
 def test_one_launch_writes_them_where_the_exponent_and_encoded_formats_are_known(operand: str, run: Run) -> None:
-    check(run, MXFP4, operand, 3, settled=True)
-    check(run, MXFP4, operand, -20, settled=True)
+    for formats in (MXFP4, DELAYED, ("mxfp4", "fp8-delayed", "mxfp4")):
+        check(run, formats, operand, 3, settled=True)
+        check(run, formats, operand, -20, settled=True)
 
 
 @on_gpu[0]

@@ -36,6 +36,7 @@ BF16 = torch.bfloat16
 NAME = TENSOR_SCALED.name
 NAMES = ("bf16", "mxfp4", "fp8-tensor")
 MIXED = [("mxfp4", "mxfp4", "mxfp4"), ("ufp4", "fp8-tensor", "mxfp4"), ("bf16", "mxfp4", "ufp4")]
+DELAYED = [("fp8-delayed",) * 3, ("mxfp4", "fp8-delayed", "fp8-tensor")]
 MXFP4, OTHER = MIXED[0], MIXED[1]
 
 on_gpu = [
@@ -78,7 +79,7 @@ def test_a_layer_computes_what_the_emulated_backend_does(formats: tuple[str, ...
     assert_close(got, gradients(layer_of(plain, formats, "emulated"), x), plain.bias)
 
 
-@pytest.mark.parametrize("formats", MIXED, ids="/".join)
+@pytest.mark.parametrize("formats", [*MIXED, *DELAYED], ids="/".join)
 @pytest.mark.parametrize("shape", [(3, 50, I), (I,), (1, I), (0, I)], ids=str)
 def test_it_does_for_inputs_of_any_shape(shape: tuple[int, ...], formats: tuple[str, ...], device: str) -> None:
     plain, x = linear(bias=False, device=device), randn(*shape, device=device)
@@ -260,7 +261,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BACKENDS["hopper"], "lacks", lambda device: "not here", raising=False)
 
 
-SNIP = {"formats": ("mxfp4", "fp8-tensor"), "policy": "uniform-mxfp4", "backend": NAME}
+SNIP = {"formats": ("mxfp4", "fp8-delayed"), "policy": "uniform-mxfp4", "backend": NAME}
 
 
 class Run:
@@ -375,7 +376,7 @@ def test_compiled_layers_take_new_formats_and_exponents_without_compiling(backen
 
     torch._dynamo.reset()
     fast: nn.Module = torch.compile(layer, backend=counting, fullgraph=True)
-    for formats in (MXFP4, OTHER, ("fp8-tensor", "ufp4", "ufp4"), MXFP4):
+    for formats in (MXFP4, OTHER, ("fp8-tensor", "ufp4", "ufp4"), *DELAYED, MXFP4):
         for one in (layer, twin):
             one.set_formats(dict(zip(("forward", "grad_input", "grad_weight"), formats, strict=True)))
         got, expected = through(fast, layer, x), through(twin, twin, x)

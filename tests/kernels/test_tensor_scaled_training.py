@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(TENSOR_SCALED.lacks(torch.device("cuda")) is not None, reason="needs a GPU with FP8"),
     pytest.mark.filterwarnings("default"),
 ]
-FORMATS = ("mxfp4", "fp8-tensor")
+FORMATS = ("mxfp4", "fp8-delayed")
 
 
 @pytest.mark.parametrize("ties", [(), TIES], ids=["untied", "tied"])

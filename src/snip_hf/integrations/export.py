@@ -68,6 +68,8 @@ _RECIPES: dict[str, dict[str, Any]] = {
     "fp8": {"fp8_quantization_recipe": "blockwise"},
     "mxfp8": {"fp8_quantization_recipe": "mxfp8"},
     "fp8-tensor": {"fp8_quantization_recipe": "tensorwise", "fp8_format": "e4m3"},
+    # Megatron refuses its recipe "delayed" for single modules. This one scales by the current tensor's FP32 amax.
+    "fp8-delayed": {"fp8_quantization_recipe": "tensorwise", "fp8_format": "e4m3"},
     "fp8-tensor-e5m2": {"fp8_quantization_recipe": "tensorwise", "fp8_format": "hybrid"},
 }
 # Modules of Megatron's transformer layer -> the names of their parts in Hugging Face's model files.
@@ -183,6 +185,15 @@ def _mxfp8(arguments: str) -> _Conversion:
     return _Conversion((_MX, _QUANTIZE), call, multiple=32, takes_bias=False)
 
 
+def _e4m3(scales: str = "") -> _Conversion:
+    return _Conversion(
+        ("import torch", "from torchao.float8 import CastConfig", _FLOAT8),
+        "gradients = CastConfig(target_dtype=torch.float8_e4m3fn)\n"
+        f"config = Float8LinearConfig(cast_config_grad_output=gradients{scales})\n"
+        "convert_to_float8_training(model, config=config, module_filter_fn=chosen)",
+    )
+
+
 # Formats of the three GEMMs -> conversion.
 _CONVERSIONS: dict[tuple[str, ...], _Conversion] = {
     ("fp8",) * 3: _Conversion(
@@ -191,12 +202,8 @@ _CONVERSIONS: dict[tuple[str, ...], _Conversion] = {
     ("fp8-tensor-e5m2",) * 3: _Conversion(
         (_FLOAT8,), "convert_to_float8_training(model, config=Float8LinearConfig(), module_filter_fn=chosen)"
     ),
-    ("fp8-tensor",) * 3: _Conversion(
-        ("import torch", "from torchao.float8 import CastConfig", _FLOAT8),
-        "gradients = CastConfig(target_dtype=torch.float8_e4m3fn)\n"
-        "config = Float8LinearConfig(cast_config_grad_output=gradients)\n"
-        "convert_to_float8_training(model, config=config, module_filter_fn=chosen)",
-    ),
+    ("fp8-tensor",) * 3: _e4m3(),
+    ("fp8-delayed",) * 3: _e4m3(", round_scales_to_power_of_2=True"),
     ("mxfp8",) * 3: _mxfp8(""),
     ("mxfp8", "mxfp8", _BF16): _mxfp8("wgrad_with_hp=True"),
     ("nvfp4",) * 3: _Conversion((_NVFP4, _QUANTIZE), "quantize_(model, NVFP4TrainingConfig(), chosen)", 128),

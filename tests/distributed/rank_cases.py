@@ -66,7 +66,7 @@ JUDGED = {
     )
     for wrapper, policy in JUDGES
 }
-# On GPUs. In FP32 emulated, in BF16 by the backend that "auto" takes for the formats of the preset "hopper".
+# On GPUs. In FP32 emulated, in BF16 by the backend that "auto" takes for the default formats.
 _EMULATED = replace(
     SHARED["sgd-gemm-accumulated-clipped"],
     config=SCHEDULE | {"granularity": "gemm", "target_fp4_fraction": 0.5, "backend": "emulated"},

@@ -104,8 +104,8 @@ def two(recipe: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the loop, of half of its steps, with formats that scale by tiles and groups.
 
-    By default FP8 has one scale per tensor, that is per process and micro-batch: another number of processes would be
-    another rounding.
+    By default FP8 has one scale per tensor, that is per process and micro-batch: another number of processes would
+    round small numbers differently.
     """
     text = (RECIPES / "accelerate_loop.py").read_text(encoding="utf-8")
     assert text.count("SnipConfig(") == text.count("STEPS, SAVE_EVERY = 40, 10") == 1

@@ -17,7 +17,7 @@ def hopper_lacks(device: torch.device | str) -> str | None:
 
 
 def select_backend(requested: str, device: torch.device | str) -> str:
-    """The name of the backend that is selected for the default formats."""
+    """The name of the backend that is selected for the paper's formats."""
     return backend.select_backend(requested, device, ("fp4", "fp8")).name
 
 

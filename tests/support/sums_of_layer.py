@@ -1,4 +1,4 @@
-"""`LayerSums` of one matrix in the default formats, read at once, as most tests of the sums want them."""
+"""`LayerSums` of one matrix in the paper's formats, read at once, as most tests of the sums want them."""
 
 from __future__ import annotations
 

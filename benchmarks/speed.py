@@ -1,17 +1,18 @@
 """The speed of training with snip-hf, BF16 and torchao's FP8 on this machine, through the Hugging Face Trainer.
 
     python benchmarks/speed.py --output runs/speed.jsonl
-    python benchmarks/speed.py --models TinyLlama-1.1B --share 0 0.75 1 --length 512
-    python benchmarks/speed.py --loop --recipes "snip-hf 75%" "torchao tensorwise"
+    python benchmarks/speed.py --models TinyLlama-1.1B --share 0 0.75 1 --length 512 --checkpointing
+    python benchmarks/speed.py --combinations --steps 20 --output runs/combinations.jsonl
 
 Needs one GPU; with the defaults it ends within 5 minutes on an H100 or H200. A recipe trains a Llama with torch.compile
-(decoder layers one by one), fused AdamW and BF16 autocast over FP32 weights. snip-hf refreshes its plan twice. Steps
-count from the first plan on, without those that probe or apply. "wait" recipes read the loss in every step, as many
-callbacks do. BF16 runs first and last, because clocks drift, and speeds are relative to the median of both. Prints a
-Markdown block for reports and issues.
+(decoder layers one by one), fused AdamW and BF16 autocast over FP32 weights (--lora: frozen BF16 weights). snip-hf
+refreshes its plan twice. Steps count from the first plan on, without those that probe or apply. "wait" recipes read the
+loss in every step, as many callbacks do. BF16 runs first and last, because clocks drift, and speeds are relative to the
+median of both. Prints a Markdown block for reports and issues.
 
-With --loop a plain training loop with one plan and no refreshes takes the Trainer's place. With --empty-caches nothing
-that an earlier run compiled is found, so that "first step" is that of a fresh machine.
+With --combinations other models and what users combine are measured, each case with a line per run and a row of the
+table: about 70 s per case on an H200 with 20 steps. The same command goes on after a run that was cut off. With
+--empty-caches nothing that an earlier run compiled is found, so that "first step" is that of a fresh machine.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -31,12 +33,11 @@ from unittest.mock import patch
 
 import torch
 from shared import llamas
-from shared.lines import Line, append_line, origin_of, table
+from shared.lines import Line, append_line, drop_unfinished_line, origin_of, read_lines, table
 from shared.timing import (
     BF16,
     WARM_UP,
     allocated,
-    clocked,
     compared,
     graph_counts,
     guarded,
@@ -51,7 +52,24 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from snip_hf import SnipCallback, SnipConfig
 
-TORCHAO = "torchao tensorwise"
+LARGE, SMALL = "8B, 8 layers", "TinyLlama-1.1B"
+# Model, and options that differ. The most useful first: --minutes cuts off the end.
+CASES: tuple[tuple[str, dict[str, Any]], ...] = (
+    (LARGE, {}),
+    (LARGE, {"lora": True, "checkpointing": True}),
+    (LARGE, {"rows": 1, "accumulate": 8}),
+    ("Qwen3-4B, 12 layers", {}),
+    (LARGE, {"checkpointing": True}),
+    ("Qwen3-0.6B", {}),
+    (LARGE, {"rows": 2, "length": 8192}),
+    (SMALL, {"rows": 1, "accumulate": 8}),
+    (LARGE, {"lora": True}),
+    ("Qwen2.5-7B, 8 layers", {}),
+    ("70B, 2 layers", {}),
+    (LARGE, {"rows": 32, "length": 512}),
+    (SMALL, {}),
+)
+OURS, TORCHAO = "snip-hf 75%", "torchao tensorwise"
 WAITING = ", wait"
 COLUMNS = {
     "model": ("model", "{}"),
@@ -70,38 +88,56 @@ COLUMNS = {
     "share": ("in 4 bits", "{:.2f}"),
     "loss": ("mean loss", "{:.4f}"),
 }
+# The fields of `by_case`.
+CASE_COLUMNS = {
+    "model": ("model", "{}"),
+    "case": ("step", "{}"),
+    f"{BF16} step_ms": ("BF16, ms", "{:.1f}"),
+    f"{TORCHAO} speedup": ("torchao / BF16", "{:.3f}"),
+    f"{OURS} speedup": ("snip-hf / BF16", "{:.3f}"),
+    f"{BF16} peak_gib": ("peak, GiB", "{:.2f}"),
+    f"{TORCHAO} peak_ratio": ("torchao / BF16", "{:.3f}"),
+    f"{OURS} peak_ratio": ("snip-hf / BF16", "{:.3f}"),
+    f"{OURS} refresh_steps": ("refresh, BF16 steps", "{:.1f}"),
+    f"{OURS} recompilations": ("recompilations", "{}"),
+}
 
 
 def main() -> None:
     """Measures, prints and writes a line per run, then prints the table."""
     options = parse()
-    source = origin_of(options.device)
+    source = {**origin_of(options.device), "formats": options.formats}
     with ExitStack() as stack:
         if options.empty_caches:
             stack.enter_context(empty_caches())
         # With torch's default of 8, a kernel that compiles anew for each layer would end up uncompiled.
         stack.enter_context(torch._dynamo.config.patch(recompile_limit=64))
-        rows = [row for model in options.models for row in measure(model, options)]
-    for row in rows:
-        append_line(options.output, {**row, **source, "formats": options.formats})
+        if options.combinations:
+            printed = table(CASE_COLUMNS, by_case(combine(options, source)))
+        else:
+            rows = [row for model in options.models for row in measure(model, options)]
+            for row in rows:
+                append_line(options.output, {**row, **source})
+            printed = table(COLUMNS, rows)
     print(f"\n{source['machine']}, torch {source['torch']}, commit {source['commit']}, {source['command']}\n")
-    print(table(COLUMNS, rows))
+    print(printed)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    models = ["8B, 8 layers", "TinyLlama-1.1B"]
-    parser.add_argument("--models", nargs="+", choices=llamas.SHAPES, default=models, metavar="MODEL")
+    parser.add_argument("--models", nargs="+", choices=llamas.SHAPES, default=[LARGE, SMALL], metavar="MODEL")
     parser.add_argument("--share", nargs="+", type=float, default=[0.75], help="least shares in 4 bits (default 0.75)")
-    parser.add_argument("--recipes", nargs="+", choices=llamas.RECIPES, metavar="RECIPE", help="with --loop (all)")
+    parser.add_argument("--combinations", action="store_true", help="the cases of CASES in place of --models")
     parser.add_argument("--formats", nargs=2, default=list(llamas.FORMATS), metavar="FORMAT")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--rows", type=int, default=8, help="sequences per step (default 8)")
+    parser.add_argument("--rows", type=int, default=8, help="sequences per micro-batch (default 8)")
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence (default 2048)")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (default 1)")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations of decoder layers")
+    parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linears of a frozen model")
     parser.add_argument("--steps", type=int, default=60, help="steps of a run (default 60, at least 18)")
     parser.add_argument("--wait", action="store_true", help="also run each recipe with a callback that reads the loss")
     parser.add_argument("--mode", help='of torch.compile, such as "reduce-overhead" for CUDA graphs')
-    parser.add_argument("--loop", action="store_true", help="a plain loop in place of the Trainer")
     parser.add_argument("--empty-caches", action="store_true", help="find nothing compiled by earlier runs")
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no run later than this (default 30)")
     parser.add_argument("--device", default="cuda", type=torch.device)
@@ -109,7 +145,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="JSONL file; lines are added")
     options = parser.parse_args(arguments)
     options.deadline = time.monotonic() + 60 * options.minutes
-    options.tokens = options.rows * options.length
     return options
 
 
@@ -123,24 +158,64 @@ def empty_caches() -> Iterator[None]:
 
 def measure(model: str, options: argparse.Namespace) -> list[Line]:
     """Returns a row per recipe, with its speed and memory relative to BF16 and torchao."""
-    if options.loop:
-        recipes = options.recipes or [*llamas.OURS, TORCHAO]
-        run = train_in_loop
-    else:
-        recipes = [*(f"snip-hf {share:.0%}" for share in options.share), TORCHAO]
-        run = train_by_trainer
-    recipes = [BF16, *(recipe for recipe in recipes if recipe != BF16), BF16]
+    recipes = [BF16, *(f"snip-hf {share:.0%}" for share in options.share), TORCHAO, BF16]
     groups = [[f"{recipe}{ending}" for recipe in recipes] for ending in ("", WAITING)[: 1 + options.wait]]
     rows: list[Line] = []
     for group in groups:
         found: list[Line] = []
         for recipe in group:
-            identity = {"model": model, "recipe": recipe.removesuffix(WAITING)}
-            found += guarded(identity, partial(run, model, recipe, options), options.deadline)
+            identity = {"model": model, "case": describe(options), "recipe": recipe.removesuffix(WAITING)}
+            found += guarded(identity, partial(train, model, recipe, options), options.deadline)
         found = in_other_units(compared(found))
         waits = {} if group is groups[0] else {"waits": True}
         rows += [row | waits | {"recipe": row["recipe"] + (WAITING if waits else "")} for row in found]
     return rows
+
+
+def combine(options: argparse.Namespace, source: Line) -> list[Line]:
+    """Measures the cases that the output does not have yet, with a line per run; returns the lines of all cases."""
+    if options.output:
+        drop_unfinished_line(options.output)
+    known = [line for line in read_lines(options.output) if "error" not in line] if options.output else []
+    rows: list[Line] = []
+    for model, changes in CASES:
+        case = argparse.Namespace(**vars(options) | changes)
+        identity = {"model": model, "case": describe(case)}
+        same = identity.items() | {("machine", source["machine"])}
+        found = [line for line in known if same <= line.items()]
+        # Hosts differ, so a case that is not complete is measured anew.
+        if len({line["recipe"] for line in found}) < 3 and time.monotonic() < options.deadline:
+            found = []
+            for recipe in (BF16, OURS, TORCHAO):
+                found += guarded(identity | {"recipe": recipe}, partial(train, model, recipe, case), options.deadline)
+                append_line(options.output, {**found[-1], **source})
+        rows += found
+    return rows
+
+
+def describe(options: argparse.Namespace) -> str:
+    """Returns what a step computes."""
+    parts = {
+        f"{options.rows} x {options.length:,} tokens": True,
+        f"{options.accumulate} micro-batches": options.accumulate > 1,
+        "checkpointing": options.checkpointing,
+        "LoRA": options.lora,
+    }
+    return ", ".join(text for text, holds in parts.items() if holds)
+
+
+def by_case(rows: Sequence[Line]) -> list[Line]:
+    """Returns a row per case with the figures of each recipe ("RECIPE FIELD"), and a row per failure."""
+    cases: dict[tuple[str, str], list[Line]] = defaultdict(list)
+    for row in rows:
+        cases[row["model"], row["case"]].append(row)
+    result = []
+    for (model, case), found in cases.items():
+        merged = {"model": model, "case": case}
+        for row in in_other_units(compared(found)):
+            merged |= {f"{row['recipe']} {field}": value for field, value in row.items()}
+        result.append(merged)
+    return result + [row | {"case": f"{row['case']}, {row['recipe']}"} for row in rows if "error" in row]
 
 
 def in_other_units(rows: Sequence[Line]) -> list[Line]:
@@ -207,15 +282,24 @@ class Clock(TrainerCallback):
         return dict(enumerate(map(milliseconds_between, self._marks, self._marks[1:]), start=1))
 
 
-def train_by_trainer(model_name: str, recipe: str, options: argparse.Namespace) -> Iterator[Line]:
+def train(model_name: str, recipe: str, options: argparse.Namespace) -> Iterator[Line]:
     """Trains once through the Trainer, with two refreshes under snip-hf."""
     device, schedule = options.device, Schedule(options.steps)
     waits, recipe = recipe.endswith(WAITING), recipe.removesuffix(WAITING)
     release(device)
     before = allocated(device)
     model = llamas.build_model(llamas.SHAPES[model_name], options.length, options.seed, device)
+    if options.checkpointing:
+        # transformers 5.24 renamed it.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    if options.lora:
+        model.to(torch.bfloat16)
     if recipe in llamas.TORCHAO:
         llamas.TORCHAO[recipe](model)
+    if options.lora:
+        from peft import LoraConfig, get_peft_model  # only needed here
+
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
     clock = Clock(device, waits)
     ours = [SnipCallback(snip_config(recipe, schedule, options))] if recipe.startswith("snip-hf") else []
     with tempfile.TemporaryDirectory() as folder, compiled_by_regions():
@@ -234,7 +318,7 @@ def train_by_trainer(model_name: str, recipe: str, options: argparse.Namespace) 
         "step_ms": step,
         "mean_step_ms": statistics.fmean(times[number] for number in schedule.ordinary),
         "slowest_ms": max(times[number] for number in schedule.ordinary),
-        "tokens_per_s": 1e3 * options.tokens / step,
+        "tokens_per_s": 1e3 * options.rows * options.length * options.accumulate / step,
         "peak_gib": max(gib[number] for number in schedule.ordinary),
         "first_s": clock.first_s,
         "graphs": clock.graphs,
@@ -280,6 +364,7 @@ def training_arguments(folder: str, options: argparse.Namespace) -> TrainingArgu
         folder,
         max_steps=options.steps,
         per_device_train_batch_size=options.rows,
+        gradient_accumulation_steps=options.accumulate,
         bf16=on_gpu,
         use_cpu=not on_gpu,
         torch_compile=True,
@@ -307,7 +392,7 @@ def compiled_by_regions() -> Iterator[None]:
 def random_texts(options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
     """Returns as many sequences of random tokens as a run reads."""
     generator = torch.Generator().manual_seed(options.seed)
-    shape = (options.rows * options.steps, options.length)
+    shape = (options.rows * options.accumulate * options.steps, options.length)
     tokens = torch.randint(llamas.VOCABULARY, shape, generator=generator)
     return [{"input_ids": row, "labels": row} for row in tokens]
 
@@ -315,41 +400,6 @@ def random_texts(options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
 def refreshes_in(folder: Path) -> list[Line]:
     lines = [json.loads(line) for line in (folder / "snip" / "history.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] == "refresh"]
-
-
-def train_in_loop(model_name: str, recipe: str, options: argparse.Namespace) -> Iterator[Line]:
-    """Times steps of a plain loop without waiting for any of them, unless the recipe waits."""
-    device = options.device
-    waits, recipe = recipe.endswith(WAITING), recipe.removesuffix(WAITING)
-    release(device)
-    before = allocated(device)
-    model = llamas.build_model(llamas.SHAPES[model_name], options.length, options.seed, device)
-    training = llamas.LoopTraining(model, (options.rows, options.length), recipe, options.seed, device)
-    first = clocked(device, training.step)
-    for _ in range(WARM_UP - 1):
-        training.step()
-    reset_peak(device)
-    graphs = graph_counts()["graphs"]
-    marks = [mark(device)]
-    for _ in range(options.steps):
-        loss = training.step()
-        if waits:
-            wait(device)
-        marks.append(mark(device))
-    wait(device)
-    step = statistics.median(map(milliseconds_between, marks, marks[1:]))
-    yield {
-        "steps": options.steps,
-        "step_ms": step,
-        "tokens_per_s": 1e3 * options.tokens / step,
-        "peak_gib": (peak(device) - before) / 2**30,
-        "first_s": first,
-        "graphs": graphs,
-        "recompilations": graph_counts()["graphs"] - graphs,
-        "loss": float(loss),
-        "backend": None if training.controller is None else training.controller.backend,
-        "share": None if training.controller is None else training.controller.plan.fp4_fraction,
-    }
 
 
 if __name__ == "__main__":

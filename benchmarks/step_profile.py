@@ -248,7 +248,7 @@ class Steps(TrainerCallback):
 
 def in_trainer(recipe: str | SnipConfig, window: Window, options: argparse.Namespace) -> None:
     """Trains through the Trainer, with its defaults except for precision and compilation."""
-    options.steps = window.total
+    options.steps, options.accumulate = window.total, 1
     model = llamas.build_model(llamas.SHAPES[options.model], options.length, options.seed, options.device)
     if isinstance(recipe, str) and recipe in llamas.TORCHAO:
         llamas.TORCHAO[recipe](model)

@@ -1,4 +1,4 @@
-"""The Llamas and recipes whose speed is measured, and their training in a plain loop."""
+"""The models and recipes whose speed is measured, and their training in a plain loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from snip_hf import SnipConfig, SnipController
 
@@ -16,12 +16,20 @@ from .timing import BF16, autocast
 
 COMPILER = "inductor"
 VOCABULARY = 32000
-# Hidden size, inner size, layers, heads, key heads.
-SHAPES = {
+# Norms of queries and keys, and an embedding that is the head too.
+_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "tie_word_embeddings": True}
+# Biases of queries, keys and values.
+_QWEN2 = {"model_type": "qwen2", "vocab_size": 152064}
+# Hidden size, inner size, layers, heads, key heads; what differs from a Llama.
+SHAPES: dict[str, tuple[Any, ...]] = {
     "8B, 8 layers": (4096, 14336, 8, 32, 8),
     "TinyLlama-1.1B": (2048, 5632, 22, 32, 4),
     "100M": (768, 2048, 8, 12, 4),
     "small": (256, 768, 2, 4, 2),
+    "70B, 2 layers": (8192, 28672, 2, 64, 8),
+    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, _QWEN3),
+    "Qwen3-4B, 12 layers": (2560, 9728, 12, 32, 8, _QWEN3),
+    "Qwen2.5-7B, 8 layers": (3584, 18944, 8, 28, 4, _QWEN2),
 }
 FORMATS = ("mxfp4", "fp8-delayed")
 # "75%": three quarters of the FLOPs run in 4 bits, GEMMs chosen at random.
@@ -57,8 +65,8 @@ TORCHAO: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-def build_model(shape: Sequence[int], length: int, seed: int, device: torch.device) -> LlamaForCausalLM:
-    """Returns an untrained Llama in training mode.
+def build_model(shape: Sequence[Any], length: int, seed: int, device: torch.device) -> PreTrainedModel:
+    """Returns an untrained model in training mode.
 
     Args:
         shape: as in `SHAPES`.
@@ -66,21 +74,22 @@ def build_model(shape: Sequence[int], length: int, seed: int, device: torch.devi
         seed: decides the weights.
         device: where the weights are created.
     """
-    hidden, inner, layers, heads, key_heads = shape
+    hidden, inner, layers, heads, key_heads, *changes = shape
+    fields = {
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "max_position_embeddings": length,
+        "use_cache": False,
+    }
+    config = AutoConfig.for_model(**fields | dict(*changes))
     torch.manual_seed(seed)
     with device:
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=hidden,
-            intermediate_size=inner,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=key_heads,
-            attn_implementation="sdpa",
-            max_position_embeddings=length,
-            use_cache=False,
-        )
-        return LlamaForCausalLM(config).train()
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
 
 
 class LoopTraining:

@@ -169,15 +169,48 @@ def test_trainer_runs_are_measured_with_their_refreshes(
     assert f"| tiny | snip-hf 75% | {part['step_ms']:.1f} | " in capsys.readouterr().out
 
 
+def test_a_case_is_a_row_with_the_figures_of_each_recipe_and_its_failures_follow() -> None:
+    case = {"model": "8B", "case": "1 x 64 tokens"}
+    rows = [
+        {**case, "recipe": "BF16", "step_ms": 10.0, "peak_gib": 4.0},
+        {**case, "recipe": "snip-hf 75%", "step_ms": 8.0, "peak_gib": 3.0, "first_refresh_ms": 90, "refresh_ms": 40.0},
+        {**case, "recipe": "torchao tensorwise", "error": "RuntimeError: no"},
+        {**case, "model": "1.1B", "recipe": "BF16", "step_ms": 5.0, "peak_gib": 2.0},
+    ]
+    assert lines.table(speed.CASE_COLUMNS, speed.by_case(rows)).splitlines()[2:] == [
+        "| 8B | 1 x 64 tokens | 10.0 | - | 1.250 | 4.00 | - | 0.750 | 4.0 | - |",
+        "| 1.1B | 1 x 64 tokens | 5.0 | - | - | 2.00 | - | - | - | - |",
+        "",
+        "Failed: 8B, 1 x 64 tokens, torchao tensorwise: RuntimeError: no",
+    ]
+
+
 @compiles
+@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # PEFT's use of transformers
 @pytest.mark.slow
-def test_loop_runs_repeat_their_losses(tiny_llamas: None) -> None:
-    options = speed_options("--loop", "--steps", "2", "--recipes", "snip-hf MXFP4", "snip-hf 75%")
-    first, whole, part, last = speed.measure("tiny", options)
-    assert first["loss"] == last["loss"] and first["backend"] is None
-    assert (whole["share"], part["share"] >= 0.75) == (1.0, True)
-    assert len({round(row["loss"], 6) for row in (first, whole, part)}) == 3
-    assert [row["recompilations"] for row in (first, whole, part, last)] == [0] * 4
+def test_combinations_are_measured_once_and_incomplete_ones_anew(
+    tiny_llamas: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"model_type": "qwen3", "vocab_size": 96, "head_dim": 64, "tie_word_embeddings": True}
+    monkeypatch.setitem(llamas.SHAPES, "tied", (128, 384, 2, 2, 1, changes))
+    together = {"rows": 1, "accumulate": 2, "checkpointing": True, "lora": True}
+    monkeypatch.setattr(speed, "CASES", (("tiny", together), ("tied", {})))
+    output = tmp_path / "combinations.jsonl"
+    options = ["--combinations", "--device", "cpu", "--rows", 2, "--length", 64, "--steps", 18, "--output", output]
+    run(monkeypatch, speed, *options)
+    rows = lines.read_lines(output)
+    first, second = "1 x 64 tokens, 2 micro-batches, checkpointing, LoRA", "2 x 64 tokens"
+    recipes = ["BF16", "snip-hf 75%", "torchao tensorwise"]
+    assert [(row["case"], row.get("recipe")) for row in rows] == [
+        (case, name) for case in (first, second) for name in recipes
+    ]
+    assert [row for row in rows if "error" in row or row["recompilations"]] == []
+    assert min(row["share"] for row in rows if row["recipe"] == "snip-hf 75%") >= 0.75
+    output.write_text("".join(output.read_text().splitlines(keepends=True)[:-1]) + '{"half', encoding="utf-8")
+    run(monkeypatch, speed, *options)
+    assert [row["case"] for row in lines.read_lines(output)] == [first] * 3 + [second] * 5
+    table = capsys.readouterr().out.split("recompilations |")[-1]
+    assert f"| tiny | {first} | {rows[0]['step_ms']:.1f} | " in table and table.count("| tied | ") == 1
 
 
 @compiles

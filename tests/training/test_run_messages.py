@@ -25,6 +25,7 @@ from torch._dynamo.utils import counters
 
 from snip_hf import SnipController, convert_model
 from snip_hf.integrations import compilation
+from snip_hf.kernels.backend import BACKENDS
 from snip_hf.kernels.emulated import EMULATED, Emulated
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Ranks
@@ -93,7 +94,7 @@ def test_missing_conditions_are_a_warning(measured: pytest.LogCaptureFixture) ->
     )
     tokens = (
         "micro-batches of 1,023 tokens are short at this hidden size: take longer or more sequences, with at least "
-        "1,024 tokens."
+        "1,024 tokens; below that BF16 is likely to be faster."
     )
     assert texts(measured) == [("WARNING", lacking + hidden), ("WARNING", lacking + tokens)]
 
@@ -108,6 +109,19 @@ def test_the_least_number_of_tokens_is_between_those_that_were_measured() -> Non
     for (hidden, tokens), speed in speeds.items():
         assert (tokens * hidden**2 > messages.LEAST_WORK) is (speed > 1)
     assert min(speeds.values()) < 1 < max(speeds.values())
+
+
+def test_below_the_least_size_the_nearest_speeds_that_were_measured_are_named() -> None:
+    backend = BACKENDS["tensor-scaled"]
+    measured = Path(__file__).parents[2] / "benchmarks" / "results" / "speed_crossing.jsonl.gz"
+    for line in map(json.loads, gzip.decompress(measured.read_bytes()).splitlines()):
+        if line["recipe"] != "BF16" and line["hidden"] in backend.layer_speeds:
+            assert backend.layer_speeds[line["hidden"]][line["tokens"]] == round(line["speedup"], 2)
+    for hidden in 1280, 1024, 768:
+        assert messages.describe_slowdown(backend, hidden) == (
+            "BF16 is likely to be faster (one layer of hidden size 1,024 on an H200, times BF16's speed: 0.63 with "
+            "2,048 tokens, 0.53 with 8,192 tokens, 1.06 with 32,768 tokens)"
+        )
 
 
 def test_a_backend_that_was_not_measured_promises_nothing(caplog: pytest.LogCaptureFixture) -> None:

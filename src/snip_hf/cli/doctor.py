@@ -259,7 +259,7 @@ def _attention(model: Any) -> str:
 def _speed(model: Any, backend: Backend, has_adapters: bool) -> str:
     """Returns the speed that the backend had for the nearest hidden size that was measured, and its conditions."""
     from ..kernels.backend import BACKENDS
-    from ..training.messages import describe_speeds, least_tokens
+    from ..training.messages import describe_slowdown, describe_speeds, least_tokens
 
     hidden = getattr(model.config.get_text_config(), "hidden_size", None)
     measured = backend.adapter_speeds if has_adapters else backend.measured_speeds
@@ -271,7 +271,8 @@ def _speed(model: Any, backend: Backend, has_adapters: bool) -> str:
     if not measured or hidden is None:
         return "not measured"
     if hidden < min(measured):
-        return f"not measured below a hidden size of {min(measured)} (yours: {hidden}); BF16 is likely to be faster"
+        slower = describe_slowdown(backend, hidden)
+        return f"not measured below a hidden size of {min(measured)} (yours: {hidden}); {slower}"
     nearest = min(measured, key=lambda size: abs(size - hidden))
     graphs = (
         ". The host may limit it, especially on an H100: try torch_compile_mode='reduce-overhead' if a step has one "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config import SnipConfig
 from ..estimation.batch import is_of_sequences
 from ..estimation.coverage import Coverage
-from ..kernels.backend import BACKENDS
+from ..kernels.backend import BACKENDS, Backend
 from ..kernels.emulated import Emulated
 from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunHook
@@ -213,12 +213,12 @@ class SpeedForecast:
         if self._hidden < least_hidden:
             missing.append(
                 f"below a hidden size of {least_hidden:,} quantization outweighs faster products, and this model has "
-                f"{self._hidden:,}: BF16 is likely to be faster"
+                f"{self._hidden:,}: {describe_slowdown(self._backend, self._hidden)}"
             )
         elif tokens is not None and tokens < (enough := least_tokens(self._hidden)):
             missing.append(
                 f"micro-batches of {tokens:,} tokens are short at this hidden size: take longer or more sequences, "
-                f"with at least {enough:,} tokens"
+                f"with at least {enough:,} tokens; below that {describe_slowdown(self._backend, self._hidden)}"
             )
         return missing
 
@@ -228,6 +228,16 @@ def describe_speeds(speeds: Iterable[tuple[float, float]]) -> str:
     lows, highs = zip(*speeds, strict=True)
     lowest, highest = f"{min(lows):.2f}", f"{max(highs):.2f}"
     return lowest if lowest == highest else f"{lowest} to {highest}"
+
+
+def describe_slowdown(backend: Backend, hidden: int) -> str:
+    """Returns that BF16 is likely to be faster, with the backend's speeds at the nearest hidden size measured."""
+    verdict = "BF16 is likely to be faster"
+    if not backend.layer_speeds:
+        return verdict
+    nearest = min(backend.layer_speeds, key=lambda size: abs(math.log(size / hidden)))
+    speeds = ", ".join(f"{speed:.2f} with {tokens:,} tokens" for tokens, speed in backend.layer_speeds[nearest].items())
+    return f"{verdict} (one layer of hidden size {nearest:,} on an H200, times BF16's speed: {speeds})"
 
 
 def least_tokens(hidden: int) -> int:

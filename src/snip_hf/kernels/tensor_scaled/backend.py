@@ -36,6 +36,13 @@ class TensorScaled(TensorCoreBackend):
     runs_gates = True
     measured_speeds = {2048: (1.12, 1.30), 4096: (1.42, 1.48)}  # noqa: RUF012
     adapter_speeds = {2048: (0.96, 0.96), 4096: (1.38, 1.38)}  # noqa: RUF012
+    # All in MXFP4 on an H200 (docs/results-speed.md, "Where it begins to pay").
+    layer_speeds = {  # noqa: RUF012
+        512: {8192: 0.64},
+        1024: {2048: 0.63, 8192: 0.53, 32768: 1.06},
+        2048: {2048: 0.58, 8192: 0.91, 32768: 1.34},
+        4096: {2048: 0.88, 8192: 1.47, 32768: 1.60},
+    }
 
     def lacks(self, device: torch.device) -> str | None:
         return missing_for_kernels(

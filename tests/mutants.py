@@ -229,8 +229,8 @@ MUTANTS = (
     # Policies and the program.
     Mutant(
         "snip-square-forgotten",
-        '"additive": lambda row: row.weight_divergence**2,',
-        '"additive": lambda row: row.weight_divergence,',
+        "(0.1, lambda row: row.weight_divergence**2)",
+        "(0.1, lambda row: row.weight_divergence)",
         f"{POLICIES}::test_additive_costs_are_the_loss_divergence_and_a_tenth_of_the_weight_divergence_s_square",
     ),
     Mutant(

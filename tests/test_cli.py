@@ -252,7 +252,8 @@ def test_inspect_of_a_broken_plan_or_model_is_one_line_and_2(
     assert error.count("\n") == 1
     assert main(["inspect", str(tmp_path / "none.json")]) == 2
     assert capsys.readouterr().err == (
-        f"snip-hf: {tmp_path / 'none.json'} does not exist; expected a plan, e.g. OUTPUT_DIR/snip/plan.json.\n"
+        f"snip-hf: {tmp_path / 'none.json'} does not exist and cannot be the name of a repository; expected the folder "
+        "of a run, a plan file, or a name such as 'user/model'.\n"
     )
 
 
@@ -362,19 +363,20 @@ def test_a_report_refuses_its_other_folders_before_it_prints_anything(
     assert capsys.readouterr() == ("", error)
 
 
-def test_a_folder_in_place_of_a_plan_or_a_run_is_told_which_one_to_give(
+def test_the_plan_of_a_run_is_read_from_its_folder_and_other_folders_are_refused(
     plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     write_run(plan_path)
     run = tmp_path / "run"
     shutil.copy(plan_path, run / "snip" / "plan.json")
     for folder in (run, run / "snip"):
-        assert main(["inspect", str(folder)]) == 2
-        expected = f"snip-hf: {folder} is a folder; give the plan in it: {run / 'snip' / 'plan.json'}\n"
-        assert capsys.readouterr().err == expected
+        assert main(["inspect", str(folder)]) == 0
+        assert capsys.readouterr().out.startswith("Plan (")
     assert main(["inspect", str(tmp_path / "model")]) == 2
-    expected = f"snip-hf: {tmp_path / 'model'} is a folder; expected a plan, e.g. OUTPUT_DIR/snip/plan.json.\n"
-    assert capsys.readouterr().err == expected
+    assert capsys.readouterr().err == (
+        f"snip-hf: {tmp_path / 'model'} has neither snip/plan.json nor plan.json; expected the output folder of a run "
+        "with SnipCallback, or its folder snip.\n"
+    )
     assert main(["report", str(run / "snip")]) == 2
     assert capsys.readouterr().err == (
         f"snip-hf: {run / 'snip'}/snip/history.jsonl does not exist; "

@@ -33,7 +33,7 @@ from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import ROW_TILE, SQUARE_TILE
-from snip_hf.policies.hessian_trace import hessian_trace
+from snip_hf.policies.hessian_trace import HessianTrace
 from snip_hf.policies.kl import BINS, KL, histogram, inner_edges, kl_divergence
 
 # Those with noise give divergences in place of a figure of their own: tests/policies/test_snip_paper.py.
@@ -204,7 +204,7 @@ def estimated_traces(
         for name, sample in probe.layers.items():
             draws = [(seed, 5, index) for index in range(probes)]
             directions = [random_direction(name, layers[name].weight, draw) for draw in draws]
-            found[name].append(float(hessian_trace(name, sample, directions)))
+            found[name].append(float(HessianTrace.trace_of(name, sample, directions)))
     return found
 
 
@@ -238,10 +238,10 @@ def test_a_trace_is_the_mean_of_products_and_stands_for_all_tokens_by_their_numb
                 for i in range(12):
                     moved = g_dot[t, o] * sample.x[t, i] + sample.grad_output[t, o] * x_dot[t, i]
                     total += float(z[o, i] * moved)
-    assert float(hessian_trace("up", sample, directions)) == pytest.approx(4 * total / probes, rel=1e-4)
+    assert float(HessianTrace.trace_of("up", sample, directions)) == pytest.approx(4 * total / probes, rel=1e-4)
     # Which probe a missing derivative was of is not known.
     with pytest.raises(ValueError, match="Layer 'up' has derivatives along only 2 of 3 directions"):
-        hessian_trace("up", replace(sample, x_dot=sample.x_dot[1:]), directions)
+        HessianTrace.trace_of("up", replace(sample, x_dot=sample.x_dot[1:]), directions)
 
 
 @pytest.mark.parametrize("fmt", fp4_config().formats[::-1])

@@ -30,7 +30,7 @@ from snip_hf.kernels.emulated import EMULATED, STATE_SIZE
 from snip_hf.kernels.hopper import backend as hopper
 from snip_hf.kernels.hopper.backend import Hopper
 from snip_hf.kernels.tensor_core import TiedInput
-from snip_hf.layers.state import pack_states, set_rank, set_step, snip_linears
+from snip_hf.layers.state import PackedStates, set_step, snip_linears
 from snip_hf.numerics.formats import E2M1, format_of_code
 from snip_hf.numerics.gemms import GEMMS, ROW_TILE, SQUARE_TILE, TILE
 from snip_hf.numerics.rounding import Quantized
@@ -320,7 +320,7 @@ class TestOneLayer:
         grad_output = randn(256, O, seed=9, device=device)
 
         def backward(part: slice, rank: int, ranks: int) -> dict[str, Tensor]:
-            set_rank({"layer": layer}, rank, ranks)
+            PackedStates({"layer": layer}).set_rank(rank, ranks)
             layer.zero_grad()
             given = x[part].detach().requires_grad_()
             with torch.autocast(device, BF16):
@@ -774,7 +774,7 @@ def model_on(backend: str, family: str, device: str, formats: tuple[str, ...] | 
     convert_model(model, fp4_config(backend="emulated"))
     draw = torch.Generator().manual_seed(3)
     layers = snip_linears(model)
-    pack_states(layers)
+    PackedStates(layers)
     for layer in layers.values():
         chosen = formats or [("fp8", "fp4")[torch.randint(0, 2, (), generator=draw)] for _ in GEMMS]
         layer.set_formats(dict(zip(GEMMS, chosen, strict=True)))
@@ -1048,7 +1048,7 @@ def test_layers_are_one_graph_and_new_plans_and_steps_compile_nothing(
     model = Siblings()
     convert_model(model, fp4_config())
     layers = snip_linears(model)
-    pack_states(layers)
+    PackedStates(layers)
     for layer in layers.values():
         layer.use_backend(HOPPER)
         if kept:
@@ -1082,7 +1082,7 @@ def test_each_pattern_of_bf16_is_a_graph_of_its_own_and_returning_to_one_compile
     model = Siblings()
     convert_model(model, fp4_config())
     layers = snip_linears(model)
-    pack_states(layers)
+    PackedStates(layers)
     for layer in layers.values():
         layer.use_backend(HOPPER)
     torch._dynamo.reset()
@@ -1122,7 +1122,7 @@ class TestCompiled:
         model = tiny_llama(hidden=256, layers=1).to("cuda", BF16)
         convert_model(model, fp4_config(backend="hopper"))
         layers = snip_linears(model)
-        pack_states(layers)
+        PackedStates(layers)
         of_formats(layers, "fp8", "fp8", "fp8")
         if tied:
             tie(model)

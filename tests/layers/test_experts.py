@@ -30,7 +30,6 @@ from snip_hf.layers.selection import skip_reasons
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.numerics.random_streams import matrix_keys
-from snip_hf.parallel.ranks import Ranks
 from snip_hf.training.swapped_layers import use_backend
 
 HIGH = fp4_config(start_format="bf16")
@@ -352,7 +351,7 @@ class TestBackends:
         layers = snip_linears(model)
         logger = logging.getLogger("snip_hf")
         with caplog.at_level(logging.INFO, "snip_hf"):
-            use_backend(layers, Alone(), Ranks(), None, fp4_config(), logger)
+            use_backend(layers, Alone(), None, fp4_config(), logger)
         assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
             "snip-hf: backend alone runs no grouped products: 4 layers, such as "
             "model.layers.0.mlp.experts.gate_up_proj, are emulated, slower than BF16. Name them in skip_modules to "
@@ -360,7 +359,7 @@ class TestBackends:
         ]
         caplog.clear()
         with caplog.at_level(logging.INFO, "snip_hf"):
-            use_backend(layers, EMULATED, Ranks(), None, fp4_config(), logger)
+            use_backend(layers, EMULATED, None, fp4_config(), logger)
         assert "runs no grouped products" not in caplog.text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from small import convert_in_formats
 from torch import Tensor, nn
 
 from snip_hf import SnipConfig, SnipLinear, convert_model, restore_model
-from snip_hf.kernels.backend import BACKENDS, Backend, register_backend
-from snip_hf.kernels.emulated import EMULATED, Emulated
+from snip_hf.kernels.backend import BACKENDS, register_backend
+from snip_hf.kernels.emulated import Emulated
 from snip_hf.layers.kinds import LAYER_KINDS, LayerKind, kind_of, known_weights, register_layer_kind
 from snip_hf.layers.layer import SnipLayer
 from snip_hf.layers.selection import skip_reasons
@@ -123,17 +124,14 @@ def test_several_matrices_in_one_weight_need_a_forward_of_their_own() -> None:
     )
 
 
-def test_a_layer_that_refuses_a_backend_runs_emulated() -> None:
+def test_a_layer_that_a_backend_refuses_runs_emulated() -> None:
     class Alone(Emulated):
         name = "alone"
 
-    class Refuses(SnipScale):
-        def refused_by(self, backend: Backend) -> str | None:
-            return None if backend is EMULATED else "too odd"
+        def refuses(self, layer: Any) -> str | None:
+            return "too odd" if isinstance(layer, SnipScale) else None
 
-    kind = ScaleKind()
-    kind.layer = Refuses
-    register_layer_kind(kind)
+    register_layer_kind(ScaleKind())
     model = block(up=nn.Linear(8, 8), small=Scale(8))
     with restored(BACKENDS):
         register_backend(Alone())

@@ -37,7 +37,7 @@ from snip_hf import SnipLinear, SnipLinearConfig, convert_model, register_linear
 from snip_hf.layers.kinds import LAYER_KINDS
 from snip_hf.layers.linear import LINEAR_CLASSES, SnipConv1D
 from snip_hf.layers.selection import skip_reasons
-from snip_hf.layers.state import PackedStates, pack_states, plain_name, set_rank, set_step, snip_linears
+from snip_hf.layers.state import PackedStates, plain_name, set_step, snip_linears
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 
@@ -249,63 +249,38 @@ class TestStep:
         assert torch.equal(other["y"], first["y"]) and torch.equal(other["bias"], first["bias"])
         assert not torch.equal(other["x"], first["x"]) and not torch.equal(other["weight"], first["weight"])
 
-    def test_setting_the_step_writes_the_oracle_s_keys_and_leaves_formats_alone(self) -> None:
-        """Keys of both signs, whether the states are one tensor (`pack_states`) or one each, or some of either."""
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_setting_the_step_writes_the_oracle_s_keys_and_leaves_formats_alone(self, packed: bool) -> None:
+        """Keys of both signs, whether the states are rows of one tensor or one tensor each."""
         model = build("llama")
         convert_model(model, fp4_config())
         layers = snip_linears(model)
         for index, layer in enumerate(layers.values()):
             layer.set_formats(dict(zip(GEMMS, COMBINATIONS[index], strict=True)))
         before = states(model)
+        write = PackedStates(dict(reversed(layers.items()))).set_step if packed else functools.partial(set_step, layers)
+        for key in ((2**40 + 1, 77, 5), (0, 1, 0), (2**64 - 1, 2**32 - 1, 3)):
+            write(*key)
+            numbers = {name: key_number(*key, zlib.crc32(name.encode())) for name in layers}
+            assert states(model) == {name: [*before[name][:3], numbers[name], 0, 1] for name in layers}
+            assert {number < 0 for number in numbers.values()} == {True, False}
 
-        def expected(*key: int) -> dict[str, list[int]]:
-            names = {name: zlib.crc32(name.encode()) for name in layers}
-            return {name: [*before[name][:3], key_number(*key, names[name]), 0, 1] for name in layers}
-
-        for packed in (False, True):
-            for key in ((2**40 + 1, 77, 5), (0, 1, 0), (2**64 - 1, 2**32 - 1, 3)):
-                set_step(layers, *key)
-                assert states(model) == expected(*key)
-                assert {numbers[3] < 0 for numbers in states(model).values()} == {True, False}
-            if not packed:
-                pack_states(layers)
-                assert len({layer.snip_state.untyped_storage().data_ptr() for layer in layers.values()}) == 1
-        set_step(dict(reversed(layers.items())), 2**64 - 1, 2**32 - 1, 3)
-        assert states(model) == expected(2**64 - 1, 2**32 - 1, 3)
-        first, *others = list(layers)
-        some = {name: layers[name] for name in reversed(others)}
-        set_step(some, 3, 4, 5)
-        assert states(model) == {**expected(3, 4, 5), first: expected(2**64 - 1, 2**32 - 1, 3)[first]}
-
-    def test_a_layer_moved_out_of_the_common_tensor_is_still_keyed(self) -> None:
-        """`module.to(device)` does this: it gives the buffer a new tensor."""
+    def test_packed_states_are_rows_of_one_tensor_until_a_layer_gets_another_state(self) -> None:
+        """As by `module.to(device)`."""
         model = build("llama")
-        convert_model(model, fp4_config())
-        layers = snip_linears(model)
-        pack_states(layers)
-        moved = list(layers)[3]
-        layers[moved].snip_state = layers[moved].snip_state.clone()
-        set_step(layers, 1, 2, 3)
-        wanted = {name: key_number(1, 2, 3, zlib.crc32(name.encode())) for name in layers}
-        assert {name: numbers[3] for name, numbers in states(model).items()} == wanted
-
-    def test_packed_states_are_written_as_one_until_a_layer_gets_another_state(self) -> None:
-        model, twin = build("llama"), build("llama")
-        for one in (model, twin):
-            convert_model(one, fp4_config())
-        layers, expected = snip_linears(model), snip_linears(twin)
-        assert not PackedStates(layers).set_step(1, 2, 3)  # each layer has a tensor of its own
-        pack_states(dict(reversed(layers.items())))
-        packed = PackedStates(layers)
-        assert packed.set_step(2**64 - 1, 2**32 - 1, 3) and packed.set_rank(3, 8)
-        set_step(expected, 2**64 - 1, 2**32 - 1, 3)
-        set_rank(expected, 3, 8)
-        assert states(model) == states(twin)
-        name, before = list(layers)[3], states(model)
+        convert_model(model, fp4_config(seed=9))
+        layers, before = snip_linears(model), states(model)
+        packed, name = PackedStates(layers), list(layers)[3]
+        assert packed.are_in_place and states(model) == before
+        assert len({layer.snip_state.untyped_storage().data_ptr() for layer in layers.values()}) == 1
+        layers[name].set_formats(dict.fromkeys(GEMMS, "fp4"))
+        assert states(model) == {**before, name: [2, 2, 2, *before[name][3:]]}
         layers[name].snip_state = layers[name].snip_state.clone()
-        assert not packed.set_step(1, 2, 3) and not packed.set_rank(0, 1) and states(model) == before
+        assert not packed.are_in_place
+        again = PackedStates(layers)
+        assert again.are_in_place and not packed.are_in_place
         layers[name].restore()
-        assert not packed.set_step(1, 2, 3)
+        assert not again.are_in_place
 
     def test_a_rank_that_is_set_again_is_not_brought_to_the_device_again(self) -> None:
         found = []
@@ -321,35 +296,20 @@ class TestStep:
         layers = snip_linears(model)
         for layer in layers.values():
             layer.snip_state = layer.snip_state.to("meta")
-        pack_states(layers)
         packed = PackedStates(layers)
         packed.set_rank(3, 8)
         with Copies():
-            assert packed.set_rank(3, 8)
+            packed.set_rank(3, 8)
         assert found == [("meta", "meta")]
 
-    def test_packing_keeps_states_and_formats_can_still_be_written(self) -> None:
-        model = build("llama")
-        convert_model(model, fp4_config(seed=9))
-        layers = snip_linears(model)
-        before = states(model)
-        pack_states(layers)
-        assert states(model) == before
-        name = list(layers)[4]
-        layers[name].set_formats(dict.fromkeys(GEMMS, "fp4"))
-        assert states(model) == {**before, name: [2, 2, 2, *before[name][3:]]}
-
-    @pytest.mark.parametrize("packed", [False, True])
-    def test_the_rank_stays_what_it_was_set_to(self, packed: bool) -> None:
+    def test_the_rank_stays_what_it_was_set_to(self) -> None:
         model = build("llama")
         convert_model(model, fp4_config())
-        layers = snip_linears(model)
-        if packed:
-            pack_states(layers)
-        before = states(model)
-        set_rank(layers, 3, 8)
+        layers, before = snip_linears(model), states(model)
+        packed = PackedStates(layers)
+        packed.set_rank(3, 8)
         assert states(model) == {name: [*numbers[:4], 3, 8] for name, numbers in before.items()}
-        set_step(layers, 1, 2, 3)
+        packed.set_step(1, 2, 3)
         next(iter(layers.values())).set_formats(dict.fromkeys(GEMMS, "fp4"))
         assert all(numbers[4:] == [3, 8] for numbers in states(model).values())
 
@@ -378,7 +338,7 @@ class TestRanks:
         x = self.exact(self.TOKENS, 256, seed=1, steps=2)[first:last]
         grad_output = self.exact(self.TOKENS, 384, seed=2, steps=16)[first:last]
         layer = self.layer()
-        set_rank({"layer": layer}, rank, ranks)
+        PackedStates({"layer": layer}).set_rank(rank, ranks)
         found = gradients(layer, x, grad_output * scale)
         return [found["y"], found["x"], found["weight"]]
 

@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from configs import fp4_config
 from pages import Page, hash_of
 from written_runs import random_assignments, write_divergence, write_losses, write_run
@@ -145,8 +144,3 @@ def test_a_page_replaces_a_file_or_a_link_and_is_not_written_through_it(tmp_path
     assert write_page(path, {"a run": load_run(tmp_path)}) == path
     assert victim.read_text() == "mine" and not path.is_symlink()
     assert path.read_text().startswith("<!doctype html>")
-
-
-def test_a_page_of_no_run_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^There is no run to report on"):
-        page({})

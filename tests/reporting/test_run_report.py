@@ -23,10 +23,8 @@ from snip_hf.costs.timing import Machine, MeasuredCost
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
-from snip_hf.records.events import Alarm
 from snip_hf.records.load import load_run
 from snip_hf.registry import UnknownName
-from snip_hf.reporting.facts import last_decided
 from snip_hf.reporting.figures import divergence_figure, plan_figure, write_figures
 from snip_hf.reporting.run_report import print_run, run_report
 from snip_hf.reporting.tables import stage_table
@@ -599,30 +597,3 @@ def test_reasons_of_a_large_model_are_the_cheapest_and_most_expensive_of_each_st
     of_first = [block for stage, block in shown if stage == "0"]
     # FLOPs differ between even and odd layers, and so do prices per FLOP.
     assert (len(of_first), min(of_first), max(of_first)) == (32, 0, 19)
-
-
-def test_the_last_refresh_is_known_whatever_the_guard_raised_since(tmp_path: Path) -> None:
-    assignments = random_assignments(3)
-    write_run(tmp_path, assignments)
-    assert last_decided(load_run(tmp_path)) == 200
-    layer = next(iter(assignments[0]))
-    alarm = Alarm(
-        step=250,
-        figure="loss",
-        value=None,
-        limit=None,
-        action="raised",
-        reason="The loss is nan",
-        failures=1,
-        changes={f"{layer}:forward": (assignments[2][layer]["forward"], "bf16")},
-    )
-    with (tmp_path / "snip" / "history.jsonl").open("a") as file:
-        file.write(json.dumps(alarm.to_record()) + "\n")
-    run = load_run(tmp_path)
-    assert run.plans[-1][1].assignment[layer]["forward"] == "bf16"
-    assert last_decided(run) == 200
-
-
-def test_a_run_without_a_new_plan_has_decided_nothing(tmp_path: Path) -> None:
-    write_run(tmp_path, random_assignments(2), kept=(1,))
-    assert last_decided(load_run(tmp_path)) is None

@@ -11,7 +11,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,28 +35,23 @@ _EXAMPLES = """examples:
 
 `snip-hf COMMAND --help` shows the options of a command."""
 _RUN = "the Trainer's output_dir, one of its checkpoints, or a repository of the Hub (USER/NAME[@REVISION])"
-_PLAN = "a plan, e.g. OUTPUT_DIR/snip/plan.json"
+_PLAN = "a plan file, the folder of a run, or a repository of the Hub"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; argparse exits on `--help`, `--version` and wrong usage."""
     try:
-        code = _run(build_parser().parse_args(argv))
+        arguments = build_parser().parse_args(argv)
+        import_modules(getattr(arguments, "modules", ()))
+        with needed_by(f"The command {arguments.command!r}"):
+            module = importlib.import_module(f".{arguments.module}", __name__)
+            code = int(getattr(module, arguments.command)(arguments))
         sys.stdout.flush()
         return code
     except BrokenPipeError:
         # The interpreter flushes again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    try:
-        import_modules(getattr(arguments, "modules", ()))
-        with needed_by(f"The command {arguments.command!r}"):
-            return int(arguments.run(arguments))
-    except BrokenPipeError:
-        raise
     except (OSError, ValueError, TypeError, ArithmeticError, MissingExtra) as error:
         return fail(error)
 
@@ -121,16 +116,6 @@ def _setting(text: str) -> tuple[str, Any]:
     raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=VALUE with a YAML value")
 
 
-def _command(module: str, function: str) -> Callable[[argparse.Namespace], int]:
-    """Returns a function that imports a module of this package and runs a command in it."""
-
-    def run(arguments: argparse.Namespace) -> int:
-        code: int = getattr(importlib.import_module(f".{module}", __name__), function)(arguments)
-        return code
-
-    return run
-
-
 def build_parser() -> Parser:
     parser = Parser(
         prog="snip-hf",
@@ -143,7 +128,7 @@ def build_parser() -> Parser:
 
     def add(name: str, help: str, module: str, description: str, imports_modules: bool = True) -> Parser:
         command = commands.add_parser(name, help=help, description=description)
-        command.set_defaults(run=_command(module, name))
+        command.set_defaults(module=module)  # has a function of the command's name
         if imports_modules:
             add_import(command)
         return command
@@ -172,7 +157,7 @@ def build_parser() -> Parser:
         "Print a plan: the format of each GEMM, its stages, and the run and settings behind it. With --model, check "
         "whether the plan fits the model; the exit code is 1 if it does not.",
     )
-    inspect.add_argument("plan", type=Path, metavar="plan.json", help=_PLAN)
+    inspect.add_argument("plan", type=Path, metavar="PLAN", help=_PLAN)
     inspect.add_argument(
         "--model", metavar="NAME_OR_DIR", help="a causal LM, as a folder or a name on the Hub; only its config is read"
     )
@@ -200,7 +185,7 @@ def build_parser() -> Parser:
         "Write a plan for another library, or a checkpoint with quantized weights. If the target does not support the "
         "formats of some layers, list these layers, write nothing and exit with code 1.",
     )
-    export.add_argument("plan", type=Path, metavar="plan.json", help=_PLAN)
+    export.add_argument("plan", type=Path, metavar="PLAN", help=_PLAN)
     export.add_argument(
         "--to",
         required=True,

@@ -16,10 +16,10 @@ from torch import nn
 from ..config import SnipConfig
 from ..costs.flops import linear_flops
 from ..integrations.export import NotExpressible, export_plan
+from ..integrations.hub import load_plan
 from ..json_io import read_json, write_atomic
 from ..layers.convert import convert_model
 from ..planning.plan import PrecisionPlan
-from ..records.run_folder import FOLDER
 from ..text import printable
 from . import fail
 
@@ -94,20 +94,6 @@ def export(arguments: argparse.Namespace) -> int:
     for name, kind in stored.items():
         print(f"  {name}: {kind}")
     return 0
-
-
-def load_plan(path: Path) -> PrecisionPlan:
-    """Reads a plan; if the path is a folder, the error names the plan in it."""
-    try:
-        return PrecisionPlan.load(path)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path} does not exist; expected a plan, e.g. OUTPUT_DIR/snip/plan.json.") from error
-    except OSError:
-        plans = [one for one in (path / "plan.json", path / FOLDER / "plan.json") if one.is_file()]
-        if not path.is_dir():
-            raise
-        advice = f"give the plan in it: {plans[0]}" if plans else "expected a plan, e.g. OUTPUT_DIR/snip/plan.json."
-        raise IsADirectoryError(f"{path} is a folder; {advice}") from None
 
 
 def compare_with_model(plan: PrecisionPlan, name: str) -> int:

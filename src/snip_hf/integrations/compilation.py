@@ -31,12 +31,7 @@ def compile_by_regions(config: SnipConfig, args: TrainingArguments, accelerator:
     plugin = getattr(accelerator, "dynamo_plugin", None)
     if not args.torch_compile or plugin is None or plugin.use_regional_compilation or REGIONS in os.environ:
         return
-    if is_emulated(config, args):
+    if select_backend(config.backend, args.device, formats_in_use(config)).is_emulation:
         return
     plugin.use_regional_compilation = True
     logger.info("snip-hf: the decoder layers are compiled one by one; %s=false compiles the whole model.", REGIONS)
-
-
-def is_emulated(config: SnipConfig, args: TrainingArguments) -> bool:
-    """Returns True if the kernels of a run are slower than BF16."""
-    return select_backend(config.backend, args.device, formats_in_use(config)).is_emulation

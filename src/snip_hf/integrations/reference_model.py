@@ -58,13 +58,11 @@ class ReferenceModel:
                 f"the trained model. {_ADVICE}"
             )
         self._model = model = unwrap(model)
-        was_converted = bool(snip_linears(model))
         convert_model(model, config)
         self._layers = snip_linears(model)
         own = snip_linears(controller.model)
         if other := [name for name in {**own, **self._layers} if _shape(own, name) != _shape(self._layers, name)]:
-            if not was_converted:
-                restore_model(model)
+            restore_model(model)
             raise ValueError(
                 f"The layers of the reference model differ from those of the trained model: {other[0]!r} is "
                 f"{_shape(self._layers, other[0])} in the reference and {_shape(own, other[0])} in the trained "

@@ -108,7 +108,8 @@ class LossSeam:
         """Number of items in the step, as passed by training; None if the loss does not use it."""
         kind = getattr(type(trainer), _NAME)
         # The losses of Trainer and of TRL's SFTTrainer are means over tokens, so sequences can be cut.
-        can_be_cut = _NAME not in vars(trainer) and (kind is Trainer.compute_loss or _is_of_trl(kind, "SFTTrainer"))
+        is_of_sft = _is_trl(kind) and kind.__qualname__ == f"SFTTrainer.{_NAME}"
+        can_be_cut = _NAME not in vars(trainer) and (kind is Trainer.compute_loss or is_of_sft)
         self._objective = Objective(self._compute, terms_of(trainer), can_be_cut)
         self._wrapped = Wrapped(trainer, _NAME, self._call)
 
@@ -188,10 +189,6 @@ _TERMS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "GRPOTrainer": _completion_tokens,
     "RLOOTrainer": _sequences,
 }
-
-
-def _is_of_trl(function: Any, owner: str) -> bool:
-    return _is_trl(function) and getattr(function, "__qualname__", "") == f"{owner}.{_NAME}"
 
 
 def _is_trl(thing: Any) -> bool:

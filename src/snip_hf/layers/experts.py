@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.emulated import unquantized
+from ..parallel.zero3 import whole_shape
 from .kinds import LayerKind, register_layer_kind
 from .layer import STATE, Dispatch, SnipLayer
 
@@ -62,7 +63,7 @@ class SnipExperts(SnipLayer):
         self.parameter = parameter
         self.is_transposed = bool(owner.is_transposed)
         """True if the parameter is stored as (E, I, O)."""
-        shape = _shape(owner._parameters[parameter])
+        shape = whole_shape(owner.get_parameter(parameter))
         self.num_matrices = shape[0]
         self.out_features, self.in_features = shape[:0:-1] if self.is_transposed else shape[1:]
 
@@ -152,7 +153,7 @@ class Experts(LayerKind):
         if not hasattr(getattr(module, "config", None), "_experts_implementation"):
             return "no config that names an experts implementation"
         parts = self.parts(module)
-        if [len(_shape(module._parameters.get(part))) for part in parts] != [3] * len(parts):
+        if [len(whole_shape(weight)) for weight in self.weights(module)] != [3] * len(parts):
             return f"no parameters {' and '.join(parts)} of three dimensions"
         return None
 
@@ -177,12 +178,6 @@ class Experts(LayerKind):
             layers[part] = SnipExperts(module, part)
         layers.train(module.training)
         return tuple(layers[part] for part in missing)  # type: ignore[misc]
-
-
-def _shape(weight: nn.Parameter | None) -> tuple[int, ...]:
-    """Returns the shape of the whole parameter; () for None."""
-    # DeepSpeed's ZeRO-3 leaves an empty tensor on each rank.
-    return () if weight is None else tuple(getattr(weight, "ds_shape", weight.shape))
 
 
 register_layer_kind(Experts())

@@ -186,13 +186,9 @@ class SnipLayer(nn.Module):
         self.snip_state[: len(GEMMS)] = UNQUANTIZED.code
         self.snip_is_plain = True
 
-    def refused_by(self, backend: Backend) -> str | None:
-        """Returns why a backend cannot run this layer, so that the emulated one does; None if it can."""
-        return backend.refuses(self)
-
     def use_backend(self, backend: Backend) -> None:
-        """Runs the layer on a backend from now on, in its present formats; on the emulated one if `refused_by`."""
-        self.snip_backend = backend if self.refused_by(backend) is None else EMULATED
+        """Runs the layer on a backend from now on, in its present formats; on the emulated one if it refuses."""
+        self.snip_backend = backend if backend.refuses(self) is None else EMULATED
         self.snip_backend.attach(self)
 
     def restore(self) -> None:

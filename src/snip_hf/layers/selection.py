@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from ..config import DoesNotFit, SnipConfig
 from ..parallel.tensor_parallel import split_of
+from ..parallel.zero3 import whole_shape
 from ..text import printable
 from .adapters import ADAPTER, adapter_reasons
 from .kinds import LayerKind, kind_of, known_weights
@@ -270,7 +271,7 @@ class WeightMatrix:
     @property
     def size(self) -> int:
         """Elements, on all ranks that share it."""
-        return math.prod(_shape(self.parameter))
+        return math.prod(whole_shape(self.parameter))
 
 
 def weight_matrices(model: nn.Module, config: SnipConfig | None) -> list[WeightMatrix]:
@@ -297,16 +298,15 @@ def weight_matrices(model: nn.Module, config: SnipConfig | None) -> list[WeightM
             reason: str | None = f"no registered layer kind handles {type(module).__name__}"
             if kind == EXPERTS:
                 reason = f"{type(module).__name__} does not run through transformers' ExpertsInterface"
-            if any(parameter is weight for weight in known_weights(module)):
-                # A module of several layers has one for each parameter, under its name.
-                reason = reasons[name] if name in reasons else reasons[f"{name}.{own_name}"]
-            elif f"{name}.{own_name}" in reasons:  # a layer of the module around this one
+            if f"{name}.{own_name}" in reasons:  # one of several layers of this module, or of the one around it
                 reason = reasons[f"{name}.{own_name}"]
+            elif any(parameter is weight for weight in known_weights(module)):
+                reason = reasons[name]
             elif reasons.get(name.partition(_PARAMETRIZED)[0]) is not None:  # a part of a computed weight
                 reason = reasons[name.partition(_PARAMETRIZED)[0]]
             elif adapters.get(id(module)) == ADAPTER:
                 reason = ADAPTER
-            elif routers.is_of_class(module, (*_shape(parameter), 0)[0]):
+            elif routers.is_of_class(module, (*whole_shape(parameter), 0)[0]):
                 reason = ROUTER
             place = without_numbers(name if own_name == "weight" else f"{name}.{own_name}".lstrip("."))
             kind = ROUTER if reason == ROUTER else kind
@@ -331,7 +331,7 @@ def layer_reasons(model: nn.Module, config: SnipConfig | None) -> Mapping[str, s
 
 def _kind(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
     described, last = type(module).__name__, name.rpartition(".")[2]
-    if len(_shape(parameter)) > 2 and "expert" in f"{described}.{last}".lower():
+    if len(whole_shape(parameter)) > 2 and "expert" in f"{described}.{last}".lower():
         return EXPERTS
     if "router" in f"{described}.{last}".lower() or last == "gate":
         return ROUTER
@@ -351,7 +351,7 @@ def describe_unswapped(matrices: list[WeightMatrix]) -> str:
     groups: dict[tuple[str, str, str], list[int]] = {}
     of_adapters = 0
     for one in matrices:
-        if one.reason is None or one.is_aside or len(_shape(one.parameter)) < 2:
+        if one.reason is None or one.is_aside or len(whole_shape(one.parameter)) < 2:
             continue
         if one.reason == ADAPTER:
             of_adapters += 1
@@ -366,11 +366,3 @@ def describe_unswapped(matrices: list[WeightMatrix]) -> str:
     more = [f"and {len(ordered) - _MOST_NAMED} more"] * (len(ordered) > _MOST_NAMED)
     adapters = [f"{of_adapters} {'matrix' if of_adapters == 1 else 'matrices'} of adapters"] * (of_adapters > 0)
     return ", ".join(texts + more + adapters)
-
-
-def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Returns the shape of the whole parameter; () for one that has no shape yet."""
-    if is_lazy(parameter):
-        return ()
-    # DeepSpeed's ZeRO-3 leaves an empty tensor on each rank.
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))

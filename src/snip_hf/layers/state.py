@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from operator import is_
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..kernels.emulated import STATE_SIZE
 from ..kernels.launching import kept_on_device, on_device
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
@@ -63,77 +63,51 @@ def block_of(layer: str) -> str:
     return match.group() if match else layer
 
 
-def pack_states(layers: Mapping[str, SnipLayer]) -> None:
-    """Packs the states of the layers on each device into the rows of one tensor, which `set_step` writes at once."""
-    devices: dict[torch.device, list[SnipLayer]] = {}
-    for layer in layers.values():
-        devices.setdefault(layer.snip_state.device, []).append(layer)
-    for members in devices.values():
-        for layer, row in zip(members, torch.stack([layer.snip_state for layer in members]).unbind(), strict=True):
-            layer.snip_state = row
-
-
 class PackedStates:
-    """The states that `pack_states` packed, written without a loop over the layers.
+    """The states of layers as rows of one tensor per device, which are written without a loop over the layers.
 
     Args:
-        layers: name -> layer.
+        layers: name -> layer; their states become such rows.
     """
 
     def __init__(self, layers: Mapping[str, SnipLayer]) -> None:
+        devices: dict[torch.device, list[SnipLayer]] = {}
+        for layer in layers.values():
+            devices.setdefault(layer.snip_state.device, []).append(layer)
+        self._packed: list[tuple[Tensor, np.ndarray[Any, Any]]] = []
+        """The tensor of each device, a row per layer, and the keys of its layers."""
+        for members in devices.values():
+            packed = torch.stack([layer.snip_state for layer in members])
+            for layer, row in zip(members, packed.unbind(), strict=True):
+                layer.snip_state = row
+            self._packed.append((packed, np.array([layer.snip_key for layer in members], dtype=np.uint64)))
         self._buffers = [layer._buffers for layer in layers.values()]
         self._states = [layer.snip_state for layer in layers.values()]
-        bases = [state._base for state in self._states]
-        rows = sorted(range(len(bases)), key=lambda index: self._states[index].storage_offset())
-        base = bases[0] if bases and all(other is bases[0] for other in bases) else None
-        self._base = base if base is not None and base.shape == (len(bases), STATE_SIZE) else None
-        keys = [layer.snip_key for layer in layers.values()]
-        self._keys = np.array([keys[row] for row in rows], dtype=np.uint64)
 
-    def writable(self) -> Tensor | None:
-        """Returns the packed tensor; None if there is none, or if a layer has got another state since."""
-        found = [buffers.get(STATE) for buffers in self._buffers]
-        return self._base if all(map(is_, found, self._states)) else None
+    @property
+    def are_in_place(self) -> bool:
+        """False if a layer has got another state since."""
+        return all(map(is_, [buffers.get(STATE) for buffers in self._buffers], self._states))
 
-    def set_step(self, seed: int, step: int, micro_batch: int) -> bool:
-        """Does the work of the function `set_step`; returns False if nothing was written."""
-        base = self.writable()
-        if base is not None:
-            keys = stream_key(seed, step, micro_batch, self._keys, GRAD_OUTPUT)
-            base[:, KEY] = on_device(torch.from_numpy(keys.view(np.int64)), base.device)
-        return base is not None
+    def set_step(self, seed: int, step: int, micro_batch: int) -> None:
+        """Does the work of the function `set_step`."""
+        for packed, names in self._packed:
+            keys = stream_key(seed, step, micro_batch, names, GRAD_OUTPUT)
+            packed[:, KEY] = on_device(torch.from_numpy(keys.view(np.int64)), packed.device)
 
-    def set_rank(self, rank: int, ranks: int) -> bool:
-        """Does the work of the function `set_rank`; returns False if nothing was written."""
-        base = self.writable()
-        if base is not None:
-            base[:, KEY + 1 :] = kept_on_device((rank, ranks), base.device)
-        return base is not None
+    def set_rank(self, rank: int, ranks: int) -> None:
+        """Sets this process's rank among the `ranks` processes that share a batch.
+
+        Ranks then draw different random numbers. If all have the same number of tokens, a multiple of 4, they draw
+        together what one process with all tokens would draw (`random_streams.rank_stream`).
+        """
+        for packed, _ in self._packed:
+            packed[:, KEY + 1 :] = kept_on_device((rank, ranks), packed.device)
 
 
 def set_step(layers: Mapping[str, SnipLayer], seed: int, step: int, micro_batch: int) -> None:
     """Keys the layers' random numbers: one stream per (seed, step, micro-batch, layer name)."""
     names = np.array([layer.snip_key for layer in layers.values()], dtype=np.uint64)
     keys = torch.from_numpy(stream_key(seed, step, micro_batch, names, GRAD_OUTPUT).view(np.int64))
-    packed: dict[int, list[int]] = {}
-    states = [layer.snip_state for layer in layers.values()]
-    for index, state in enumerate(states):
-        packed.setdefault(id(state if state._base is None else state._base), []).append(index)
-    for members in packed.values():
-        base = states[members[0]]._base
-        if base is not None and base.shape == (len(members), STATE_SIZE):
-            members.sort(key=lambda index: states[index].storage_offset())
-            base[:, KEY] = on_device(keys[members], base.device)
-        else:
-            for index in members:
-                states[index][KEY] = keys[index]
-
-
-def set_rank(layers: Mapping[str, SnipLayer], rank: int, ranks: int) -> None:
-    """Sets this process's rank among the `ranks` processes that share a batch.
-
-    Ranks then draw different random numbers. If all have the same number of tokens, a multiple of 4, they draw together
-    what one process with all tokens would draw (`random_streams.rank_stream`).
-    """
-    for layer in layers.values():
-        layer.snip_state[KEY + 1 :] = torch.tensor([rank, ranks])
+    for layer, key in zip(layers.values(), keys, strict=True):
+        layer.snip_state[KEY] = key

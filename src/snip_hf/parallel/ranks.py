@@ -146,15 +146,13 @@ class Ranks:
         """
         if self.size == 1:
             return make()
-        value, failure = None, None
-        if self.is_first:
-            try:
-                value = make()
-            except Exception as error:
-                failure = error
-        found, problem = self.gather([value, None if failure is None else describe(failure)], "decision")[0]
-        if failure is not None:
-            raise failure
+        attempt, value = Attempt(), None
+        with attempt:
+            value = make() if self.is_first else None
+        error = attempt.error
+        found, problem = self.gather([value, None if error is None else describe(error)], "decision")[0]
+        if error is not None:
+            raise error
         if problem is not None:
             raise RuntimeError(f"On rank 0: {problem}")
         result: Result = found

@@ -27,6 +27,11 @@ def is_partitioned(parameter: Tensor) -> bool:
     return hasattr(parameter, "ds_tensor")
 
 
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Returns the shape of a parameter; of a partitioned one, that of all its parts together."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def has_partitions(model: nn.Module) -> bool:
     """Returns True if ZeRO-3 partitions the model's parameters."""
     return any(map(is_partitioned, model.parameters()))
@@ -41,10 +46,11 @@ def are_on_disk(model: nn.Module) -> bool:
 
 def first_row(parameter: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:
     """Returns a parameter's first row, or first number of a vector, and its shape; None if this rank lacks the row."""
+    shape = whole_shape(parameter)
     if not is_partitioned(parameter):
-        held, shape = own_part(parameter.detach()) if has_first_rows(parameter) else None, tuple(parameter.shape)
+        held = own_part(parameter.detach()) if has_first_rows(parameter) else None
     else:
-        held, shape = parameter.ds_tensor.detach(), tuple(parameter.ds_shape)  # type: ignore[attr-defined]
+        held = parameter.ds_tensor.detach()  # type: ignore[attr-defined]
     count = shape[-1] if len(shape) > 1 else 1
     is_there = held is not None and held.numel() >= min(count, math.prod(shape))
     return (held.reshape(-1)[:count] if is_there and held is not None else None), shape

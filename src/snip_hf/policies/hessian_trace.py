@@ -17,33 +17,6 @@ from ..estimation.samples import LayerSample
 from .registry import register_criterion
 
 
-def hessian_trace(layer: str, sample: LayerSample, directions: Sequence[Tensor]) -> Tensor:
-    """Estimates tr H by Hutchinson's method: the mean over the probes of <z, H z>, (1,).
-
-    H z is the derivative of the weight gradient G^T X when all weights move along z. Cross terms with the directions of
-    other layers have mean zero. The sum over the sampled tokens is scaled by the token count, because terms have either
-    sign.
-
-    Args:
-        layer: name of the layer, for errors.
-        sample: holds the derivatives along `directions`.
-        directions: probe -> z ~ N(0, 1), (O, I).
-
-    Raises:
-        ValueError: a direction has no derivative.
-    """
-    if len(sample.x_dot) != len(directions):
-        raise ValueError(
-            f"Layer {layer!r} has derivatives along only {len(sample.x_dot)} of {len(directions)} directions, because "
-            "a router sent it other tokens, so its Hessian trace is unknown. Use another policy for this model."
-        )
-    products = []
-    for z, x_dot, g_dot in zip(directions, sample.x_dot, sample.grad_output_dot, strict=True):
-        left, right = torch.cat([g_dot, sample.grad_output]), torch.cat([sample.x, x_dot])
-        products.append((product(left.t(), right) * z).sum())  # (O, 2 n) x (2 n, I)
-    return sample.tokens / max(1, sample.x.shape[0]) * torch.stack(products).mean(0, keepdim=True)
-
-
 class HessianTrace(LayerCriterion):
     """Mean eigenvalue of H, tr H / numel, times |eW|^2; a negative trace counts as 0."""
 
@@ -51,7 +24,31 @@ class HessianTrace(LayerCriterion):
 
     @classmethod
     def trace_of(cls, layer: str, sample: LayerSample, directions: Sequence[Tensor]) -> Tensor:
-        return hessian_trace(layer, sample, directions)
+        """Estimates tr H by Hutchinson's method: the mean over the probes of <z, H z>, (1,).
+
+        H z is the derivative of the weight gradient G^T X when all weights move along z. Cross terms with the
+        directions of other layers have mean zero. The sum over the sampled tokens is scaled by the token count, because
+        terms have either sign.
+
+        Args:
+            layer: name of the layer, for errors.
+            sample: holds the derivatives along `directions`.
+            directions: probe -> z ~ N(0, 1), (O, I).
+
+        Raises:
+            ValueError: a direction has no derivative.
+        """
+        if len(sample.x_dot) != len(directions):
+            raise ValueError(
+                f"Layer {layer!r} has derivatives along only {len(sample.x_dot)} of {len(directions)} directions, "
+                "because a router sent it other tokens, so its Hessian trace is unknown. Use another policy for this "
+                "model."
+            )
+        products = []
+        for z, x_dot, g_dot in zip(directions, sample.x_dot, sample.grad_output_dot, strict=True):
+            left, right = torch.cat([g_dot, sample.grad_output]), torch.cat([sample.x, x_dot])
+            products.append((product(left.t(), right) * z).sum())  # (O, 2 n) x (2 n, I)
+        return sample.tokens / max(1, sample.x.shape[0]) * torch.stack(products).mean(0, keepdim=True)
 
     def rows(self, name: str) -> Deferred[Rows]:
         sums = self.sums

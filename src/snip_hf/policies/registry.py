@@ -148,7 +148,11 @@ def config_warnings(config: SnipConfig, recompiles_for_bf16: bool) -> list[str]:
     """
     policy = policy_of(config)
     if policy is None:
-        return _fixed_plan_warnings(config)
+        no_effect = (
+            f"decides={config.decides!r} has no effect with fixed_plan={config.fixed_plan!r}: the plan in the file is "
+            "applied to all GEMMs as it is."
+        )
+        return [] if config.decides == ALL else [no_effect]
     found: list[str] = []
     if not policy.aims_at_share and config.target_fp4_fraction not in (None, DEFAULT_FP4_FRACTION):
         found.append(
@@ -175,15 +179,6 @@ def config_warnings(config: SnipConfig, recompiles_for_bf16: bool) -> list[str]:
             f"the limit, or leave {UNQUANTIZED.name!r} out of formats (docs/hopper.md)."
         )
     return found
-
-
-def _fixed_plan_warnings(config: SnipConfig) -> list[str]:
-    if config.decides == ALL:
-        return []
-    return [
-        f"decides={config.decides!r} has no effect with fixed_plan={config.fixed_plan!r}: the plan in the file is "
-        "applied to all GEMMs as it is."
-    ]
 
 
 def _listed(formats: list[str] | tuple[str, ...]) -> str:

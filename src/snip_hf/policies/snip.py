@@ -8,21 +8,18 @@ from ..config import SnipConfig
 from ..estimation.table import Divergence, DivergenceTable
 from .registry import Policy, first_total, register_policy
 
-_WEIGHT_PARTS: dict[str, Callable[[Divergence], float]] = {
-    "additive": lambda row: row.weight_divergence**2,
-    "paper": lambda row: row.weight_divergence,
+# Objective -> weight and form of the weight divergence. Measured (docs/fidelity.md): over 100 and 1,000 steps, the loss
+# divergence "token-fisher" ranks plans best. Adding a tenth of the weight divergence hardly changes the ranking, and it
+# decides between GEMMs without a loss divergence.
+_UPDATES: dict[str, tuple[float, Callable[[Divergence], float]]] = {
+    "additive": (0.1, lambda row: row.weight_divergence**2),
+    "paper": (1.0, lambda row: row.weight_divergence),
 }
-# Measured (docs/fidelity.md): over 100 and 1,000 steps, the loss divergence "token-fisher" ranks plans best. Adding a
-# tenth of the weight divergence hardly changes the ranking, and it decides between GEMMs without a loss divergence.
-_WEIGHT_SHARES = {"additive": 0.1, "paper": 1.0}
 
 
 def snip_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:
     """Prices by both divergences, each divided by its total with everything in the least precise format."""
-    parts: list[tuple[float, Callable[[Divergence], float]]] = [
-        (1.0, lambda row: row.loss_divergence),
-        (_WEIGHT_SHARES[config.objective], _WEIGHT_PARTS[config.objective]),
-    ]
+    parts = [(1.0, lambda row: row.loss_divergence), _UPDATES[config.objective]]
     totals = [first_total(config, table, part) for _, part in parts]
     scaled = [(weight / total, part) for (weight, part), total in zip(parts, totals, strict=True) if total > 0]
     return lambda row: sum(weight * part(row) for weight, part in scaled)

@@ -86,7 +86,18 @@ class PaperEstimate(LayerCriterion):
 
     @classmethod
     def trace_of(cls, layer: str, sample: LayerSample, directions: Sequence[Tensor]) -> Tensor:
-        return squared_responses(sample, RELATIVE_NOISE)
+        """Returns |change of the sampled gradient|^2 / (relative noise size)^2 for each of `PLACES`, (2,).
+
+        Averages over the noise draws; zeros if there are none.
+        """
+        found = []
+        for x_dot, g_dot in zip(sample.x_dot, sample.grad_output_dot, strict=True):
+            # (G + r g)^T (X + r x) - G^T X = r (g^T X + (G + r g)^T x)
+            left = torch.cat([g_dot, sample.grad_output + RELATIVE_NOISE * g_dot])
+            found.append(product(left.t(), torch.cat([sample.x, x_dot])).square().sum())  # (O, 2 n) x (2 n, I)
+        if not found:
+            return sample.x.new_zeros(len(PLACES))
+        return torch.stack(found).view(-1, len(PLACES)).mean(0)
 
     def weight_divergences(self, name: str, keys: tuple[int, int]) -> Deferred[dict[str, Squares]]:
         sums = self.sums
@@ -114,25 +125,6 @@ class PaperEstimate(LayerCriterion):
         on_x = sums.g_w.square().sum() * (sums.rounded("x", name, 1) - sums.x).square().sum() / elements
         on_w = product(sums.g.t(), sums.x).square().sum() * sums.weight_error(name) / sums.w.numel()
         return Deferred((sums.sizes.token_ratio * (on_x + on_w).sqrt())[None], itemgetter(0))
-
-
-def squared_responses(sample: LayerSample, relative: float) -> Tensor:
-    """Returns |change of the sampled gradient|^2 / (relative noise size)^2 for each of `PLACES`, (2,).
-
-    Averages over the noise draws; zeros if there are none.
-
-    Args:
-        sample: holds the changes in the passes with noise.
-        relative: size of the noise, relative to the tensor.
-    """
-    found = []
-    for x_dot, g_dot in zip(sample.x_dot, sample.grad_output_dot, strict=True):
-        # (G + r g)^T (X + r x) - G^T X = r (g^T X + (G + r g)^T x)
-        left = torch.cat([g_dot, sample.grad_output + relative * g_dot])
-        found.append(product(left.t(), torch.cat([sample.x, x_dot])).square().sum())  # (O, 2 n) x (2 n, I)
-    if not found:
-        return sample.x.new_zeros(len(PLACES))
-    return torch.stack(found).view(-1, len(PLACES)).mean(0)
 
 
 def _rows_of(values: list[float]) -> dict[str, Squares]:

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ..estimation.table import Divergence
 from ..json_io import write_atomic
 from ..numerics.gemms import GEMMS
 from ..records.load import Run
-from ..records.run_folder import FOLDER
 from ..text import printable
 
 _TEXT = 2000
-_DIVERGENCE = (
-    "layer",
-    "gemm",
-    "format",
-    "loss_divergence",
-    "weight_divergence",
-    "flops",
-    "weight_bias",
-    "absolute_error",
-    "relative_error",
-    "criterion",
-)
+_DIVERGENCE = [field.name for field in fields(Divergence)]
 _REFRESH = (
     "step",
     "applied_step",
@@ -49,16 +38,11 @@ _REFRESH = (
 _PARTS = {"seconds": ("probe", "solver", "waited"), "memory_mib": ("measured",)}
 
 
-def write_csv(run: Run, out_dir: str | os.PathLike[str] | None = None) -> list[Path]:
-    """Writes plan.csv and, if there is data, refreshes.csv, divergence.csv and losses.csv.
-
-    Args:
-        run: the run.
-        out_dir: the folder. None: RUN_DIR/snip.
+def write_csv(run: Run, folder: Path) -> list[Path]:
+    """Writes plan.csv and, if there is data, refreshes.csv, divergence.csv and losses.csv to a folder.
 
     Returns: the files written.
     """
-    folder = run.folder / FOLDER if out_dir is None else Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     tables: dict[str, tuple[Sequence[str], Iterable[Sequence[Any]]]] = {
         "plan.csv": (("layer", "gemm", "from_step", "to_step", "format"), _plan_rows(run))

@@ -51,11 +51,6 @@ def plan_in_force(run: Run) -> PrecisionPlan:
     return dataclasses.replace(run.plans[-1][1], measured=run.measured)
 
 
-def last_decided(run: Run) -> int | None:
-    """Returns the probe step of the last applied refresh."""
-    return max((refresh.step for refresh in run.refreshes if refresh.applied_step is not None), default=None)
-
-
 def alarm_sentences(alarms: Sequence[Alarm]) -> list[str]:
     """Returns a sentence per alarm."""
     return [f"Step {alarm.step}: guard. {alarm.reason}{_followed(alarm)}." for alarm in alarms]

@@ -8,14 +8,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.table import Table
 from rich.text import Text
 
+from .. import __version__
 from ..config import SnipConfig
 from ..json_io import write_atomic
 from ..policies.target import describe_target
@@ -40,10 +40,6 @@ def write_page(path: str | os.PathLike[str], runs: Mapping[str, Run], bf16: tupl
         bf16: name and losses of a BF16 run to compare with.
 
     Returns: the file.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: there is no run.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,28 +48,19 @@ def write_page(path: str | os.PathLike[str], runs: Mapping[str, Run], bf16: tupl
 
 
 def page(runs: Mapping[str, Run], bf16: tuple[str, Losses] | None = None) -> str:
-    """Returns the page as HTML; the arguments are those of `write_page`.
-
-    Raises:
-        ValueError: there is no run.
-    """
-    if not runs:
-        raise ValueError("There is no run to report on; expected at least one.")
+    """Returns the page as HTML; the arguments are those of `write_page`."""
+    files = PackageLoader(__package__, "template")
     environment = Environment(
-        loader=FunctionLoader(_template),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=files, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     losses: dict[str, Losses] = {name: run.losses for name, run in runs.items()} | dict([bf16] if bf16 else [])
     names = {name: printable(name, _CELL) for name in losses}
-    style = _template("report.css")
+    style, *_ = files.get_source(environment, "report.css")
     return environment.get_template("report.html").render(
         title=", ".join(names[name] for name in runs),
         style=style,
         style_hash=f"sha256-{base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()}",
-        version=_version(),
+        version=__version__,
         headings=list(names.values()),
         rows=comparison(runs, losses, None if bf16 is None else bf16[0]),
         # Several runs share one figure of losses.
@@ -112,8 +99,7 @@ def _table(table: Table) -> dict[str, Any]:
         "title": title,
         "legend": legend.removesuffix(")"),
         "caption": _text(table.caption or "", _SENTENCE),
-        # rich escapes brackets as "\\[".
-        "headings": [_text(str(column.header).replace("\\[", "[").replace("\n", " ")) for column in table.columns],
+        "headings": [_text(str(column.header).replace("\n", " ")) for column in table.columns],
         "left": [column.justify == "left" for column in table.columns],
         "rows": list(zip(*columns, strict=True)),
     }
@@ -121,17 +107,6 @@ def _table(table: Table) -> dict[str, Any]:
 
 def _text(cell: object, limit: int = _CELL) -> str:
     return printable(cell.plain if isinstance(cell, Text) else cell, limit)
-
-
-def _template(name: str) -> str:
-    return resources.files(__package__).joinpath("template").joinpath(name).read_text(encoding="utf-8")
-
-
-def _version() -> str:
-    try:
-        return metadata.version("snip-hf")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def config_code(config: Mapping[str, Any]) -> str:

@@ -24,7 +24,6 @@ from ..records.load import Run, load_recorded, thinned
 from .facts import (
     alarm_sentences,
     coverage_text,
-    last_decided,
     mean_shares_text,
     plan_in_force,
     policy_text,
@@ -144,7 +143,7 @@ def refresh_table(run: Run) -> Table:
     for heading in ("probe\nstep", "applied\nafter", share, "layers\nchanged", "objective", "gap"):
         table.add_column(heading, justify="right")
     for part in ("probe", "solver", "waited"):
-        table.add_column(f"{part}\n[s]".replace("[", "\\["), justify="right")
+        table.add_column(Text(f"{part}\n[s]"), justify="right")
     for refresh in thinned(run.refreshes, _MOST_REFRESHES):
         table.add_row(
             str(refresh.step),
@@ -196,10 +195,10 @@ def reason_table(run: Run) -> Table | None:
     Raises:
         ValueError, TypeError: the run's config is not a valid `SnipConfig`.
     """
-    decided = last_decided(run)
-    if decided is None or decided not in run.divergences:
+    step = max((refresh.step for refresh in run.refreshes if refresh.applied_step is not None), default=None)
+    if step is None or step not in run.divergences:
         return None
-    step, plan = decided, plan_in_force(run)
+    plan = plan_in_force(run)
     if plan.measured is None and run.config.get("budget") == "measured":
         return None
     # The probe may have found other ties than those of the start.

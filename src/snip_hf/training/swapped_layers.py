@@ -20,7 +20,7 @@ from ..layers.gated import put_gates, remove_gates
 from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunMark, marks_on
 from ..layers.selection import skip_reasons
-from ..layers.state import PackedStates, pack_states, set_rank, set_step, snip_linears
+from ..layers.state import PackedStates, snip_linears
 from ..parallel.pipeline import parts_of
 from ..parallel.ranks import Processes, Ranks
 from ..parallel.sharding import compute_device
@@ -72,8 +72,8 @@ class SwappedLayers:
         swap(model, config, processes.pipeline)
         self.all = snip_linears(model)
         """Name -> layer."""
-        use_backend(self.present, kernels, processes.data, mixed_precision, config, log)
-        self._states = PackedStates(self.present)
+        use_backend(self.present, kernels, mixed_precision, config, log)
+        self._states = self._packed_states()
 
     def _are_driven(self) -> bool:
         return any(isinstance(mark.driver, SwappedLayers) for mark in marks_on(self._model))
@@ -103,15 +103,20 @@ class SwappedLayers:
 
     def set_step(self, step: int, micro_batch: int) -> None:
         """Keys the layers' random numbers for a micro-batch of an optimizer step."""
-        if not self._states.set_step(self._config.seed, step, micro_batch):
-            set_step(self.present, self._config.seed, step, micro_batch)
-            self._states = PackedStates(self.present)
+        if not self._states.are_in_place:  # e.g. the model was moved
+            self._states = self._packed_states()
+        self._states.set_step(self._config.seed, step, micro_batch)
+
+    def _packed_states(self) -> PackedStates:
+        states, data = PackedStates(self.present), self._processes.data
+        states.set_rank(data.rank, data.size)
+        return states
 
     def set_rank(self) -> None:
         """Gives the layers their rank again: DDP that was built before the swap broadcasts the first rank's."""
         data = self._processes.data
-        if data.size > 1 and not self._states.set_rank(data.rank, data.size):
-            set_rank(self.present, data.rank, data.size)
+        if data.size > 1:
+            self._states.set_rank(data.rank, data.size)
 
     def share_inputs(self, setting: Setting) -> None:
         """Lets the kernels quantize a shared input once, and fuse gated MLPs; logs which."""
@@ -189,22 +194,19 @@ def swap(model: nn.Module, config: SnipConfig, pipeline: Ranks) -> None:
 def use_backend(
     layers: Mapping[str, SnipLayer],
     backend: Backend,
-    data: Ranks,
     mixed_precision: str | None,
     config: SnipConfig,
     log: logging.Logger,
 ) -> None:
-    """Gives the layers their backend and their rank, and logs which kernels run."""
+    """Gives the layers their backend, and logs which kernels run."""
     weight = next(iter(layers.values())).weight
     for layer in layers.values():
         layer.snip_backend.release({"": layer})  # kernels of an earlier run that was not closed
         layer.use_backend(backend)
     refused: dict[str, list[str]] = {}
     for name, layer in layers.items():
-        if (reason := layer.refused_by(backend)) is not None:
+        if (reason := backend.refuses(layer)) is not None:
             refused.setdefault(reason, []).append(name)
-    pack_states(layers)
-    set_rank(layers, data.rank, data.size)
     asked = config.backend != "auto"
     warns, text = backend.notice(weight, mixed_precision, asked)
     if warns:

@@ -18,13 +18,12 @@ With --combinations it measures what users combine, on more models: a row of the
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -302,14 +301,7 @@ def train(model_name: str, recipe: str, options: argparse.Namespace) -> Iterator
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
     clock = Clock(device, waits)
     ours = [SnipCallback(snip_config(recipe, schedule, options))] if recipe.startswith("snip-hf") else []
-    with tempfile.TemporaryDirectory() as folder, compiled_by_regions():
-        arguments = training_arguments(folder, options)
-        trainer = Trainer(model, arguments, train_dataset=random_texts(options), callbacks=[*ours, clock])
-        loss = trainer.train().training_loss
-        refreshes = refreshes_in(Path(folder)) if ours else []
-    trainer.accelerator.free_memory()  # Accelerate's state outlives the Trainer.
-    if failed := [line["reason"] for line in refreshes if line["status"] != "applied"]:
-        raise RuntimeError(f"a refresh failed: {failed[0]}")
+    loss, refreshes = train_by(partial(trainer_for, model, options, [*ours, clock]))
     times = clock.milliseconds()
     step = statistics.median(times[number] for number in schedule.ordinary)
     gib = {number: (most - before) / 2**30 for number, most in clock.peaks.items()}
@@ -339,6 +331,23 @@ def train(model_name: str, recipe: str, options: argparse.Namespace) -> Iterator
     yield row
 
 
+def train_by(make_trainer: Callable[[str], Trainer]) -> tuple[float, list[Line]]:
+    """Trains in a folder that is deleted afterwards, and returns the mean loss and the refreshes.
+
+    Raises:
+        RuntimeError: a refresh failed.
+    """
+    with tempfile.TemporaryDirectory() as folder, compiled_by_regions():
+        trainer = make_trainer(folder)
+        loss = trainer.train().training_loss
+        history = read_lines(Path(folder) / "snip" / "history.jsonl")
+    trainer.accelerator.free_memory()  # Accelerate's state outlives the Trainer.
+    refreshes = [line for line in history if line["event"] == "refresh"]
+    if failed := [line["reason"] for line in refreshes if line["status"] != "applied"]:
+        raise RuntimeError(f"a refresh failed: {failed[0]}")
+    return loss, refreshes
+
+
 def snip_config(recipe: str, schedule: Schedule, options: argparse.Namespace) -> SnipConfig:
     """Returns the configuration of "snip-hf SHARE%". At 100% the first step is in 4 bits already."""
     share = float(recipe.removeprefix("snip-hf ").rstrip("%")) / 100
@@ -357,10 +366,10 @@ def snip_config(recipe: str, schedule: Schedule, options: argparse.Namespace) ->
     )
 
 
-def training_arguments(folder: str, options: argparse.Namespace) -> TrainingArguments:
-    """Returns the arguments that a user would give; all others are the Trainer's defaults."""
+def trainer_for(model: Any, options: argparse.Namespace, callbacks: list[TrainerCallback], folder: str) -> Trainer:
+    """Returns a Trainer with the arguments that a user would give; all others are the defaults."""
     on_gpu = options.device.type == "cuda"
-    return TrainingArguments(
+    arguments = TrainingArguments(
         folder,
         max_steps=options.steps,
         per_device_train_batch_size=options.rows,
@@ -380,6 +389,7 @@ def training_arguments(folder: str, options: argparse.Namespace) -> TrainingArgu
         disable_tqdm=True,
         dataloader_pin_memory=on_gpu,
     )
+    return Trainer(model, arguments, train_dataset=random_texts(options), callbacks=callbacks)
 
 
 @contextmanager
@@ -395,11 +405,6 @@ def random_texts(options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
     shape = (options.rows * options.accumulate * options.steps, options.length)
     tokens = torch.randint(llamas.VOCABULARY, shape, generator=generator)
     return [{"input_ids": row, "labels": row} for row in tokens]
-
-
-def refreshes_in(folder: Path) -> list[Line]:
-    lines = [json.loads(line) for line in (folder / "snip" / "history.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == "refresh"]
 
 
 if __name__ == "__main__":

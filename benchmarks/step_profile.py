@@ -24,9 +24,9 @@ import json
 import pstats
 import re
 import statistics
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ import torch
 from shared import llamas
 from shared.lines import append_line, origin_of
 from shared.timing import BF16, mark, milliseconds_between, release
-from speed import compiled_by_regions, random_texts, training_arguments
+from speed import train_by, trainer_for
 from torch.profiler import ProfilerActivity, profile
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig
 
@@ -255,11 +255,7 @@ def in_trainer(recipe: str | SnipConfig, window: Window, options: argparse.Names
     if isinstance(recipe, str) and recipe in llamas.OURS:
         recipe = llamas.recipe_config(recipe, options.device, options.seed)
     ours = [SnipCallback(recipe)] if isinstance(recipe, SnipConfig) else []
-    with tempfile.TemporaryDirectory() as folder, compiled_by_regions():
-        arguments = training_arguments(folder, options)
-        trainer = Trainer(model, arguments, train_dataset=random_texts(options), callbacks=[*ours, Steps(window)])
-        trainer.train()
-    trainer.accelerator.free_memory()  # Accelerate's state outlives the Trainer.
+    train_by(partial(trainer_for, model, options, [*ours, Steps(window)]))
 
 
 if __name__ == "__main__":

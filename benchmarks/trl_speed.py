@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -32,7 +31,7 @@ from peft import LoraConfig
 from shared import llamas, varlen
 from shared.lines import Line, append_line, origin_of, table
 from shared.timing import BF16, WARM_UP, allocated, compared, graph_counts, guarded, release
-from speed import TORCHAO, Clock, compiled_by_regions, refreshes_in
+from speed import TORCHAO, Clock, train_by
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, logging
 
@@ -116,13 +115,7 @@ def train(task: str, model_name: str, recipe: str, options: argparse.Namespace) 
     clock = Clock(device)
     config = SnipConfig(first_refresh=PROBE, apply_delay=DELAY, refresh_every=steps.stop)
     ours = [SnipCallback(config)] if recipe == OURS else []
-    with tempfile.TemporaryDirectory() as folder, compiled_by_regions():
-        trainer = trainer_for(task, model, folder, options, [*ours, clock])
-        loss = trainer.train().training_loss
-        refreshes = refreshes_in(Path(folder)) if ours else []
-    trainer.accelerator.free_memory()  # Accelerate's state outlives the Trainer.
-    if failed := [line["reason"] for line in refreshes if line["status"] != "applied"]:
-        raise RuntimeError(f"a refresh failed: {failed[0]}")
+    loss, _ = train_by(partial(trainer_for, task, model, options, [*ours, clock]))
     times = clock.milliseconds()
     timed, peaks = ([figures[number] for number in steps] for figures in (times, clock.peaks))
     row = {
@@ -141,7 +134,7 @@ def train(task: str, model_name: str, recipe: str, options: argparse.Namespace) 
     yield row
 
 
-def trainer_for(task: str, model: Any, folder: str, options: argparse.Namespace, callbacks: list[Any]) -> Any:
+def trainer_for(task: str, model: Any, options: argparse.Namespace, callbacks: list[Any], folder: str) -> Any:
     """Returns TRL's trainer of a task, with the arguments that a user would give."""
     on_gpu, steps, compiles = options.device.type == "cuda", FIRST_TIMED + options.steps - 1, task != "GRPO"
     common: dict[str, Any] = {

@@ -262,6 +262,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SNIP = {"formats": ("mxfp4", "fp8-delayed"), "policy": "uniform-mxfp4", "backend": NAME}
+UNIFORM = [f"uniform-{name}" for name in SNIP["formats"]]
 
 
 class Run:
@@ -297,12 +298,13 @@ def exponents_of(run: Run) -> Tensor:
 
 @pytest.mark.usefixtures("everywhere")
 class TestRun:
-    def test_exponents_follow_after_each_step_and_losses_are_the_emulated_ones(self) -> None:
-        run = Run()
+    @pytest.mark.parametrize("policy", UNIFORM)
+    def test_exponents_follow_after_each_step_and_losses_are_the_emulated_ones(self, policy: str) -> None:
+        run = Run(policy=policy)
         losses = run.train(3, micro_batches=2)
         assert (exponents_of(run) != UNSET).all()
         assert len({id(layer.snip_cache.records.everything) for layer in snip_linears(run.model).values()}) == 1
-        expected = Run(backend="emulated").train(3, micro_batches=2)
+        expected = Run(backend="emulated", policy=policy).train(3, micro_batches=2)
         assert losses == pytest.approx(expected, rel=2e-3)
         assert losses[0] == pytest.approx(expected[0], rel=1e-6)
 
@@ -315,22 +317,25 @@ class TestRun:
         ties = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
         assert Run(ties=ties).train(2) == Run().train(2)
 
-    def test_a_resumed_run_goes_on_bit_for_bit_outside_the_range_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("policy", UNIFORM)
+    def test_a_resumed_run_goes_on_bit_for_bit_outside_the_range_too(
+        self, policy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(exponents, "HEADROOM", -3)  # everything saturates
-        run = Run()
+        run = Run(policy=policy)
         begun = run.train(2)
         saved = json.loads(json.dumps(run.controller.state_dict()))
         assert set(saved["kernels"]) == {NAME}
         states = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
         rest = run.train(2)
-        again = Run()
+        again = Run(policy=policy)
         again.model.load_state_dict(states[0])
         again.optimizer.load_state_dict(states[1])
         again.controller.load_state_dict(saved)
         assert again.train(2) == rest
         monkeypatch.undo()
         monkeypatch.setattr(TensorScaled, "lacks", lambda self, device: None)
-        assert Run().train(4) != begun + rest
+        assert Run(policy=policy).train(4) != begun + rest
 
     def test_a_state_without_exponents_begins_without(self) -> None:
         run = Run()

@@ -62,7 +62,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 from snip_hf import SnipConfig, SnipController, restore_model
 from snip_hf.cli import add_import, import_modules
 from snip_hf.extras import needed_by
-from snip_hf.policies.registry import needs_probe
+from snip_hf.policies.registry import policy_of
 from snip_hf.records.events import Refresh
 
 from .paired import Paired, holm
@@ -152,7 +152,7 @@ class Config:
                 raise ValueError(f"{name!r} is not a contender; known are {', '.join(self.contenders)}.")
         for name in self.contenders:
             snip, steps = self.snip_config(name, 0), self.training.steps
-            if snip is None or not needs_probe(snip):
+            if snip is None or not policy_of(snip).needs_probe:
                 continue
             if (applied := snip.first_refresh_in(steps) + snip.apply_delay) >= steps:
                 raise ValueError(

@@ -21,14 +21,12 @@ from small import tiny_llama, trained_tiny_lm
 from small import tokens as small_batch
 from tiny_runs import SCHEDULE, Run, differing, history, train, weights, without_seconds
 from torch import Tensor, nn
-from torchao.quantization import quantize_
 from transformers import LlamaForCausalLM
 
 from snip_hf import (
     SnipCallback,
     SnipConfig,
     SnipController,
-    SnipLinearConfig,
     convert_model,
     estimate_divergence,
     formats,
@@ -44,7 +42,7 @@ from snip_hf.estimation import layer_sums
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.kernels.backend import BACKENDS, Backend, register_backend
 from snip_hf.kernels.emulated import EMULATED
-from snip_hf.layers.kinds import LAYER_KINDS, LayerKind
+from snip_hf.layers.kinds import LayerKind
 from snip_hf.layers.layer import SnipLayer
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import FORMATS, NumberFormat, Operand, integers
@@ -417,17 +415,6 @@ def test_a_class_of_linears_is_swapped_once_it_is_registered(tmp_path: Path) -> 
     assert run.losses == expected.losses and differing(weights(run.model), weights(expected.model)) == []
     restore_model(run.model)
     assert {type(run.model.get_submodule(name)) for name in MLP} == {OtherLinear}
-
-
-def test_a_module_that_no_kind_takes_is_refused_with_what_the_kinds_take() -> None:
-    register_layer_kind(PointwiseKind())
-    with pytest.raises(TypeError) as error:
-        quantize_(nn.Sequential(nn.LayerNorm(8)), SnipLinearConfig(), filter_fn=lambda _, name: name == "0")
-    assert str(error.value) == (
-        f"Cannot quantize a LayerNorm; expected {'; or '.join(kind.accepts for kind in LAYER_KINDS.values())}. Let the "
-        "filter pass only such modules."
-    )
-    assert "; or Pointwise. Let" in str(error.value)
 
 
 # ------------------------------------------------------------------------------------------------------------- policies

@@ -327,10 +327,6 @@ def test_one_process_with_twice_the_batch_has_the_losses_and_the_plan_of_two(
 # --- a loop of one's own
 
 
-def test_the_loop_has_at_most_eighty_lines() -> None:
-    assert len((RECIPES / "accelerate_loop.py").read_text(encoding="utf-8").splitlines()) <= 80
-
-
 def _steps(printed: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)", printed, re.MULTILINE)}
 

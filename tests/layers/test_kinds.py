@@ -138,9 +138,3 @@ def test_a_layer_that_a_backend_refuses_runs_emulated() -> None:
         convert_in_formats(model, fp4_config(backend="alone"))
     assert [layer.snip_backend.name for layer in snip_linears(model).values()] == ["alone", "emulated"]
     assert model["layers"][0]["small"](torch.ones(1, 8)).shape == (1, 8)
-
-
-def test_a_kind_s_name_is_taken_once() -> None:
-    register_layer_kind(ScaleKind())
-    with pytest.raises(ValueError, match="There is a layer kind named 'scale' already; choose another name"):
-        register_layer_kind(ScaleKind())

@@ -101,12 +101,6 @@ class TestNearest:
         assert_same_bits(round_to_grid(x, fmt), torch.from_numpy(rounded))
 
     @each_dtype
-    @each_format
-    def test_matches_gfloat_on_every_value(self, fmt: ElementGrid, dtype: torch.dtype) -> None:
-        x = domain(fmt, dtype)
-        assert_same_bits(round_to_grid(x.to(torch.float32), fmt), gfloat_rounded(x, fmt))
-
-    @each_dtype
     def test_e2m1_matches_torchao_on_every_value_and_beyond_its_maximum(self, dtype: torch.dtype) -> None:
         x = (float32_samples(E5M2) if dtype == torch.float32 else every_value(dtype)).to(torch.float32)
         x = x[x.isfinite()]
@@ -275,24 +269,6 @@ class TestUnbiased:
         x = sign * (values[place] + fractions * (values[place + 1] - values[place])).to(torch.float32)
         assert np.abs(self.bias(x, fmt).mean()) < 4.5 * 2.0**-9 / 3**0.5 / 2**8
 
-    @pytest.mark.parametrize("fraction", [2**-10, 0.1, 0.25, 0.5, 0.75, 0.9, 1 - 2**-10])
-    @pytest.mark.parametrize("below", [0.0, 0.5, 2.0, -4.0])
-    def test_mean_of_a_number_between_two_e2m1_values_is_the_number(self, below: float, fraction: float) -> None:
-        """2**20 draws against the share of the 256 random numbers that round up, which keeps the mean within 2**-9
-        spacings; fails beyond 4.5 standard errors.
-
-        Power: a bias of 7.6 standard errors, i.e. of 7.6 * sqrt(f (1 - f)) / 1024 spacings (0.0037 at f = 1/2), is
-        found with 99.9%; any at f = 2**-10, where none of the random numbers rounds up.
-        """
-        gap = {0.0: 0.5, 0.5: 0.5, 2.0: 1.0, -4.0: -2.0}[below]
-        x = torch.full((1024, 1024), below + fraction * gap)
-        number = x[0, 0].item()
-        of_all = rounding.stochastic(x[0, :256].numpy(), "e2m1", RANDOM.numpy()).astype(np.float64)
-        assert abs(of_all.mean() - number) <= abs(gap) * 2.0**-9
-        key = stream_key(1, 2, 3, 4, 5)
-        mean = round_to_grid(x, E2M1, uniform(key, x.shape)).to(torch.float64).mean().item()
-        assert abs(mean - of_all.mean()) <= 4.5 * of_all.std() / 2**10
-
     @each_tile
     def test_mean_over_steps_of_a_quantized_tensor_is_the_tensor(self, tile: tuple[int, int]) -> None:
         """256 steps' streams over 23,000 elements; the sum of squared standardised errors of the means against its
@@ -410,26 +386,6 @@ class TestQuantize:
 
     @each_tile
     @each_format
-    def test_an_all_zero_tile_stays_zero_with_a_usable_scale(self, fmt: ElementGrid, tile: tuple[int, int]) -> None:
-        x = torch.zeros(130, 130)
-        x[:, 1] = -0.0
-        for key in (None, stream_key(0, 0, 0, 0, 0)):
-            got = quantize_tiles(x, fmt, tile, key)
-            assert_same_bits(got.dequantize(), x)
-            assert (got.scales > 0).all() and got.scales.isfinite().all()
-
-    @each_tile
-    @each_format
-    def test_scales_are_fp32_amax_over_the_maximum(self, fmt: ElementGrid, tile: tuple[int, int]) -> None:
-        x = torch.full((tile[0] + 1, tile[1] + 1), 0.75)
-        x[0, 0] = -2 * fmt.max
-        got = quantize_tiles(x.to(torch.bfloat16), fmt, tile)
-        assert got.scales.dtype == torch.float32 and got.scales.shape == (2, 2)
-        assert got.scales[0, 0] == 2.0 and got.scales[1, 1] == torch.tensor(0.75) / fmt.max
-        assert got.dequantize()[0, 0] == -2 * fmt.max
-
-    @each_tile
-    @each_format
     def test_the_scale_follows_the_data_over_all_of_fp32(self, fmt: ElementGrid, tile: tuple[int, int]) -> None:
         """Multiplying by a power of two changes the scales only, as long as they are normal numbers."""
         x = torch.randn(130, 140, generator=torch.Generator().manual_seed(5)).clamp(-3.9, 3.9)
@@ -461,12 +417,6 @@ class TestQuantize:
             assert_same_bits(got.values, expected.values)
             assert_same_bits(got.scales, expected.scales)
         assert torch.equal(x, before)
-
-    @each_tile
-    @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)], ids=str)
-    def test_an_empty_tensor_stays_empty(self, tile: tuple[int, int], shape: tuple[int, int]) -> None:
-        for key in (None, stream_key(0, 0, 0, 0, 0)):
-            assert fake_quantize_tiles(torch.empty(shape, dtype=torch.bfloat16), E2M1, tile, key).shape == shape
 
     def test_without_a_format_only_the_dtype_changes(self) -> None:
         x = torch.randn(3, 200).to(torch.bfloat16)
@@ -500,14 +450,6 @@ class TestQuantize:
         assert str(error.value) == (
             f"quantize expects a 2-D floating-point tensor, got shape {tuple(x.shape)}, {x.dtype}."
         )
-
-    def test_tiles_do_not_cross_rows_or_columns_of_their_neighbours(self) -> None:
-        """A huge element changes the scale of its own tile and of no other."""
-        x = torch.ones(256, 256)
-        x[5, 200] = 1e6
-        for tile, changed in ((ROW_TILE, (5, 1)), (COLUMN_TILE, (0, 200)), (SQUARE_TILE, (0, 1))):
-            larger = (tile_scales(x, E4M3, tile) != tile_scales(torch.ones(256, 256), E4M3, tile)).nonzero()
-            assert larger.tolist() == [list(changed)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -751,9 +693,6 @@ class TestUniform:
             assert_even(cells * 16 + cells.roll(1), 256)
         for one, other in itertools.combinations(elements, 2):
             assert_even(one * 16 + other, 256)
-
-    def test_the_same_key_gives_the_same_numbers(self) -> None:
-        assert torch.equal(uniform(stream_key(**KEY), (128, 8)), uniform(stream_key(**KEY), (128, 8)))
 
     @pytest.mark.parametrize("word", KEY)
     def test_each_number_of_the_key_changes_the_stream(self, word: str) -> None:

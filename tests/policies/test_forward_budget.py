@@ -24,7 +24,7 @@ from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, forward_shares
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
-from snip_hf.policies.registry import needs_probe, rule_assignment
+from snip_hf.policies.registry import policy_of, rule_assignment
 from snip_hf.policies.setting import Setting
 from snip_hf.records.load import load_run
 from snip_hf.reporting.figures import write_figures
@@ -45,7 +45,7 @@ def table_of(setting: Setting, seed: int = 0) -> DivergenceTable:
 
 
 def decided(setting: Setting) -> dict[str, dict[str, str]]:
-    if not needs_probe(setting.config):
+    if not policy_of(setting.config).needs_probe:
         return rule_assignment(setting)
     return setting.assignment(ilp.solve(problem(setting, table_of(setting)))["choices"])
 

@@ -30,7 +30,7 @@ from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
-from snip_hf.policies.registry import needs_probe, rule_assignment
+from snip_hf.policies.registry import policy_of, rule_assignment
 from snip_hf.policies.setting import Setting
 from snip_hf.policies.target import contributions
 
@@ -77,7 +77,7 @@ def table_of(flops: dict[str, dict[str, float]], formats: tuple[str, ...], seed:
 
 def decided(setting: Setting, seed: int = 0) -> dict[str, dict[str, str]]:
     flops = {layer: dict(row) for layer, row in setting.flops.items()}
-    if not needs_probe(setting.config):
+    if not policy_of(setting.config).needs_probe:
         return rule_assignment(setting)
     solution = ilp.solve(problem(setting, table_of(flops, setting.config.formats, seed)))
     return setting.assignment(solution["choices"])

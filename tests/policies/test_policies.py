@@ -37,7 +37,7 @@ from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
-from snip_hf.policies.registry import Policy, aims_at_share, needs_probe, register_policy, rule_assignment
+from snip_hf.policies.registry import Policy, policy_of, register_policy, rule_assignment
 from snip_hf.policies.setting import Setting, find_stages
 
 RULES = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
@@ -70,7 +70,7 @@ def uniform(flops: dict[str, dict[str, float]], fmt: str = "fp8") -> dict[str, d
 
 def decided(setting: Setting, seed: int = 0) -> dict[str, dict[str, str]]:
     """The assignment of a policy, as the controller gets it: the program's solution, or the rule's."""
-    if not needs_probe(setting.config):
+    if not policy_of(setting.config).needs_probe:
         return rule_assignment(setting)
     solution = ilp.solve(problem(setting, random_table(dict(setting.flops), seed)))
     return setting.assignment(solution["choices"])
@@ -739,15 +739,15 @@ def accepted(policy: str) -> SnipConfig:
 
 
 def test_uniform_policies_published_rules_and_plan_files_aim_at_no_share() -> None:
-    found = {policy for policy in POLICIES if aims_at_share(accepted(policy))}
+    found = {policy for policy in POLICIES if policy_of(accepted(policy)).aims_at_share}
     assert found == {*RULES, "backward-first", *PROBED}
-    assert not any(aims_at_share(fp4_config(policy=policy, fixed_plan="plan.json")) for policy in POLICIES)
+    assert not any(policy_of(fp4_config(policy=policy, fixed_plan="plan.json")).aims_at_share for policy in POLICIES)
 
 
 def test_only_the_measuring_policies_need_a_probe_and_a_plan_file_needs_none() -> None:
-    found = {policy for policy in POLICIES if needs_probe(accepted(policy))}
+    found = {policy for policy in POLICIES if policy_of(accepted(policy)).needs_probe}
     assert found == set(PROBED)
-    assert not any(needs_probe(fp4_config(policy=policy, fixed_plan="plan.json")) for policy in POLICIES)
+    assert not any(policy_of(fp4_config(policy=policy, fixed_plan="plan.json")).needs_probe for policy in POLICIES)
 
 
 def test_groups_members_and_shares_follow_the_granularity() -> None:

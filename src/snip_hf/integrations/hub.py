@@ -55,10 +55,8 @@ def prepare_push(output_dir: Path, controller: SnipController) -> None:
 
     A missing or broken file causes a warning, because a model card must not end training.
     """
-    model = controller.model
-    tag_model(model, controller.plan)
-    base_model = repository_name(getattr(getattr(model, "config", None), "_name_or_path", None))
-    _complete_card(output_dir, controller, base_model)
+    tag_model(controller.model, controller.plan)
+    _complete_card(output_dir, controller)
 
 
 def tag_model(model: nn.Module, plan: PrecisionPlan) -> None:
@@ -85,15 +83,16 @@ def keep_model_card(trainer: Trainer) -> None:
         create_model_card(*args, **kwargs)
         for one in trainer.callback_handler.callbacks if trainer.is_world_process_zero() else ():
             if isinstance(one, SnipCallback) and one.controller is not None:
-                # The Trainer's card already names the base model.
-                _complete_card(Path(str(trainer.args.output_dir)), one.controller, None)
+                _complete_card(Path(str(trainer.args.output_dir)), one.controller)
 
     trainer.create_model_card = create_and_complete  # type: ignore[method-assign]
 
 
-def _complete_card(output_dir: Path, controller: SnipController, base_model: str | None) -> None:
+def _complete_card(output_dir: Path, controller: SnipController) -> None:
     """Adds the section on the run to README.md of the output folder; logs a warning if it cannot."""
-    device = next(map(compute_device, controller.model.parameters()), torch.device("cpu"))
+    model = controller.model
+    base_model = repository_name(getattr(getattr(model, "config", None), "_name_or_path", None))
+    device = next(map(compute_device, model.parameters()), torch.device("cpu"))
     section = trained_section(
         controller.plan,
         controller.coverage,

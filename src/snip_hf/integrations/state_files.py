@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState
 
 from ..json_io import read_json, write_json_atomic
 from ..records.load import STATE_NAME
@@ -157,7 +157,7 @@ def _checkpoint(output_dir: str | None = None, _internal_call: bool = False, *re
     return Path(output_dir) if _internal_call and output_dir is not None else None
 
 
-def output_folder(args: TrainingArguments, state: TrainerState) -> str:
+def output_folder(state: TrainerState) -> str:
     """Returns the output folder of a run; in a hyperparameter search, the trial's."""
     call = find_call(state)
     assert call is not None

@@ -107,27 +107,22 @@ class SnipCallback(TrainerCallback):
         was_plain = not snip_linears(model)
         self._release_ended_runs(model, state)
         try:
-            self._begin(args, state, kwargs["model"], kwargs["optimizer"])
+            self._begin(state, kwargs["model"], kwargs["optimizer"])
         except BaseException:
             self._release()  # including the folder, for the next run
             if was_plain:
                 restore_model(model)
             raise
 
-    def _begin(self, args: TrainingArguments, state: TrainerState, outer: nn.Module, optimizer: Any) -> None:
+    def _begin(self, state: TrainerState, outer: nn.Module, optimizer: Any) -> None:
         """Starts the controller of a run, from a checkpoint if there is one."""
         model, trainer = unwrap(outer), find_trainer(state)
         if trainer is None:
             raise ValueError("SnipCallback works within Trainer.train(); a loop of your own needs a SnipController.")
         self._state, self._is_restored, self._logs = state, False, Trackers()
-        output_dir = output_folder(args, state) if state.is_world_process_zero else None
+        output_dir = output_folder(state) if state.is_world_process_zero else None
         self.controller = SnipController(
-            model,
-            optimizer,
-            self.config,
-            AcceleratorState(),
-            output_dir,
-            max_steps=state.max_steps,
+            model, optimizer, self.config, AcceleratorState(), output_dir, max_steps=state.max_steps
         )
         keep_states_apart([trainer.model_wrapped])  # DDP wraps the model before its layers are swapped
         for tracker in (*self._trackers, self._logs.note):

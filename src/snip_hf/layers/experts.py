@@ -9,8 +9,9 @@ and dispatches its forward pass through `ExpertsInterface` by a name in its conf
 implementation "snip" of that interface. Routers stay as they are.
 
 The layers are children of the experts module, in a container that plain names omit (`state.plain_name`), so that
-plans call a projection as checkpoints call its parameter: `model.layers.0.mlp.experts.gate_up_proj`. They hold no
-parameters. Those stay with the experts module, where FSDP shards them and optimizers find them.
+plans call a projection as checkpoints call its parameter: `model.layers.0.mlp.experts.gate_up_proj`. (With
+`load_state_dict(assign=True)`, a child of the parameter's own name would be overwritten.) They hold no parameters.
+Those stay with the experts module, where FSDP shards them and optimizers find them.
 
 Under expert parallelism (`parallel.tensor_parallel`) a rank holds some of the E experts and its module's `num_experts`
 counts only these. In training, the module runs them on the tokens that transformers sends to this rank. Plans, shapes

@@ -8,12 +8,10 @@ A weight has two layouts. The parameter, its gradient, its shards and the optimi
 model stores them. Samples, random directions, errors and GEMMs have the layout (O, I). `matrices` and `laid_out`
 convert between the two; nothing else in snip-hf knows how a kind of layer stores its weight.
 
-A module may have several layers, and a parameter several matrices. Experts need both: their module holds parameters
-(E, O, I) or (E, I, O) and no linears. Each such parameter is one layer, with one entry of a plan. `LayerKind.swap`
-makes the layer a child of the module, in a container that `state.plain_name` removes from names. Plans then call it by
-the parameter's name, which `weight_name` returns unchanged. (`load_state_dict(assign=True)` would overwrite a child of
-the parameter's own name.) The layer has E `matrices` in the same formats. Its sample holds the rows of all of them, one
-matrix after the other (`Dispatch`). The estimate adds the errors of all rows of a token before it squares them.
+A module may have several layers, and a parameter several matrices. Experts (`experts`) need both: each of their
+module's parameters is one layer, with one entry of a plan and E `matrices` in the same formats. A layer's sample holds
+the rows of all matrices, one after the other (`Dispatch`). The estimate adds the errors of all rows of a token before
+it squares them.
 """
 
 from __future__ import annotations

@@ -146,12 +146,12 @@ def _part_beside(decoder: _Decoder, name: str) -> str:
 
 
 def _decoder_of(model: nn.Module) -> _Decoder | None:
-    """Returns the decoder that `model.get_decoder()` names; None if there is none, or it is the model or has no blocks.
+    """Returns the decoder that `model.get_decoder()` names; None if there is none, or it has no blocks.
 
     The decoder of a vision-language model is its language model.
     """
     decoder = getattr(model, "get_decoder", lambda: None)()
-    if not isinstance(decoder, nn.Module) or decoder is model:
+    if not isinstance(decoder, nn.Module):
         return None
     has_blocks = any(part.isdigit() for name, _ in decoder.named_modules() for part in name.split("."))
     if not has_blocks:

@@ -68,30 +68,14 @@ def register_policy(policy: Policy) -> Policy:
     return policy
 
 
-def policy_of(config: SnipConfig) -> Policy | None:
-    """Returns the policy of the run; None with a fixed plan."""
-    if config.fixed_plan is not None:
-        return None
-    found: Policy = POLICIES[config.policy]
+# Stands for the policy of a run with a fixed plan, which decides nothing.
+_FIXED_PLAN = Policy(name="fixed plan", aims_at_share=False)
+
+
+def policy_of(config: SnipConfig) -> Policy:
+    """Returns the policy of the run; with a fixed plan, one that neither probes nor has a target."""
+    found: Policy = _FIXED_PLAN if config.fixed_plan is not None else POLICIES[config.policy]
     return found
-
-
-def needs_probe(config: SnipConfig) -> bool:
-    """Returns True if the run probes and refreshes; False for a rule or a fixed plan."""
-    policy = policy_of(config)
-    return policy is not None and policy.needs_probe
-
-
-def aims_at_share(config: SnipConfig) -> bool:
-    """Returns True if the run has a target; uniform policies and fixed plans have none."""
-    policy = policy_of(config)
-    return policy is not None and policy.aims_at_share
-
-
-def weighs_updates(config: SnipConfig) -> bool:
-    """Returns True if the policy uses the weight divergence."""
-    policy = policy_of(config)
-    return policy is not None and policy.weighs_updates
 
 
 def cost_of(config: SnipConfig, table: DivergenceTable) -> Cost:
@@ -147,7 +131,7 @@ def config_warnings(config: SnipConfig, recompiles_for_bf16: bool) -> list[str]:
         recompiles_for_bf16: `Backend.recompiles_for_bf16` of the backend in use.
     """
     policy = policy_of(config)
-    if policy is None:
+    if policy is _FIXED_PLAN:
         no_effect = (
             f"decides={config.decides!r} has no effect with fixed_plan={config.fixed_plan!r}: the plan in the file is "
             "applied to all GEMMs as it is."

@@ -19,7 +19,7 @@ from ..json_io import SCHEMA_VERSION, from_json
 from ..layers.state import unwrapped_name
 from ..parallel.zero3 import first_row
 from ..planning.plan import PrecisionPlan
-from ..policies.registry import needs_probe
+from ..policies.registry import policy_of
 from ..policies.setting import names_of
 from ..records.events import TARGETS, Retarget
 from .checks import differences
@@ -193,7 +193,7 @@ def _change_target(run: RunParts, saved: SavedState, targets: Mapping[str, tuple
     """Continues under another target: estimates stay, and the next step refreshes if an earlier one did."""
     step = saved.step + 1
     run.record.add(Retarget(step=step, fields=targets))
-    if not needs_probe(run.config):
+    if not policy_of(run.config).needs_probe:
         text = "the policy makes its plan once more"
         run.in_force.retarget(step)
     elif saved.last_probe is None:

@@ -37,7 +37,7 @@ from ..parallel.sharding import is_fully_sharded, is_sharded
 from ..parallel.tensor_parallel import split_of, tensor_mesh
 from ..parallel.zero3 import has_partitions
 from ..planning.plan import PrecisionPlan
-from ..policies.registry import needs_probe
+from ..policies.registry import policy_of
 from ..text import WITHOUT_PROBE
 from .gradients import LATE
 
@@ -145,7 +145,7 @@ def check_launch(config: SnipConfig, accelerator: Any) -> None:
     plugin = getattr(getattr(accelerator, "state", accelerator), "deepspeed_plugin", None)
     if plugin is not None:
         check_guard(config, is_deepspeed=True)
-    if not needs_probe(config):
+    if not policy_of(config).needs_probe:
         return
     if plugin is not None:
         # The configuration file may leave the precision to Accelerate ("auto").

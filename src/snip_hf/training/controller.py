@@ -23,7 +23,7 @@ from ..numerics.random_state import RandomState
 from ..parallel.pipeline import Pipeline, parts_of
 from ..parallel.zero3 import partitions_as_shards
 from ..planning.plan import PrecisionPlan
-from ..policies.registry import needs_probe
+from ..policies.registry import policy_of
 from ..records.run_folder import RunRecord, Tracker
 from .checkpoint import SavedState, restore, state_of, weights_fingerprint
 from .checks import StepCalls, check_alike, check_equal, check_launch, check_same_batch, deciding_fields, formats_of
@@ -72,7 +72,7 @@ class SnipController:
     ) -> None:
         check_config(config)
         self.config = config
-        self.needs_probe = needs_probe(config)
+        self.needs_probe = policy_of(config).needs_probe
         self.step = 0
         """Optimizer steps done."""
         self.compiled = compiled_by(accelerator)

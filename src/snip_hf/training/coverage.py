@@ -19,7 +19,7 @@ from ..estimation.coverage import LITTLE, Coverage, PassCounts, count_pass, trai
 from ..estimation.passes import forward_inputs
 from ..parallel.ranks import Processes, RankError, describe, failing_together
 from ..parallel.zero3 import are_on_disk
-from ..policies.registry import needs_probe
+from ..policies.registry import policy_of
 from ..records.events import Counted
 from ..records.run_folder import RunRecord
 from .checks import expert_gathered_apart
@@ -151,9 +151,9 @@ class CoverageCounter:
         return counts, None if None in tokens else sum(tokens)
 
     def _use(self, step: int, counts: PassCounts, tokens: Tokens | None, is_new: bool) -> None:
-        before, found = self.latest, counts.coverage
-        old_tokens = self._in_force.setting.tokens
-        changes = self._in_force.count_by(tokens, decides=is_new and not needs_probe(self._in_force.setting.config))
+        before, found, setting = self.latest, counts.coverage, self._in_force.setting
+        old_tokens = setting.tokens
+        changes = self._in_force.count_by(tokens, decides=is_new and not policy_of(setting.config).needs_probe)
         self.latest = found
         if before is not None and before == found and old_tokens == self._in_force.setting.tokens:
             return

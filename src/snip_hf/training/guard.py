@@ -28,7 +28,7 @@ from ..layers.layer import SnipLayer
 from ..parallel.ranks import Processes
 from ..parallel.sharding import number_of_parts, own_part
 from ..planning.plan import forward_shares, raised_plan
-from ..policies.registry import needs_probe
+from ..policies.registry import policy_of
 from ..policies.setting import siblings
 from ..records.events import GRADIENT_NORM, LOSS, NOTED, RAISED, Alarm, Changes
 from ..records.run_folder import RunRecord
@@ -288,7 +288,7 @@ class Guard:
             self._in_force.put(plan)
             self._in_force.save()
             self._refresher.drop(step, f"the guard raised formats after step {step}")
-            if needs_probe(self._config):
+            if policy_of(self._config).needs_probe:
                 first = 0 if self._schedule.last_probe is not None else self._schedule.first_refresh
                 self._schedule.postponed = max(step + self._config.guard_patience + 1, first)
         self._report(step, finding, is_left_out, changes)

@@ -21,7 +21,7 @@ from ..layers.run_hooks import RunHook
 from ..numerics.formats import FORMATS
 from ..parallel.sharding import compute_device
 from ..planning.plan import PrecisionPlan
-from ..policies.registry import needs_probe
+from ..policies.registry import policy_of
 from ..policies.target import describe_target
 from ..records.events import Event, Refresh
 from ..text import printable
@@ -105,7 +105,7 @@ class RunMessages:
 def _refreshes(config: SnipConfig, first_refresh: int, plan: PrecisionPlan) -> str:
     if config.fixed_plan is not None:
         return "none: the plan is fixed"
-    if not needs_probe(config):
+    if not policy_of(config).needs_probe:
         return "none: this policy does not probe"
     every = "no more" if config.refresh_every is None else f"then every {_steps(config.refresh_every)}"
     is_start = plan.provenance.step == 0  # a resumed run has the plan of its checkpoint

@@ -18,7 +18,7 @@ from ..numerics.gemms import Assignment
 from ..parallel.ranks import RankError, describe
 from ..planning.plan import PlanProvenance, PrecisionPlan
 from ..planning.solver.process import SolverResult
-from ..policies.registry import aims_at_share, needs_probe, rule_assignment
+from ..policies.registry import policy_of, rule_assignment
 from ..policies.setting import Setting
 from ..records.events import Changes, RefreshBegun, Start, installed_versions
 from ..records.run_folder import RunRecord
@@ -37,7 +37,7 @@ def first_plan(setting: Setting, model_name: str) -> PrecisionPlan:
     if config.fixed_plan is not None:
         return _loaded(config.fixed_plan, setting.flops)
     provenance = PlanProvenance(step=0, **_origin(config, model_name, 0))
-    if needs_probe(config):
+    if policy_of(config).needs_probe:
         plan = PrecisionPlan.uniform(setting.flops, config.format_at_start, setting.stages, provenance)
         return replace(plan, measured=setting.measured, tokens=setting.tokens)
     return rule_plan(setting, model_name, 0)
@@ -183,15 +183,15 @@ class PlanInForce:
         """
         config, made = self.setting.config, self.plan.provenance.step
         target = config.target_at(step)
-        is_rule = aims_at_share(config) and not needs_probe(config)
-        if not is_rule or target in (config.target_at(made), self._gave_up):
+        policy = policy_of(config)
+        if not policy.aims_at_share or policy.needs_probe or target in (config.target_at(made), self._gave_up):
             return
         self._gave_up = target  # reset below if it works
         self.retarget(step)
 
     def retarget(self, step: int) -> None:
         """Makes the plan of a policy without a probe again, for the target of this step."""
-        if not aims_at_share(self.setting.config):
+        if not policy_of(self.setting.config).aims_at_share:
             return
         with self.keeping(step):
             plan = rule_plan(self.setting, self.model_name, step)

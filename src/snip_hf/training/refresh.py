@@ -21,7 +21,7 @@ from ..estimation.ties import Ties
 from ..parallel.ranks import Processes
 from ..planning.program import problem
 from ..planning.solver.process import FALLBACK, SolverError, SolverProcess, SolverResult, solver_of
-from ..policies.registry import weighs_updates
+from ..policies.registry import policy_of
 from ..python_state import collecting_no_garbage
 from ..records.events import RefreshBegun
 from ..records.run_folder import RunRecord
@@ -220,7 +220,7 @@ class Refresher:
         with measured_peak(next(iter(layers.values())).weight) as peak:
             table = self._divergences(step, watch)
         has_update = any(table.totals(fmt)["weight"] for fmt in config.quantized_formats)
-        if not has_update and weighs_updates(config) and not self._why_untrained():
+        if not has_update and policy_of(config).weighs_updates and not self._why_untrained():
             self._log.warning(
                 "snip-hf: all weight divergences of step %d are 0, since %s; only the loss divergence decides.",
                 step,
@@ -280,7 +280,7 @@ class Refresher:
 
     def _why_untrained(self) -> str | None:
         """Returns why this rank has no weight divergence to measure, if the policy needs it; None if it has."""
-        return self._source.why_untrained(self._model) if weighs_updates(self._config) else None
+        return self._source.why_untrained(self._model) if policy_of(self._config).weighs_updates else None
 
     def _start_solver(self, program: dict[str, Any]) -> SolverProcess | None:
         """Starts solving on the first rank; raises on all of them if that fails."""

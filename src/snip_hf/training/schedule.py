@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ..config import SnipConfig
-from ..policies.registry import needs_probe
+from ..policies.registry import policy_of
 
 
 class Schedule:
@@ -24,7 +24,7 @@ class Schedule:
         self.postponed: int | None = None
         """The step to which a refresh was put off, until it is taken."""
         self._config = config
-        self._needs_probe = needs_probe(config)
+        self._needs_probe = policy_of(config).needs_probe
         self._log = log
         self._has_warned_too_short = False
 

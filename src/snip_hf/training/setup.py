@@ -32,7 +32,7 @@ from ..parallel.ranks import Processes, Ranks
 from ..parallel.sharding import compute_device, deepspeed_engine, unwrap
 from ..parallel.tensor_parallel import tensor_mesh
 from ..planning.solver.process import check_solver
-from ..policies.registry import aims_at_share, config_warnings, needs_probe
+from ..policies.registry import config_warnings, policy_of
 from ..policies.setting import Setting, check_ties, find_stages
 from ..policies.target import check_attainable
 from ..records.run_folder import RunRecord
@@ -124,16 +124,17 @@ def set_up(
     log = record.log
     bare = unwrap(model) if isinstance(model, nn.Module) else ModelParts([unwrap(part) for part in model])
     check_guard(config, is_deepspeed=deepspeed_engine(model, accelerator) is not None)
-    source = find_source(needs_probe(config), optimizer, model, accelerator)
+    probes = policy_of(config).needs_probe
+    source = find_source(probes, optimizer, model, accelerator)
     backend = select_backend(config.backend, compute_device(next(bare.parameters())), formats_in_use(config))
     for text in config_warnings(config, backend.recompiles_for_bf16):
         log.warning("snip-hf: %s", text)
-    solver = processes.everyone.by_first(lambda: check_solver(config, log)) if needs_probe(config) else config.solver
+    solver = processes.everyone.by_first(lambda: check_solver(config, log)) if probes else config.solver
     layers = SwappedLayers(bare, config, processes, backend, getattr(accelerator, "mixed_precision", None), log)
     check_split(bare, layers.present)
     keep_liger_out_of_graphs(bare, log)
     keep_states_apart([model] if isinstance(model, nn.Module) else model)
-    if needs_probe(config):
+    if probes:
         source.check()
         check_model(bare, accelerator)
         check_parts(parts_of(bare))
@@ -167,8 +168,9 @@ def _first_in_force(
         cost_of_all, model, backend=backend, config=timed, flops=flops, processes=processes, log=record.log
     )
     # A rule decides now. An unreachable speed-up is refused before training if the number of tokens is known.
-    decides_by_time = aims_at_share(config) and (not needs_probe(config) or config.target_linear_speedup is not None)
-    if config.timing_tokens is not None and decides_by_time:
+    policy = policy_of(config)
+    decides_now = policy.aims_at_share and (not policy.needs_probe or config.target_linear_speedup is not None)
+    if config.timing_tokens is not None and decides_now:
         setting = replace(setting, measured=measure(config.timing_tokens))
         check_attainable(setting, config.formats)
     name = name_of(model)

@@ -18,6 +18,8 @@ from .layer import SnipLayer
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
 _ACTIVATION = "act_fn"
 _SILU_OF_TRANSFORMERS = "SiLUActivation"
+# The attribute of a module that holds its class at the time of `put_gates`.
+_CLASS = "snip_gated_class"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # transformers' text MLPs whose forward, in modeling_<folder>.py, is this formula. Named, since nothing here imports
 # transformers.
@@ -58,7 +60,8 @@ def register_gated_mlp(cls: type[nn.Module]) -> type[nn.Module]:
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a gated MLP in a run. A deep copy of the module has it too; a pickled one has its class's."""
     # torch.compile evaluates these conditions once, and guards them.
-    if len(args) == 1 and not kwargs and torch.compiler.is_compiling() and _runs_as_one(self):
+    is_known = len(args) == 1 and not kwargs and vars(self).get(_CLASS) is type(self)
+    if is_known and torch.compiler.is_compiling() and _runs_as_one(self):
         layers = gate_up_down(self)
         y = layers[-1].snip_backend.gated_forward(layers, args[0])
         if y is not None:
@@ -85,7 +88,7 @@ def put_gates(model: nn.Module, log: logging.Logger) -> int:
         _remove(module)  # left over in a pickled module
         if _is_of_class(module) and _runs_as_one(module):
             # torch.compile guards a method's function, so that equal blocks are compiled once.
-            vars(module)["forward"] = MethodType(forward, module)
+            vars(module).update({_CLASS: type(module), "forward": MethodType(forward, module)})
             found.append(name)
     if found:
         log.info("snip-hf: %d gated MLPs run as one where they are compiled, such as %s.", len(found), found[0])
@@ -100,8 +103,8 @@ def remove_gates(model: nn.Module) -> None:
 
 def _remove(module: nn.Module) -> None:
     own = getattr(vars(module).get("forward"), "__func__", None)
-    # Pickling binds the class's own forward instead. One that something else has set since stays.
-    if own in (forward, type(module).forward):
+    # A forward that something else has set since stays.
+    if vars(module).pop(_CLASS, None) is not None and own in (forward, type(module).forward):
         del vars(module)["forward"]
 
 

@@ -172,7 +172,7 @@ def full_runs() -> str:
         "all FP4": ("all FP4", FP4),
         "75% by layer, {fp4, fp8}, saliency, refresh every 250": ("75%, by layer", GREEN),
         "75%, {fp4, fp8}, saliency, refresh every 500": ("75%, {fp4, fp8}", YELLOW),
-        "75%, {mxfp4, fp8-tensor}, saliency, refresh every 500": ("75%, the default formats", BLUE),
+        "75%, {mxfp4, fp8-tensor}, saliency, refresh every 500": ("75%, {mxfp4, fp8-tensor}", BLUE),
         "FP8": ("FP8", FP8),
     }
     table = section("results-loss.md", "Full training runs")

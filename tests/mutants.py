@@ -335,7 +335,7 @@ MUTANTS = (
         "worst-of-two-targets",
         "is_better = errors < least",
         "is_better = errors > least",
-        f"{BLOCK_FORMATS}::test_four_over_six_takes_the_scale_with_the_smaller_squared_error",
+        "tests/numerics/test_every_value.py::test_every_value_beside_a_larger_one_is_rounded_as_the_loop_says",
     ),
     Mutant(
         "rotation-without-signs",

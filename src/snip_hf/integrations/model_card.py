@@ -149,12 +149,9 @@ def completed(card: str, section: str, tags: Iterable[str], base_model: str | No
         raise ValueError(f"the metadata of README.md cannot be read: {error}.") from error
     present = parsed.data.get("tags") or []
     missing = [tag for tag in tags if tag not in present]
-    is_new_base = base_model is not None and not parsed.data.get("base_model")
-    if not missing and not is_new_base:
-        return card  # unchanged: writing the YAML again would reformat it
     if missing:
         parsed.data["tags"] = [*present, *missing]
-    if is_new_base:
+    if base_model is not None and not parsed.data.get("base_model"):
         parsed.data["base_model"] = base_model
     return str(parsed.content)
 

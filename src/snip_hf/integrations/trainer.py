@@ -128,7 +128,6 @@ class SnipCallback(TrainerCallback):
         for tracker in (*self._trackers, self._logs.note):
             self.controller.add_tracker(tracker)
         self._mark = RunMark(self._end_restored)
-        self._mark.held = self  # keeps this callback alive if it is removed from the Trainer
         self._mark.put_on(model)
         self._passes = TrainingPasses(outer, self.controller, self._mark, Labels(trainer.label_names, ADVICE))
         if gathering := gather_ahead(model):
@@ -149,6 +148,7 @@ class SnipCallback(TrainerCallback):
         assert self.controller is not None and self._passes is not None
         self._reference = find_reference(trainer, self._reference_option, self.config, self.controller)
         self._losses = _watch_losses(trainer, self.controller)
+        # Also keeps this callback alive if it is removed from the Trainer.
         self._files.follow(trainer, self.controller, functools.partial(SnipCallback.on_step_end, self))
         if self.controller.needs_probe and computes_loss(trainer):
             own = trainer.label_smoother, trainer.compute_loss_func

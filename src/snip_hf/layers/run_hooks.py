@@ -50,8 +50,6 @@ class RunMark:
     def __init__(self, end: Callable[[], None] | None = None) -> None:
         self.hooks: list[Any] = []
         """Handles of the run's hooks on modules, including wrappers of the model."""
-        self.held: object = None
-        """An object that must live as long as the mark."""
         self._end = None if end is None else WeakMethod(end)
 
     @property

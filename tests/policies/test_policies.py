@@ -171,16 +171,6 @@ def test_a_rule_exceeds_the_target_by_less_than_its_smallest_layer_in_fp4(policy
     assert exact > 0
 
 
-@pytest.mark.parametrize("policy", RULES)
-def test_a_rule_is_within_0_012_of_the_best_whole_layers_of_a_llama(policy: str) -> None:
-    flops = llama_flops(2)
-    for target in TARGETS:
-        setting = setting_by_layer(flops, policy=policy, target_fp4_fraction=target)
-        shares = [setting.shares(setting.stages[0])[layer] for layer in flops]
-        best = least_sufficient(shares, target)
-        assert best - 1e-9 <= stage_shares(setting, rule_assignment(setting))[0] < best + 0.012
-
-
 @pytest.mark.parametrize(("policy", "formats"), [("uniform-fp4", ("bf16",)), ("uniform-nvfp4", ("fp4", "fp8"))])
 def test_uniform_policies_run_their_own_format_whatever_the_others_are(policy: str, formats: tuple[str, ...]) -> None:
     setting = setting_of(llama_flops(), policy=policy, formats=formats)
@@ -237,12 +227,6 @@ def test_layer_position_protects_the_first_and_last_blocks(granularity: str) -> 
             set(range((8 - count) // 2, (8 - count) // 2 + count)),
             set(range((9 - count) // 2, (9 - count) // 2 + count)),
         )
-
-
-def test_layer_position_counts_blocks_over_the_whole_model_also_with_stages() -> None:
-    setting = setting_of(plain_flops(*[1.0] * 8), policy="layer-position", target_fp4_fraction=0.5, stages=2)
-    chosen = fp4_layers(rule_assignment(setting))
-    assert chosen == {f"layers.{index}.fc" for index in (2, 3, 4, 5)}
 
 
 def test_first2_last8_is_the_published_rule_at_its_depth_and_share() -> None:
@@ -304,18 +288,8 @@ def test_backward_first_takes_all_of_the_backward_pass_before_any_forward_gemm()
     assert in_fp4(5 / 6) == {"forward": middle, "grad_input": set(range(8)), "grad_weight": set(range(8))}
 
 
-def test_layer_type_takes_the_mlp_before_attention() -> None:
-    flops = llama_flops()
-    mlp = sum(sum(costs.values()) for layer, costs in flops.items() if ".mlp." in layer)
-    total = sum(sum(costs.values()) for costs in flops.values())
-    setting = setting_of(flops, policy="layer-type", target_fp4_fraction=mlp / total)
-    assert fp4_layers(rule_assignment(setting)) == {layer for layer in flops if ".mlp." in layer}
-    setting = setting_of(flops, policy="layer-type", target_fp4_fraction=0.9)
-    assert {layer for layer in flops if ".mlp." in layer} < fp4_layers(rule_assignment(setting))
-
-
-@pytest.mark.parametrize("attention", ["SelfAttention", "EncDecAttention", "attn", "self_attention"])
-def test_layer_type_knows_attention_by_every_usual_name(attention: str) -> None:
+@pytest.mark.parametrize("attention", ["self_attn", "SelfAttention", "EncDecAttention", "attn", "self_attention"])
+def test_layer_type_takes_the_mlp_before_attention_which_it_knows_by_every_usual_name(attention: str) -> None:
     flops = {layer.replace("self_attn", attention): costs for layer, costs in llama_flops().items()}
     mlp = sum(sum(costs.values()) for layer, costs in flops.items() if ".mlp." in layer)
     total = sum(sum(costs.values()) for costs in flops.values())

@@ -703,6 +703,18 @@ def test_a_frozen_weight_s_gradient_weighs_nothing_by_time_either() -> None:
     assert sum(shares.values()) == 1.0
 
 
+def test_a_rule_leaves_layers_that_fp4_slows_down_in_high_precision() -> None:
+    """The middle one, which "layer-position" would take first, so that the speed-up takes both others."""
+    flops = plain_flops(1.0, 1.0, 1.0)
+    options: dict[str, Any] = {"formats": ("fp4", "bf16"), "target_linear_speedup": 1.5, "budget": "measured"}
+    fp4 = dict(zip(flops, (1.0, 3.0, 1.0), strict=True))
+    times = {layer: {gemm: {"bf16": 2.0, "fp8": 1.0, "fp4": fp4[layer]} for gemm in GEMMS} for layer in flops}
+    machine = Machine("a GPU", "2.11.0", "hopper", "bfloat16")
+    setting = setting_by_layer(flops, policy="layer-position", timing_tokens=64, **options)
+    setting = dataclasses.replace(setting, measured=MeasuredCost(machine=machine, tokens=64, seconds=times))
+    assert fp4_layers(rule_assignment(setting)) == {"layers.0.fc", "layers.2.fc"}
+
+
 # -------------------------------------------------------------------------------------------------------- needs a probe
 
 

@@ -220,7 +220,7 @@ class Ranks:
         try:
             return call()
         except RuntimeError as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            reason = str(error).partition("\n")[0][:200]
             raise RankError(
                 f"Rank {self.rank} of {self.size} waited for the others, for at most {self._timeout:g} s, and one of "
                 f"them did not answer or is gone, {self.place}: {reason}. Look into the logs of the other ranks; start "

@@ -16,7 +16,6 @@ from ..records.load import Run
 from ..text import printable
 
 _TEXT = 2000
-_DIVERGENCE = [field.name for field in fields(Divergence)]
 _REFRESH = (
     "step",
     "applied_step",
@@ -51,7 +50,8 @@ def write_csv(run: Run, folder: Path) -> list[Path]:
         names = [f"{name}_{part}" for name, parts in _PARTS.items() for part in parts]
         tables["refreshes.csv"] = ((*_REFRESH, *names), _refresh_rows(run))
     if run.divergences:
-        tables["divergence.csv"] = (("step", *_DIVERGENCE), _divergence_rows(run))
+        rows = ([step, *vars(row).values()] for step, table in run.divergences.items() for row in table.rows)
+        tables["divergence.csv"] = (("step", *(field.name for field in fields(Divergence))), rows)
     if run.losses:
         losses = ([step, row.get("loss"), row.get("eval_loss")] for step, row in run.losses.items())
         tables["losses.csv"] = (("step", "loss", "eval_loss"), losses)
@@ -74,12 +74,6 @@ def _plan_rows(run: Run) -> Iterator[Sequence[Any]]:
                     yield layer, gemm, begin, step, format
                     begin, format = step, plan.assignment[layer][gemm]
             yield layer, gemm, begin, None, format
-
-
-def _divergence_rows(run: Run) -> Iterator[Sequence[Any]]:
-    for step, table in run.divergences.items():
-        for row in table.rows:
-            yield [step, *(getattr(row, name) for name in _DIVERGENCE)]
 
 
 def _refresh_rows(run: Run) -> Iterator[Sequence[Any]]:

@@ -245,6 +245,7 @@ def test_speeds_at_equal_loss_are_those_of_the_lines(shares: dict[tuple[str, str
     small = [run for run in files[1] if run["mode"] == "reduce-overhead" and run["commit"] == "d04d6afd"]
     summary = cells("results.md", "How fast, at equal loss?")
     written = cells("results-speed.md", "At equal loss")
+    speeds: dict[str, list[float]] = {}
     for row, name, recipe, formats in (
         ("all in `fp8-delayed`", "fp8-delayed", "snip-hf 0%", "fp8-delayed"),
         ("75%, {mxfp4, fp8-delayed}, the default", "snip-75", "snip-hf 75%", "fp8-delayed"),
@@ -259,10 +260,22 @@ def test_speeds_at_equal_loss_are_those_of_the_lines(shares: dict[tuple[str, str
             (run,) = (run for run in runs if (run["recipe"], run["formats"][1]) == (recipe, formats))
             refresh = run["refresh_ms"] / 500 if name == "snip-75" else 0.0
             speed = whole / (run["step_ms"] + refresh)
+            speeds.setdefault(name, []).append(speed)
             at = ["{:.2f} ({:.2f} to {:.2f})".format(*(speed / one[end] for end in (0, 2, 1))) for one in more]
             expected += [f"{speed:.3f}", at[0], "; ".join(at[1:])]
         assert written[row] == expected
         assert summary[row][:4] == [*expected[1:3], *expected[4:6]]
+    found = gap(shares["snip-75", "2700"], shares["fp8-delayed", "2700"])
+    ends = [found.mean, found.mean + found.half_width, found.mean - found.half_width]
+    of_75 = [ours / fp8 for ours, fp8 in zip(speeds["snip-75"], speeds["fp8-delayed"], strict=True)]
+    text = " ".join(section("results-speed.md", "At equal loss").split())
+    for ratio, scale, form in (
+        (of_75[0], scales[0], "that is {:.2f} ({:.3f} to {:.3f})"),
+        (of_75[0], scales[1], "140B tokens) {:.2f} ({:.2f} to {:.2f}) and"),
+        (of_75[0], scales[2], "and {:.2f} ({:.2f} to {:.2f}). At 1.1B"),
+        (of_75[1], scales[0], "and {:.2f} ({:.2f} to {:.2f}) at equal loss."),
+    ):
+        assert form.format(*(ratio / math.exp(scale * end / 100) for end in ends)) in text
 
 
 def test_losses_of_the_checkpoint_are_those_of_the_lines() -> None:

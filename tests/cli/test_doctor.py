@@ -75,6 +75,15 @@ def test_the_attention_of_a_probe_under_others_is_told(
     assert others == under_others
 
 
+def test_a_policy_without_a_probe_has_no_attention_of_a_probe(tmp_path: Path) -> None:
+    LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64).save_pretrained(tmp_path)
+    fields = {"policy": "uniform-fp8-delayed"}
+    found = dict(line.partition(": ")[::2] for line in doctor._model(str(tmp_path), fields, None, []))
+    assert found["target"] == "none"
+    assert found["probes"] == "none, and no solver"
+    assert found["attention"] == "sdpa"
+
+
 def test_a_missing_plan_file_is_refused(tmp_path: Path) -> None:
     LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"missing\.json"):
@@ -98,7 +107,7 @@ def test_a_missing_plan_file_is_refused(tmp_path: Path) -> None:
         ),
         (
             8192,
-            "1.42 to 1.48 times compiled BF16, as measured at 75% in 4 bits and hidden size 4096 (yours: 8192) on "
+            "1.42 to 1.51 times compiled BF16, as measured at 75% in 4 bits and hidden size 4096 (yours: 8192) on "
             "H100s and H200s. Set bf16=True and torch_compile=True, with at least 597 tokens per micro-batch",
         ),
     ],

@@ -338,6 +338,7 @@ def test_the_begin_names_the_fixed_plan(tmp_path: Path, caplog: pytest.LogCaptur
     caplog.clear()
     begin, _ = begin_and_end(Loop(fp4_config(fixed_plan=str(path))), caplog, until=1)
     assert lines(begin)["plan"].startswith(f"fixed plan {path}, 0.0% of the linear FLOPs in FP4")
+    assert lines(begin)["formats"] == "FP8"  # not FP4, which only the config names
     assert lines(begin)["refreshes"] == "none: the plan is fixed"
 
 

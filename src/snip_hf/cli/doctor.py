@@ -201,6 +201,7 @@ def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, probl
     from ..config import SnipConfig
     from ..kernels.backend import select_backend, why_emulated
     from ..layers.selection import describe_unswapped, weight_matrices
+    from ..policies.registry import policy_of
     from ..policies.target import describe_target
     from ..training.plan_in_force import formats_in_use
     from .plans import empty_model
@@ -219,6 +220,9 @@ def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, probl
             "(docs/adapters.md)"
         )
     yield f"target: {describe_target(config.to_dict()) or 'none'}"
+    probes = policy_of(config).needs_probe
+    if not probes:
+        yield "probes: none, and no solver"
     matrices = [one for one in weight_matrices(model, config) if not one.is_aside and one.parameter.dim() > 1]
     decided = sum(one.size for one in matrices if one.reason is None)
     yield (
@@ -230,13 +234,16 @@ def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, probl
     why = why_emulated(device, formats) if backend.is_emulation else None
     yield f"formats: {', '.join(formats)} by {backend.name}{f': {why}' if why else ''}"
     yield f"speed: {_speed(model, backend, lora is not None)}"
-    yield f"attention: {_attention(model)}"
+    yield f"attention: {_attention(model, probes)}"
     for verdict, kinds in _PARALLELISM.items():
         yield f"parallelism, {verdict}: {kinds}"
 
 
-def _attention(model: Any) -> str:
-    """Returns the model's attention, and what a probe does under others. The model, which never runs, gets another."""
+def _attention(model: Any, probes: bool) -> str:
+    """Returns the model's attention, and what a probe does under others.
+
+    The model, which never runs, may get another.
+    """
     from ..estimation.attention import check_attention, switched_attention
 
     own, supported = model.config._attn_implementation, []
@@ -244,7 +251,7 @@ def _attention(model: Any) -> str:
         supported.append("FlashAttention")
     if model._supports_flex_attn:
         supported.append("flex attention")
-    if not supported:
+    if not (probes and supported):
         return str(own)
     others = " and ".join(supported)
     model.config._attn_implementation = "flash_attention_2"

@@ -76,7 +76,7 @@ class RunMessages:
         lines = {
             "plan": f"{origin}, {plan.describe()}",
             "target": describe_target(config.to_dict()) or "none",
-            "formats": f"{', '.join(FORMATS[name].label for name in config.formats)}, decided per {config.granularity}",
+            "formats": _formats(config, plan),
             "backend": self._backend,
             "coverage": "not known" if coverage is None else f"the plan can decide on {coverage.describe()}",
             "refreshes": _refreshes(config, first_refresh, plan),
@@ -100,6 +100,12 @@ class RunMessages:
             self._kept,
             *self._seconds.values(),
         )
+
+
+def _formats(config: SnipConfig, plan: PrecisionPlan) -> str:
+    if policy_of(config).aims_at_share:
+        return f"{', '.join(FORMATS[name].label for name in config.formats)}, decided per {config.granularity}"
+    return ", ".join(format.label for name, format in FORMATS.items() if name in plan.formats)
 
 
 def _refreshes(config: SnipConfig, first_refresh: int, plan: PrecisionPlan) -> str:

@@ -273,7 +273,7 @@ def _origin(config: SnipConfig, model_name: str, step: int) -> dict[str, Any]:
     return {
         "policy": config.policy,
         "granularity": config.granularity,
-        "target_fp4_fraction": config.target_at(step),
+        "target_fp4_fraction": config.target_at(step) if policy_of(config).aims_at_share else None,
         "config": config.to_dict(),
         "model_name": model_name,
     }

@@ -597,3 +597,11 @@ def test_reasons_of_a_large_model_are_the_cheapest_and_most_expensive_of_each_st
     of_first = [block for stage, block in shown if stage == "0"]
     # FLOPs differ between even and odd layers, and so do prices per FLOP.
     assert (len(of_first), min(of_first), max(of_first)) == (32, 0, 19)
+
+
+def test_reasons_are_those_of_the_last_refresh_that_was_applied(tmp_path: Path) -> None:
+    assignments = random_assignments(3)
+    write_run(tmp_path, assignments, kept=(2,))
+    for step in (100, 200):
+        write_divergence(tmp_path, step, {(layer, gemm): (0.1, 0.3) for layer in assignments[0] for gemm in GEMMS})
+    assert "Why (probe of step 100;" in printed(tmp_path)

@@ -327,8 +327,6 @@ def test_a_repository_is_downloaded_at_its_revision(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub_module, "snapshot_download", snapshot)
-    (tmp_path / "snapshot" / "snip").mkdir(parents=True)
-    (tmp_path / "snapshot" / "snip" / "history.jsonl").touch()
     assert run_folder(name) == tmp_path / "snapshot"
 
 

@@ -288,6 +288,17 @@ class TestSelection:
         convert_in_formats(model, fp4_config(start_format="bf16", skip_modules=("*.experts.*",)))
         assert not experts_of(model) and all(module.config is model.config for module in owners(model))
 
+    def test_formats_of_one_projection_leave_the_other_as_it_is(self) -> None:
+        losses = []
+        for convert in (convert_model, convert_in_formats):
+            model = build("gpt-oss")
+            convert(model, HIGH)
+            for name, layer in experts_of(model).items():
+                if name.endswith("down_proj"):
+                    layer.set_formats(FP4)
+            losses.append(loss_and_gradients(model)[0])
+        assert losses[0] == losses[1]
+
     def test_torchao_s_quantize_swaps_all_projections_of_a_module(self) -> None:
         model = build("gpt-oss")
         quantize_(model, SnipLinearConfig(start_format="fp4"), lambda module, name: name.endswith("0.mlp.experts"))

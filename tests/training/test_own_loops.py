@@ -317,3 +317,16 @@ def test_a_run_that_is_resumed_to_more_steps_goes_on_by_the_schedule(tmp_path: P
     second.step = 5
     second.run(8)
     assert [(step, status) for step, status, _ in outcomes(tmp_path)] == [(2, "applied"), (6, "applied")]
+
+
+def test_layers_whose_states_were_moved_in_mid_run_draw_the_same_random_numbers() -> None:
+    """As `module.to(device)` moves them."""
+    losses = []
+    for is_moved in (False, True):
+        loop = Loop(fp4_config(policy="uniform-fp4"))
+        for step in range(1, 5):
+            for layer in snip_linears(loop.model).values() if is_moved else ():
+                layer.snip_state = layer.snip_state.clone()
+            loop.run(step)
+        losses.append(loop.losses)
+    assert losses[0] == losses[1]

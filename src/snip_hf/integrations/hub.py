@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 _REPOSITORY = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 # The files of a repository that record the run, without weights.
 _RECORD = (f"{FOLDER}/*.json", f"{FOLDER}/history.jsonl", "*trainer_state.json", "README.md")
-_HISTORY = f"{FOLDER}/history.jsonl"
 
 
 def prepare_push(output_dir: Path, controller: SnipController) -> None:
@@ -230,12 +229,9 @@ def run_folder(name: str) -> Path:
     if os.path.lexists(name) or match is None:
         return Path(name)
     try:
-        folder = Path(snapshot_download(match[1], revision=match[2], allow_patterns=list(_RECORD)))
-        if not (folder / _HISTORY).exists():
-            raise FileNotFoundError(f"it has no {_HISTORY}; expected a model that was pushed with SnipCallback.")
+        return Path(snapshot_download(match[1], revision=match[2], allow_patterns=list(_RECORD)))
     except Exception as error:  # the Hub's client may raise anything
         raise FileNotFoundError(
             f"There is no folder {printable(name)} here, and no run can be read from a Hub repository of this name: "
             f"{printable(error, 600)}"
         ) from error
-    return folder

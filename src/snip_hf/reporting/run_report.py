@@ -96,12 +96,13 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         console.print(refresh_table(run))
     elif config.get("fixed_plan"):
         say(console, "The plan is fixed, so there are no refreshes.")
+    elif (known := POLICIES.get(config.get("policy", ""))) is not None and not known.needs_probe:
+        say(console, "The policy does not probe, so there are no refreshes.")
     elif run.pending is None:
         say(
             console,
             f"No refresh was recorded ({policy}, first refresh due at step "
-            f"{value_text(config.get('first_refresh') or '100 or earlier')} if it probes): the initial plan is in "
-            "force.",
+            f"{value_text(config.get('first_refresh') or '100 or earlier')}): the initial plan is in force.",
         )
     if run.pending is not None:
         say(console, f"Step {run.pending[0]} was probed; its plan is due after step {run.pending[1]}.")

@@ -206,6 +206,16 @@ def test_no_kink_of_relu_is_taken_for_curvature(family: str) -> None:
         assert statistics.quantiles(ratios[fmt], n=10)[-1] <= 1.7
 
 
+def test_the_weight_divergence_of_a_named_output_head_is_right() -> None:
+    model = tiny_llama(tie_word_embeddings=False)
+    optimizer, batch = adamw_after(model, steps=20), text(4, 96, 20)
+    config = fp4_config(include_modules=("lm_head",), probe_tokens=None, probe_batch_tokens=None)
+    truth = weight_divergences(measure_divergence(model, batch, optimizer, config, gemms=("grad_weight",)))
+    estimate = weight_divergences(estimate_divergence(model, batch, optimizer, config))
+    key = "lm_head", "grad_weight", "fp8"
+    assert estimate[key] == pytest.approx(truth[key], rel=0.02)
+
+
 def test_formats_differ_as_their_grids_do() -> None:
     model, optimizer = trained_tiny_lm()
     values = weight_divergences(estimate_divergence(model, tokens(), optimizer, config=EXACT))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from causal_families import FAMILIES
 from configs import fp4_config
 from models import build
+from small import text, tiny_llama
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -38,7 +39,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from snip_hf import SnipConfig, convert_model
+from snip_hf import SnipConfig, convert_model, coverage
 from snip_hf.layers.layer import SnipLayer
 from snip_hf.layers.selection import WeightMatrix, describe_unswapped, skip_reasons, weight_matrices
 from snip_hf.layers.state import snip_linears
@@ -112,18 +113,28 @@ def test_a_model_that_tells_no_decoder_is_swapped_in_all_its_blocks() -> None:
     [
         ("vision_tower", "those are named like 'model.vision_tower.encoder.layers.0.self_attn.k_proj'. "),
         ("*.gate_proj", "those are named like 'model.vision_tower.encoder.layers.0.self_attn.k_proj'. "),
-        ("lm_head", "those are named like 'model.vision_tower.encoder.layers.0.self_attn.k_proj'. "),
     ],
 )
 def test_a_name_that_is_not_outside_the_decoder_is_refused(pattern: str, rest: str) -> None:
     message = (
         f"include_modules: {pattern!r} matches no linear layer outside the decoder's blocks; {rest}"
-        "Linears inside the blocks are swapped without it, and the output head never is."
+        "Linears inside the blocks are swapped without it, and the output head only by its full name and if it is not "
+        "tied to the embeddings."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         convert_model(build("llava"), fp4_config(include_modules=(pattern,)))
     with pytest.raises(ValueError, match="the model has no other one"):
         convert_model(build("llama"), fp4_config(include_modules=(pattern,)))
+
+
+def test_an_output_head_that_is_not_tied_is_swapped_by_its_full_name() -> None:
+    model, tied = (tiny_llama(tie_word_embeddings=is_tied) for is_tied in (False, True))
+    config = fp4_config(include_modules=("lm_head",))
+    assert coverage(model, text(2, 16), config).aside["output head"] == 0
+    for refused, pattern in ((tied, "lm_head"), (model, "lm_*")):
+        with pytest.raises(ValueError, match="the output head only by its full name"):
+            convert_model(refused, fp4_config(include_modules=(pattern,)))
+    assert convert_model(model, config)[-1] == "lm_head"
 
 
 def test_an_encoder_alone_is_its_own_stack() -> None:

@@ -240,10 +240,10 @@ def count_pass(
         reason = (
             ADAPTER if id(caller.module) in adapters else reasons.get(name, f"no registered layer kind handles {kind}")
         )
-        if caller.module is head:
-            counts["aside", _HEAD] += count
-        elif reason is None:
+        if reason is None:
             counts["covered",] += count
+        elif caller.module is head:
+            counts["aside", _HEAD] += count
         else:
             counts["left", without_numbers(name), kind, reason] += count
     return found

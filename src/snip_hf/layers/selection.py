@@ -62,7 +62,7 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
     routers, adapters = _Routers(model), adapter_reasons(model)
 
     def reason(name: str, module: nn.Module, kind: LayerKind) -> str | None:
-        if module is head:
+        if module is head and (name not in config.include_modules or _is_tied(model)):
             return "output head"
         outside = _outside(name, module, decoder)
         if outside is not None and not _matches(name, config.include_modules):
@@ -120,11 +120,13 @@ def check_patterns(model: nn.Module, config: SnipConfig, reasons: Mapping[str, s
     modules = {name: module for name, (module, _) in known_layers(model).items()}
     outside = [name for name in reasons if modules[name] is not head and _outside(name, modules[name], decoder)]
     for pattern in config.include_modules:
-        if not any(_matches(name, [pattern]) for name in outside):
+        is_head = pattern in modules and modules[pattern] is head and not _is_tied(model)
+        if not is_head and not any(_matches(name, [pattern]) for name in outside):
             named = f"those are named like {outside[0]!r}" if outside else "the model has no other one"
             raise DoesNotFit(
                 f"include_modules: {pattern!r} matches no linear layer outside the decoder's blocks; {named}. "
-                "Linears inside the blocks are swapped without it, and the output head never is."
+                "Linears inside the blocks are swapped without it, and the output head only by its full name and if it "
+                "is not tied to the embeddings."
             )
 
 
@@ -167,6 +169,12 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 def head_of(model: nn.Module) -> object:
     """Returns the model's output head, if it has one."""
     return getattr(model, "get_output_embeddings", lambda: None)()
+
+
+def _is_tied(model: nn.Module) -> bool:
+    """Returns True if the output head has the weight of the input embeddings."""
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    return getattr(head_of(model), "weight", None) is getattr(embeddings, "weight", ...)
 
 
 def refuse_quantized(model: nn.Module) -> None:

@@ -109,5 +109,7 @@ def set_step(layers: Mapping[str, SnipLayer], seed: int, step: int, micro_batch:
     """Keys the layers' random numbers: one stream per (seed, step, micro-batch, layer name)."""
     names = np.array([layer.snip_key for layer in layers.values()], dtype=np.uint64)
     keys = torch.from_numpy(stream_key(seed, step, micro_batch, names, GRAD_OUTPUT).view(np.int64))
-    for layer, key in zip(layers.values(), keys, strict=True):
-        layer.snip_state[KEY] = key
+    # One copy per device; each of its own would wait for a GPU.
+    copies = {device: on_device(keys, device) for device in {layer.snip_state.device for layer in layers.values()}}
+    for index, layer in enumerate(layers.values()):
+        layer.snip_state[KEY] = copies[layer.snip_state.device][index]

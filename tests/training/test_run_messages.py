@@ -287,6 +287,17 @@ def test_a_refresh_that_came_to_nothing_is_counted_at_the_end(caplog: pytest.Log
     assert "New plans: 0; refreshes that kept the plan: 1. " in end
 
 
+@pytest.mark.parametrize("policy", ["snip", "uniform-fp8"])
+def test_what_kernels_found_is_logged_with_probes_and_without(
+    policy: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps 2, 6 and 10, which probe, or else 4, 8 and 12; and at the end."""
+    monkeypatch.setattr(Emulated, "findings", lambda self, layers: (True, "blocks saturate"))
+    begin_and_end(Loop(fp4_config(**SCHEDULE, policy=policy)), caplog, until=13)
+    found = [one for one in caplog.records if one.getMessage() == "snip-hf: backend emulated: blocks saturate"]
+    assert [one.levelname for one in found] == ["WARNING"] * 4
+
+
 def test_a_resumed_run_goes_on_under_the_plan_of_its_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
     first = Loop()
     begin_and_end(first, caplog, until=5)  # the plan of step 2 is in force

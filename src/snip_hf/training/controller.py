@@ -249,6 +249,8 @@ class SnipController:
         watch = self._end_watch()
         # Ask the schedule, not the captured batches: all ranks share the schedule.
         if not self._refreshes(step):
+            if self._schedule.reads_findings(step):
+                self._layers.log_findings()
             return
         if is_left_out:  # there are no gradients to probe with
             self._schedule.postponed = step + 1

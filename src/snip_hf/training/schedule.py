@@ -37,6 +37,11 @@ class Schedule:
         """
         return self._is_scheduled(step, is_planned) and not self._is_too_late(step)
 
+    def reads_findings(self, step: int) -> bool:
+        """Returns True if a run without probes logs what its kernels found, which others do when they refresh."""
+        every = self._config.refresh_every
+        return not self._needs_probe and every is not None and step % every == 0
+
     def note_probe(self, step: int) -> None:
         """Notes the step of a refresh."""
         self.last_probe, self.postponed = step, None

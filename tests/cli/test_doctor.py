@@ -84,6 +84,17 @@ def test_a_policy_without_a_probe_has_no_attention_of_a_probe(tmp_path: Path) ->
     assert found["attention"] == "sdpa"
 
 
+def test_an_output_head_takes_part_or_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    fields = {"include_modules": ["lm_head"]}
+    LlamaConfig(**sizes).save_pretrained(tmp_path)
+    found = dict(line.partition(": ")[::2] for line in doctor._model(str(tmp_path), fields, None, []))
+    assert found["covered"].endswith("; other weights: none; embeddings stay as they are")
+    LlamaConfig(**sizes, tie_word_embeddings=True).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="the output head only by its full name"):
+        list(doctor._model(str(tmp_path), fields, None, []))
+
+
 def test_a_missing_plan_file_is_refused(tmp_path: Path) -> None:
     LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"missing\.json"):

@@ -484,6 +484,9 @@ def test_the_uncovered_rest_is_described_by_kind() -> None:
         Uncovered("layers.*.experts.down_proj", "MoE experts", 0.21, "no registered layer kind handles MixtralExperts"),
         Uncovered("layers.*.gate", "router", 0.01, "no registered layer kind handles MixtralTopKRouter"),
     ]
+    assert Coverage(9.0, 9.0, [], {"output head": 0}).describe() == (
+        "100.0% of the model's matmul FLOPs (attention products aside)"
+    )
     assert Coverage(100.0, 38.0, groups).describe() == (
         "38.0% of the model's matmul FLOPs (output head and attention products aside); MoE experts: 61.0%, not covered "
         "because no registered layer kind handles MixtralExperts; router: 1.0%, not covered because no registered "

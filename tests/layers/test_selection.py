@@ -137,6 +137,15 @@ def test_an_output_head_that_is_not_tied_is_swapped_by_its_full_name() -> None:
     assert convert_model(model, config)[-1] == "lm_head"
 
 
+def test_the_full_name_of_a_layer_that_cannot_be_swapped_is_refused() -> None:
+    model = tiny_llama(tie_word_embeddings=False)
+    model.lm_head.__class__ = type("FSDPLinear", (nn.Linear,), {})  # as FSDP2 does
+    message = "include_modules: 'lm_head' names a layer that cannot be swapped: class FSDPLinear. Leave the name out; "
+    with pytest.raises(ValueError, match=f"^{message}if it is a class of FSDP2, call snip_hf.convert_model"):
+        convert_model(model, fp4_config(include_modules=("lm_head",)))
+    assert not snip_linears(model)
+
+
 def test_an_encoder_alone_is_its_own_stack() -> None:
     model = AutoModelForMaskedLM.from_config(BertConfig(**_SMALL, num_hidden_layers=2))
     names = convert_model(model, fp4_config())

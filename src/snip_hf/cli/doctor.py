@@ -200,7 +200,7 @@ def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, probl
     """
     from ..config import SnipConfig
     from ..kernels.backend import select_backend, why_emulated
-    from ..layers.selection import describe_unswapped, weight_matrices
+    from ..layers.selection import check_patterns, describe_unswapped, skip_reasons, weight_matrices
     from ..policies.registry import policy_of
     from ..policies.target import describe_target
     from ..training.plan_in_force import formats_in_use
@@ -223,11 +223,14 @@ def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, probl
     probes = policy_of(config).needs_probe
     if not probes:
         yield "probes: none, and no solver"
+    reasons = skip_reasons(model, config)
+    check_patterns(model, config, reasons)
+    head = " and output head" if "output head" in reasons.values() else ""
     matrices = [one for one in weight_matrices(model, config) if not one.is_aside and one.parameter.dim() > 1]
     decided = sum(one.size for one in matrices if one.reason is None)
     yield (
         f"covered: {decided / max(1, sum(one.size for one in matrices)):.1%} of the weights in the decoder's products; "
-        f"other weights: {describe_unswapped(matrices) or 'none'}; embeddings and output head stay as they are"
+        f"other weights: {describe_unswapped(matrices) or 'none'}; embeddings{head} stay as they are"
     )
     formats = formats_in_use(config)
     backend = select_backend(config.backend, device, formats)

@@ -87,7 +87,7 @@ class Coverage:
     flops: float
     """FLOPs of all matrix products with a weight in a forward and a backward pass, by the tokens that it saw. Each
     product counts as forward, as grad_input if its input needs a gradient, and as grad_weight if the weight is trained.
-    The output head and products without a weight are in `aside`."""
+    The output head, if no plan decides on it, and products without a weight are in `aside`."""
     covered: float
     """The FLOPs that a plan decides on."""
     uncovered: list[Uncovered]
@@ -99,6 +99,12 @@ class Coverage:
     def share(self) -> float:
         """The part of the FLOPs that a plan can decide on, 0..1; 0 if there are none, since it decides on nothing."""
         return self.covered / self.flops if self.flops else 0.0
+
+    @property
+    def counted(self) -> str:
+        """What `flops` counts, in words."""
+        head = "" if self.aside.get(_HEAD) == 0 else "output head and "
+        return f"the model's matmul FLOPs ({head}attention products aside)"
 
     def by_kind(self) -> dict[tuple[str, str], float]:
         """Returns (kind, reason) -> share of what is not covered, the largest first."""
@@ -118,8 +124,7 @@ class Coverage:
             f"{printable(kind)}: {share:.1%}, not covered because {printable(_as_clause(reason))}"
             for (kind, reason), share in self.by_kind().items()
         ]
-        text = f"{self.share:.1%} of the model's matmul FLOPs (output head and attention products aside)"
-        return "; ".join([text, *rest])
+        return "; ".join([f"{self.share:.1%} of {self.counted}", *rest])
 
 
 def _as_clause(reason: str) -> str:

@@ -134,7 +134,8 @@ def new_card(title: str, library: str) -> str:
 def completed(card: str, section: str, tags: Iterable[str], base_model: str | None) -> str:
     """Returns a card with a section, tags and, unless it already names one, a base model.
 
-    The section replaces its earlier version, or is appended. The rest of the card does not change.
+    The section replaces its earlier version, or is appended. The rest of the text does not change; the metadata keep
+    their values, but lose comments.
 
     Raises:
         ValueError: the card's metadata cannot be read.
@@ -194,7 +195,7 @@ def _format_shares(plan: PrecisionPlan) -> str:
 def _coverage_rows(plan: PrecisionPlan, coverage: Coverage) -> dict[str, str]:
     rest = [f"{as_text(kind)} {share:.1%} ({as_text(reason)})" for (kind, reason), share in coverage.by_kind().items()]
     return {
-        "coverage": f"the plan decides on {coverage.share:.1%} of the model's matmul FLOPs (output head and attention "
-        f"products aside), which makes {coverage.share * plan.fp4_fraction:.1%} of all of them in FP4",
+        "coverage": f"the plan decides on {coverage.share:.1%} of {coverage.counted}, which makes "
+        f"{coverage.share * plan.fp4_fraction:.1%} of all of them in FP4",
         **({"not covered": "; ".join(rest[:_MOST_KINDS])} if rest else {}),
     }

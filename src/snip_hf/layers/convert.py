@@ -115,8 +115,8 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
 
     Replaces every `nn.Linear` (and registered subclasses), transformers' `Conv1D`, the projections of experts, and
     modules of kinds that `register_layer_kind` added: inside the numbered blocks (`....layers.3....`) of the language
-    model's decoder, and elsewhere if `config.include_modules` names them. Skips the output head, routers, adapters'
-    small matrices and what `config.skip_modules` names.
+    model's decoder, and elsewhere if `config.include_modules` names them. Skips an output head that is not named
+    or is tied to the embeddings, routers, adapters' small matrices and what `config.skip_modules` names.
 
     The layers compute exactly as before until a controller or `PrecisionPlan.apply` gives them formats. Layers that
     were swapped before stay as they are, or are restored if this config skips them. The log tells what is swapped, what
@@ -126,8 +126,8 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
 
     Raises:
         TypeError: the config is not a `SnipConfig`.
-        ValueError: no layer is left to swap, a name in `skip_modules` or `include_modules` matches nothing, the model
-            is already quantized by another method. The model is as before.
+        ValueError: no layer is left to swap, a name in `skip_modules` or `include_modules` matches nothing or a layer
+            that cannot be swapped, the model is already quantized by another method. The model is as before.
     """
     check_config(config)
     refuse_quantized(model)

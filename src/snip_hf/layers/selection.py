@@ -98,7 +98,7 @@ def known_layers(model: nn.Module) -> dict[str, tuple[nn.Module, LayerKind]]:
 
 
 def check_patterns(model: nn.Module, config: SnipConfig, reasons: Mapping[str, str | None]) -> None:
-    """Refuses names in `skip_modules` and `include_modules` that match nothing.
+    """Refuses names in `skip_modules` and `include_modules` that match nothing, or a layer that cannot be swapped.
 
     Args:
         model: the model.
@@ -127,6 +127,11 @@ def check_patterns(model: nn.Module, config: SnipConfig, reasons: Mapping[str, s
                 f"include_modules: {pattern!r} matches no linear layer outside the decoder's blocks; {named}. "
                 "Linears inside the blocks are swapped without it, and the output head only by its full name and if it "
                 "is not tied to the embeddings."
+            )
+        if (reason := reasons.get(pattern)) is not None:
+            raise DoesNotFit(
+                f"include_modules: {pattern!r} names a layer that cannot be swapped: {reason}. Leave the name out; if "
+                "it is a class of FSDP2, call snip_hf.convert_model(model, config) before the model is sharded."
             )
 
 

@@ -91,15 +91,13 @@ class RunMessages:
         if self._has_ended or not self._has_begun:
             return
         self._has_ended = True
-        self._log.info(
-            "snip-hf: ended after step %d: %s. New plans: %d; refreshes that kept the plan: %d. Probes took %.1f s, "
-            "solvers %.1f s beside training, which waited %.1f s for them.",
-            step,
-            plan.describe(),
-            self._applied,
-            self._kept,
-            *self._seconds.values(),
-        )
+        refreshes = ""
+        if policy_of(self._config).needs_probe:
+            refreshes = (
+                " New plans: {}; refreshes that kept the plan: {}. Probes took {:.1f} s, solvers {:.1f} s beside "
+                "training, which waited {:.1f} s for them."
+            ).format(self._applied, self._kept, *self._seconds.values())
+        self._log.info("snip-hf: ended after step %d: %s.%s", step, plan.describe(), refreshes)
 
 
 def _formats(config: SnipConfig, plan: PrecisionPlan) -> str:

@@ -180,8 +180,8 @@ def combine(options: argparse.Namespace, source: Line) -> list[Line]:
     for model, changes in CASES:
         case = argparse.Namespace(**vars(options) | changes)
         identity = {"model": model, "case": describe(case)}
-        same = identity.items() | {("machine", source["machine"])}
-        found = [line for line in known if same <= line.items()]
+        same = identity | {field: source[field] for field in ("machine", "formats")}
+        found = [line for line in known if same.items() <= line.items()]
         # Hosts differ, so a case that is not complete is measured anew.
         if len({line["recipe"] for line in found}) < 3 and time.monotonic() < options.deadline:
             found = []

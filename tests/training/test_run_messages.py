@@ -282,9 +282,13 @@ def test_a_run_says_what_it_begins_with_and_what_it_came_to_once(caplog: pytest.
     assert ". New plans: 2; refreshes that kept the plan: 0. Probes took " in end
 
 
-def test_a_run_without_a_probe_counts_no_refreshes_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_without_a_probe_tells_no_times_of_probes_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
     _, end = begin_and_end(Loop(fp4_config(policy="uniform-fp8")), caplog, until=2)
     assert end == "snip-hf: ended after step 2: 0.0% of the linear FLOPs in FP4."
+    caplog.clear()
+    config = fp4_config(policy="backward-first", granularity="gemm", target_fp4_fraction=((1, 0.9), (2, 0.5)))
+    _, end = begin_and_end(Loop(config), caplog, until=2)
+    assert end.endswith("% of the linear FLOPs in FP4. New plans: 1; refreshes that kept the plan: 0.")
 
 
 def test_a_refresh_that_came_to_nothing_is_counted_at_the_end(caplog: pytest.LogCaptureFixture) -> None:

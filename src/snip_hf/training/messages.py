@@ -91,13 +91,13 @@ class RunMessages:
         if self._has_ended or not self._has_begun:
             return
         self._has_ended = True
-        refreshes = ""
-        if policy_of(self._config).needs_probe:
-            refreshes = (
-                " New plans: {}; refreshes that kept the plan: {}. Probes took {:.1f} s, solvers {:.1f} s beside "
-                "training, which waited {:.1f} s for them."
-            ).format(self._applied, self._kept, *self._seconds.values())
-        self._log.info("snip-hf: ended after step %d: %s.%s", step, plan.describe(), refreshes)
+        text, probes = plan.describe(), policy_of(self._config).needs_probe
+        if probes or self._applied or self._kept:  # a rule makes a new plan if the target changes
+            text += f". New plans: {self._applied}; refreshes that kept the plan: {self._kept}"
+        if probes:
+            times = ". Probes took {:.1f} s, solvers {:.1f} s beside training, which waited {:.1f} s for them"
+            text += times.format(*self._seconds.values())
+        self._log.info("snip-hf: ended after step %d: %s.", step, text)
 
 
 def _formats(config: SnipConfig, plan: PrecisionPlan) -> str:

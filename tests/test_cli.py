@@ -326,7 +326,7 @@ def test_report_prints_tables_and_the_figures_it_wrote(
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "figures")]) == 0
     out = capsys.readouterr().out
     assert out.endswith(f"{tmp_path / 'figures' / 'plan.png'}\n")
-    assert "No refresh was recorded (policy layer-position" in out
+    assert "The policy does not probe, so there are no refreshes." in out
     assert (tmp_path / "figures" / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 

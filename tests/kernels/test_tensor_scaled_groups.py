@@ -33,7 +33,6 @@ from snip_hf.numerics.formats import FORMATS, format_of_code
 from snip_hf.numerics.gemms import OPERANDS
 from snip_hf.numerics.random_streams import matrix_keys
 from snip_hf.numerics.rounding import round_operand
-from snip_hf.parallel.ranks import Ranks
 from snip_hf.training.swapped_layers import use_backend
 
 Run = Callable[..., tuple[Tensor, ...]]
@@ -357,7 +356,7 @@ def test_experts_that_it_cannot_run_are_emulated_and_the_log_says_why(
     controller = SnipController(built, torch.optim.SGD(built.parameters()), fp4_config(backend="emulated"))
     layers = snip_linears(built)
     with caplog.at_level(logging.WARNING, "snip_hf"):
-        use_backend(layers, BACKENDS[TENSOR_SCALED.name], Ranks(), None, fp4_config(), logging.getLogger("snip_hf"))
+        use_backend(layers, BACKENDS[TENSOR_SCALED.name], None, fp4_config(), logging.getLogger("snip_hf"))
     emulated = [name for name, layer in layers.items() if layer.snip_backend is EMULATED]
     assert emulated == [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
     assert (

@@ -41,10 +41,11 @@ def save_plan(path: Path, formats: dict[str, str], **changes: Any) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(path / "model")
-    layers = convert_model(model, fp4_config())
+    snip = fp4_config(include_modules=("lm_head",) if "lm_head" in formats else ())
+    layers = convert_model(model, snip)
     forward = {layer: next((formats[end] for end in formats if layer.endswith(end)), "bf16") for layer in layers}
     assignment = {layer: dict(zip(GEMMS, (forward[layer], "fp8", "fp8"), strict=True)) for layer in layers}
-    provenance = PlanProvenance(step=1, policy="snip", config=fp4_config().to_dict())
+    provenance = PlanProvenance(step=1, policy="snip", config=snip.to_dict())
     PrecisionPlan(assignment, linear_flops(model), (tuple(layers),), provenance).save(path / "plan.json")
 
 
@@ -68,6 +69,7 @@ MIXED = {
     "1.mlp.gate_proj": "int8",
     "1.mlp.up_proj": "ufp4",
     "1.mlp.down_proj": "fp4",
+    "lm_head": "fp8",
 }
 TYPES = {
     "0.self_attn.q_proj": "Float8Tensor",
@@ -80,6 +82,7 @@ TYPES = {
     "1.mlp.gate_proj": "Int8Tensor",
     "1.mlp.up_proj": "IntxUnpackedToInt8Tensor",
     "1.mlp.down_proj": "NVFP4Tensor",
+    "lm_head": "Float8Tensor",
 }
 
 

@@ -177,7 +177,9 @@ def _write(kinds: Mapping[str, WeightKind], model_dir: Path, folder: Path) -> No
 
     # Names of weights, because under the name of a layer transformers would also quantize its bias.
     config = FqnToConfig(OrderedDict((f"{layer}.weight", kind.config()) for layer, kind in kinds.items()))
-    model = _load(model_dir, quantization_config=TorchAoConfig(config))
+    # Otherwise transformers would leave out an output head that the config names.
+    quantized = TorchAoConfig(config, include_input_output_embeddings=True)
+    model = _load(model_dir, quantization_config=quantized)
     _check_quantized(model, kinds)
     model.save_pretrained(folder)
     for path in (path for pattern in _COPIED for path in model_dir.glob(pattern)):

@@ -341,6 +341,14 @@ def test_a_number_of_stages_cuts_the_blocks_into_equal_runs() -> None:
     assert max(sizes) - min(sizes) == 1
 
 
+def test_layers_outside_the_blocks_are_in_the_stage_of_those_before_them() -> None:
+    layers = list(llama_flops(8))
+    first, second = find_stages(layers, fp4_config(stages=2))
+    around = find_stages(["linear_1", *layers, "lm_head"], fp4_config(stages=2))
+    assert around == (("linear_1", *first), (*second, "lm_head"))
+    assert find_stages(["score", "fc2"], fp4_config(stages=2)) == (("score",), ("fc2",))
+
+
 def test_no_stages_means_one_for_the_whole_model_and_lists_are_kept() -> None:
     layers = list(llama_flops())
     assert find_stages(layers, fp4_config()) == (tuple(layers),)

@@ -45,6 +45,15 @@ def test_passes_of_a_pipeline_under_autocast_are_refused() -> None:
         run_probe(model, Batch.of({"input_ids": tokens, "labels": tokens}), {}, ProbeSettings(0), Processes(run=run))
 
 
+def test_layers_of_all_stages_are_in_the_order_of_the_blocks_and_the_head_is_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = ("linear_1", "layers.0.fc", "layers.2.fc"), ("layers.1.fc", "layers.3.fc", "lm_head")
+    monkeypatch.setattr(setup, "linear_flops", lambda rank: {layer: {"forward": 1.0} for layer in parts[rank]})
+    expected = ["linear_1", *(f"layers.{number}.fc" for number in range(4)), "lm_head"]
+    assert on_ranks(2, lambda ranks: list(setup.flops_of_all(ranks.rank, ranks))) == [expected] * 2
+
+
 def test_fsdp_1_is_refused() -> None:
     wrapper = type("FullyShardedDataParallel", (nn.Module,), {})()
     with pytest.raises(ValueError, match=r"FSDP version 1, which flattens the weights\. Use version 2"):

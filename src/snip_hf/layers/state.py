@@ -63,6 +63,12 @@ def block_of(layer: str) -> str:
     return match.group() if match else layer
 
 
+def block_number(layer: str) -> int | None:
+    """Returns the number that ends the name of a layer's block; None if it is in no block."""
+    last = block_of(layer).rpartition(".")[2]
+    return int(last) if last.isdigit() else None
+
+
 class PackedStates:
     """The states of layers as rows of one tensor per device, which are written without a loop over the layers.
 

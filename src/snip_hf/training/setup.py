@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from ..estimation.ties import usual_ties
 from ..json_io import from_json
 from ..kernels.backend import BACKENDS, select_backend
 from ..layers.convert import keep_states_apart
-from ..layers.state import block_of, snip_linears
+from ..layers.state import block_number, snip_linears
 from ..parallel.context_parallel import context_mesh
 from ..parallel.pipeline import ModelParts, Pipeline, parts_of
 from ..parallel.ranks import Processes, Ranks
@@ -187,7 +186,10 @@ def flops_of_all(model: nn.Module, pipeline: Ranks) -> dict[str, dict[str, float
     if pipeline.size == 1:
         return flops
     merged = {layer: row for part in pipeline.gather(flops) for layer, row in part.items()}
-    numbers = {layer: int((re.findall(r"\d+", block_of(layer)) or [0])[-1]) for layer in merged}
+    numbers, last = {}, 0
+    for layer in merged:
+        own = block_number(layer)
+        numbers[layer] = last = last if own is None else own  # one outside the blocks follows those before it
     return {layer: merged[layer] for layer in sorted(merged, key=numbers.__getitem__)}
 
 

@@ -79,6 +79,14 @@ def test_layers_are_named_as_without_adapters_of_which_nothing_is_swapped(method
     assert convert_model(model, fp4_config(skip_modules=("*.mlp.up_proj",))) == [n for n in BARE if "up_proj" not in n]
 
 
+def test_a_named_output_head_is_swapped_beside_its_adapter() -> None:
+    base = tiny_llama(hidden=32, tie_word_embeddings=False)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
+    reasons = skip_reasons(model, fp4_config(include_modules=("lm_head",)))
+    assert reasons["lm_head"] is None
+    assert {reason for name, reason in reasons.items() if ".lora_" in name} == {"adapter"}
+
+
 def test_encoders_of_prompts_are_not_swapped() -> None:
     config = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, encoder_hidden_size=8)
     model = peft.get_peft_model(tiny_llama(hidden=32), config)

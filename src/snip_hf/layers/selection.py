@@ -64,11 +64,11 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
     def reason(name: str, module: nn.Module, kind: LayerKind) -> str | None:
         if module is head and (name not in config.include_modules or _is_tied(model)):
             return "output head"
+        if id(module) in adapters:
+            return adapters[id(module)]
         outside = _outside(name, module, decoder)
         if outside is not None and not _matches(name, config.include_modules):
             return outside
-        if id(module) in adapters:
-            return adapters[id(module)]
         refusal = None if isinstance(module, SnipLayer) else kind.refuses(module)
         if refusal is not None:
             return refusal

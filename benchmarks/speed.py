@@ -143,6 +143,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSONL file; lines are added")
     options = parser.parse_args(arguments)
+    given = [name for name in ("models", "share", "wait") if getattr(options, name) != parser.get_default(name)]
+    if options.combinations and given:
+        parser.error(f"--{given[0]} has no effect with --combinations, which lists its own cases; leave it out")
     options.deadline = time.monotonic() + 60 * options.minutes
     return options
 

@@ -185,6 +185,16 @@ def test_a_case_is_a_row_with_the_figures_of_each_recipe_and_its_failures_follow
     ]
 
 
+@pytest.mark.parametrize("option", ["--wait", "--models tiny", "--share 0.5"])
+def test_options_that_cases_set_themselves_are_refused(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(llamas, "SHAPES", {"tiny": (32, 64, 1, 2, 1)})
+    with pytest.raises(SystemExit):
+        speed_options("--combinations", *option.split())
+    assert f"{option.split()[0]} has no effect with --combinations" in capsys.readouterr().err
+
+
 def test_complete_cases_of_this_machine_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "train", lambda *_: [{"step_ms": 1.0}])
     monkeypatch.setattr(speed, "CASES", (("tiny", {}), ("tied", {"rows": 1})))

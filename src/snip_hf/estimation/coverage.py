@@ -102,7 +102,7 @@ class Coverage:
 
     @property
     def counted(self) -> str:
-        """What `flops` counts, in words."""
+        """Describes what `flops` counts."""
         head = "" if self.aside.get(_HEAD) == 0 else "output head and "
         return f"the model's matmul FLOPs ({head}attention products aside)"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -67,6 +67,20 @@ def block_number(layer: str) -> int | None:
     """Returns the number that ends the name of a layer's block; None if it is in no block."""
     last = block_of(layer).rpartition(".")[2]
     return int(last) if last.isdigit() else None
+
+
+def blocks_of(layers: Sequence[str]) -> dict[str, str]:
+    """Returns layer -> its block. One outside all blocks, such as the head, belongs to the block of those before it.
+
+    Layers before all blocks belong to the first one; without any block each layer is its own.
+    """
+    inside = [layer for layer in layers if block_number(layer) is not None]
+    if not inside:
+        return {layer: layer for layer in layers}
+    found, block = {}, block_of(inside[0])
+    for layer in layers:
+        found[layer] = block = block if block_number(layer) is None else block_of(layer)
+    return found
 
 
 class PackedStates:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ..config import ALL, DoesNotFit, SnipConfig
 from ..costs.flops import Tokens, Work, executed
 from ..costs.timing import MeasuredCost
-from ..layers.state import block_number, block_of
+from ..layers.state import blocks_of
 from ..numerics.gemms import GEMMS
 
 
@@ -94,19 +94,17 @@ def find_stages(layers: Sequence[str], config: SnipConfig) -> tuple[tuple[str, .
     if config.stages is None:
         return (tuple(layers),)
     if isinstance(config.stages, int):
-        numbered = [layer for layer in layers if block_number(layer) is not None]
-        blocks = list(dict.fromkeys(map(block_of, numbered or layers)))
+        block_of_layer = blocks_of(layers)
+        blocks = list(dict.fromkeys(block_of_layer.values()))
         if config.stages > len(blocks):
             raise DoesNotFit(
                 f"stages={config.stages}, but the model has {len(blocks)} blocks; expected at most one stage per block."
             )
         stage_of = {block: index * config.stages // len(blocks) for index, block in enumerate(blocks)}
-        found: list[list[str]] = [[] for _ in range(config.stages)]
-        stage = 0
-        for layer in layers:
-            stage = stage_of.get(block_of(layer), stage)  # one outside the blocks, such as the head, follows the others
-            found[stage].append(layer)
-        return tuple(map(tuple, found))
+        return tuple(
+            tuple(layer for layer in layers if stage_of[block_of_layer[layer]] == stage)
+            for stage in range(config.stages)
+        )
     named = Counter(layer for stage in config.stages for layer in stage)
     swapped = set(layers)
     wrong = [layer for layer in (*named, *layers) if named[layer] != 1 or layer not in swapped]

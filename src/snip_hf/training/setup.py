@@ -24,7 +24,7 @@ from ..estimation.ties import usual_ties
 from ..json_io import from_json
 from ..kernels.backend import BACKENDS, select_backend
 from ..layers.convert import keep_states_apart
-from ..layers.state import block_number, snip_linears
+from ..layers.state import block_number, blocks_of, snip_linears
 from ..parallel.context_parallel import context_mesh
 from ..parallel.pipeline import ModelParts, Pipeline, parts_of
 from ..parallel.ranks import Processes, Ranks
@@ -186,11 +186,8 @@ def flops_of_all(model: nn.Module, pipeline: Ranks) -> dict[str, dict[str, float
     if pipeline.size == 1:
         return flops
     merged = {layer: row for part in pipeline.gather(flops) for layer, row in part.items()}
-    numbers, last = {}, 0
-    for layer in merged:
-        own = block_number(layer)
-        numbers[layer] = last = last if own is None else own  # one outside the blocks follows those before it
-    return {layer: merged[layer] for layer in sorted(merged, key=numbers.__getitem__)}
+    blocks = blocks_of(list(merged))
+    return {layer: merged[layer] for layer in sorted(merged, key=lambda layer: block_number(blocks[layer]) or 0)}
 
 
 def find_setting(model: nn.Module, config: SnipConfig, pipeline: Ranks) -> Setting:

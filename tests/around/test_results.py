@@ -63,7 +63,7 @@ def test_gaps_of_full_runs_are_those_of_the_lines(row: str, losses: dict[tuple[s
     assert written == expected
 
 
-def test_speeds_through_the_trainer_are_those_of_the_lines() -> None:
+def test_speeds_of_the_earlier_default_formats_are_those_of_the_lines() -> None:
     with gzip.open(ROOT / "benchmarks/results/speed_trainer.jsonl.gz", "rt", encoding="utf-8") as lines:
         runs = [run for run in map(json.loads, lines) if run["commit"] == "c78620b"]
     expected = []
@@ -72,7 +72,7 @@ def test_speeds_through_the_trainer_are_those_of_the_lines() -> None:
         for run in model[:-1]:
             step = bf16 if run["recipe"] == "BF16" else run["step_ms"]
             expected.append((f"{step:.1f}", f"{bf16 / step:.3f}".removesuffix(".000")))
-    table = section("results-speed.md", "Through the Trainer, H200")
+    table = section("results-speed.md", "The earlier default formats")
     rows = [line.replace("*", "").split("|") for line in table.splitlines() if line.startswith("|")][2:]
     assert [(row[2].strip(), row[3].strip()) for row in rows] == expected
 
@@ -91,6 +91,27 @@ def cells(page: str, heading: str) -> dict[str, list[str]]:
 def times_and_speeds(steps: Sequence[float], bf16: float) -> tuple[str, str]:
     """Returns the cells of a table: milliseconds, and how many times as fast as BF16."""
     return ", ".join(f"{one:.1f}" for one in steps), ", ".join(f"{bf16 / one:.3f}" for one in steps)
+
+
+def test_speeds_through_the_trainer_are_those_of_the_lines() -> None:
+    runs, written = lines_of("speed_shares"), cells("results-speed.md", "Through the Trainer, H200")
+    names = {"0%, all `fp8-delayed`": "snip-hf 0%", "67%": "snip-hf 67%", "75%, the default": "snip-hf 75%"}
+    names |= {"90%": "snip-hf 90%", "100%, all MXFP4": "snip-hf 100%", "torchao tensorwise FP8": "torchao tensorwise"}
+    assert list(written) == ["BF16, first and last", *names]
+    for model, at in (("8B, 8 layers", 0), ("TinyLlama-1.1B", 5)):
+        own = {run["recipe"]: run for run in runs if run["model"] == model}
+        both = [run for run in runs if (run["model"], run["recipe"]) == (model, "BF16")]
+        bf16, peak = (statistics.median(run[key] for run in both) for key in ("step_ms", "peak_gib"))
+        torchao = own["torchao tensorwise"]["step_ms"]
+        steps = ", ".join(f"{run['step_ms']:.1f}" for run in both)
+        assert written["BF16, first and last"][at : at + 3] == [steps, "1", f"{torchao / bf16:.3f}"]
+        for row, recipe in names.items():
+            run = own[recipe]
+            ratios = [f"{other / run['step_ms']:.3f}".removesuffix(".000") for other in (bf16, torchao)]
+            memory = [f"{max(run['peak_gib'], run.get('refresh_peak_gib', 0)) / peak:.3f}"] if at == 0 else []
+            refresh = f"{run['refresh_ms'] / bf16:.1f}" if "refresh_ms" in run else ""
+            expected = [f"{run['step_ms']:.1f}", *ratios, *memory, refresh]
+            assert written[row][at : at + len(expected)] == expected, row
 
 
 DELAYED = {
@@ -230,6 +251,61 @@ def test_losses_by_share_are_those_of_the_lines(shares: dict[tuple[str, str], li
         assert cells("results.md", "At which share?")[place][2] == str(found)
 
 
+PROBE = {
+    "`backward-first` minus SNIP": ("backward-first", "snip"),
+    "SNIP minus BF16": ("snip", "bf16"),
+    "`backward-first` minus BF16": ("backward-first", "bf16"),
+    "all `fp8-tensor` minus BF16": ("fp8", "bf16"),
+}
+SUMMARY_OF_PROBE = {
+    "75% by SNIP, {mxfp4, fp8-tensor}": "SNIP minus BF16",
+    "75% by the rule `backward-first`, {mxfp4, fp8-tensor}": "`backward-first` minus BF16",
+    "24 seeds: all FP8 with current scales, `fp8-tensor`": "all `fp8-tensor` minus BF16",
+}
+
+
+def test_a_probe_and_a_rule_compare_as_in_the_lines() -> None:
+    losses: dict[tuple[str, str], dict[int, float]] = {}
+    for line in lines_of("probe", "eval"):
+        for steps, loss in line["losses"].items():
+            losses.setdefault((line["contender"], steps), {})[line["seed"]] = loss
+    assert {tuple(sorted(seeds)) for seeds in losses.values()} == {tuple(range(8, 32))}
+    written = cells("results-policies.md", "A probe against a rule")
+    last = {}
+    for row, (ours, other) in PROBE.items():
+        for place, steps in enumerate(("700", "1400", "2100", "2700")):
+            pairs = ((loss, losses[other, steps][seed]) for seed, loss in losses[ours, steps].items())
+            last[row] = Paired.of([100 * (one / base - 1) for one, base in pairs])
+            assert written[row][place] == str(last[row]), row
+        assert written[row][4] == f"{last[row].detectable:.3f}"
+    against_bf16 = list(last)[1:]
+    for row, p in zip(against_bf16, holm([last[row].p for row in against_bf16]), strict=True):
+        assert written[row][5] == shown(p)
+    summary = cells("results.md", "Does the loss hold?")
+    for name, row in SUMMARY_OF_PROBE.items():
+        assert summary[name][:2] == [str(last[row]), f"{last[row].detectable:.3f}"]
+    rule = last["`backward-first` minus SNIP"]
+    row = "30M, 2,700 steps, {mxfp4, fp8-tensor}, 24 seeds"
+    assert cells("results.md", "Is a probe better than a rule?")[row][1:] == [str(rule), f"{rule.detectable:.3f}"]
+
+
+EQUAL_LOSS = {
+    "all in `fp8-delayed`": ("fp8-delayed", "snip-hf 0%"),
+    "67%, {mxfp4, fp8-delayed}": ("snip-67", "snip-hf 67%"),
+    "75%, {mxfp4, fp8-delayed}, the default": ("snip-75", "snip-hf 75%"),
+    "90%, {mxfp4, fp8-delayed}": ("snip-90", "snip-hf 90%"),
+    "all MXFP4": ("mxfp4", "snip-hf 100%"),
+}
+
+
+def speed_with_refreshes(runs: Sequence[dict[str, Any]], recipe: str) -> float:
+    """Returns how many times as fast as BF16; one refresh every 500 steps if the recipe plans."""
+    bf16 = statistics.median(run["step_ms"] for run in runs if run["recipe"] == "BF16")
+    (run,) = (run for run in runs if run["recipe"] == recipe)
+    refresh = 0.0 if recipe in ("snip-hf 0%", "snip-hf 100%") else float(run["refresh_ms"]) / 500
+    return bf16 / (float(run["step_ms"]) + refresh)
+
+
 def test_speeds_at_equal_loss_are_those_of_the_lines(shares: dict[tuple[str, str], list[float]]) -> None:
     bf16 = shares["bf16", "2700"]
     # Relative change of the steps -> relative change of the loss, over the last 600 of 2,800 steps.
@@ -239,43 +315,43 @@ def test_speeds_at_equal_loss_are_those_of_the_lines(shares: dict[tuple[str, str
         by_data = b / (20 * 7e9) ** beta
         laws.append((whole + a / 7e9**alpha + by_data) / (beta * by_data))
     scales = [statistics.fmean(math.log(2800 / 2200) / slope for slope in slopes), *laws]
-    files = lines_of("speed_delayed"), lines_of("speed_graphs")
-    large = [run for run in files[0] if run["model"] != "TinyLlama-1.1B" and run["call"] == 1]
-    large = [run for run in large if run["commit"] == "0e89e583" or run["recipe"] == "BF16"]
-    small = [run for run in files[1] if run["mode"] == "reduce-overhead" and run["commit"] == "d04d6afd"]
-    summary = cells("results.md", "How fast, at equal loss?")
-    written = cells("results-speed.md", "At equal loss")
-    speeds: dict[str, list[float]] = {}
-    for row, name, recipe, formats in (
-        ("all in `fp8-delayed`", "fp8-delayed", "snip-hf 0%", "fp8-delayed"),
-        ("75%, {mxfp4, fp8-delayed}, the default", "snip-75", "snip-hf 75%", "fp8-delayed"),
-        ("all MXFP4", "mxfp4", "snip-hf 100%", "fp8-tensor"),
-    ):
+
+    def after_more_steps(speed: float, found: Paired, form: str) -> list[str]:
+        """Returns the speed after the steps that close a gap, by each slope, with its interval."""
+        ends = found.mean, found.mean + found.half_width, found.mean - found.half_width
+        return [form.format(*(speed / math.exp(scale * end / 100) for end in ends)) for scale in scales]
+
+    machines = [
+        [run for run in lines_of("speed_shares") if run["model"] == model]
+        for model in ("8B, 8 layers", "TinyLlama-1.1B")
+    ]
+    summary, written = cells("results.md", "How fast, at equal loss?"), cells("results-speed.md", "At equal loss")
+    for row, (name, recipe) in EQUAL_LOSS.items():
         found = gap(shares[name, "2700"], bf16)
-        ends = [found.mean, found.mean - found.half_width, found.mean + found.half_width]
-        more = [[math.exp(scale * end / 100) for end in ends] for scale in scales]
-        expected = ["{:.1f} ({:.1f} to {:.1f})".format(*(100 * (factor - 1) for factor in more[0]))]
-        for runs in (large, small):
-            whole = statistics.median(run["step_ms"] for run in runs if run["recipe"] == "BF16")
-            (run,) = (run for run in runs if (run["recipe"], run["formats"][1]) == (recipe, formats))
-            refresh = run["refresh_ms"] / 500 if name == "snip-75" else 0.0
-            speed = whole / (run["step_ms"] + refresh)
-            speeds.setdefault(name, []).append(speed)
-            at = ["{:.2f} ({:.2f} to {:.2f})".format(*(speed / one[end] for end in (0, 2, 1))) for one in more]
-            expected += [f"{speed:.3f}", at[0], "; ".join(at[1:])]
-        assert written[row] == expected
-        assert summary[row][:4] == [*expected[1:3], *expected[4:6]]
+        ends = found.mean, found.mean - found.half_width, found.mean + found.half_width
+        more = (100 * math.expm1(scales[0] * end / 100) for end in ends)
+        expected = ["{:.1f} ({:.1f} to {:.1f})".format(*more)]
+        for runs in machines:
+            speed = speed_with_refreshes(runs, recipe)
+            first, *by_laws = after_more_steps(speed, found, "{:.2f} ({:.2f} to {:.2f})")
+            expected += [f"{speed:.3f}", first, "; ".join(by_laws)]
+        assert written[row] == expected, row
+        assert summary[row][:4] == [*expected[1:3], *expected[4:6]], row
+    delayed = [run for run in lines_of("speed_delayed") if run["model"] != "TinyLlama-1.1B" and run["call"] == 1]
+    delayed = [run for run in delayed if run["recipe"] == "BF16" or run["formats"][1] == "fp8-delayed"]
+    graphs = [run for run in lines_of("speed_graphs") if run["mode"] == "reduce-overhead" and run["commit"] == "d04d6afd"]
+    graphs = [run for run in graphs if run["recipe"] == "BF16" or run["formats"][1] == "fp8-delayed"]
+    large, small = machines
     found = gap(shares["snip-75", "2700"], shares["fp8-delayed", "2700"])
-    ends = [found.mean, found.mean + found.half_width, found.mean - found.half_width]
-    of_75 = [ours / fp8 for ours, fp8 in zip(speeds["snip-75"], speeds["fp8-delayed"], strict=True)]
-    text = " ".join(section("results-speed.md", "At equal loss").split())
-    for ratio, scale, form in (
-        (of_75[0], scales[0], "that is {:.2f} ({:.3f} to {:.3f})"),
-        (of_75[0], scales[1], "140B tokens) {:.2f} ({:.2f} to {:.2f}) and"),
-        (of_75[0], scales[2], "and {:.2f} ({:.2f} to {:.2f}). At 1.1B"),
-        (of_75[1], scales[0], "and {:.2f} ({:.2f} to {:.2f}) at equal loss."),
+    for row, runs in (
+        ("8B shape", large),
+        ("8B shape, the second machine", delayed),
+        ("TinyLlama-1.1B", small),
+        ("TinyLlama-1.1B, the second machine", graphs),
     ):
-        assert form.format(*(ratio / math.exp(scale * end / 100) for end in ends)) in text
+        ratio = speed_with_refreshes(runs, "snip-hf 75%") / speed_with_refreshes(runs, "snip-hf 0%")
+        first, *by_laws = after_more_steps(ratio, found, "{:.3f} ({:.3f} to {:.3f})")
+        assert written[row] == [f"{ratio:.3f}", first, "; ".join(by_laws)], row
 
 
 def test_losses_of_the_checkpoint_are_those_of_the_lines() -> None:

@@ -339,7 +339,7 @@ def test_speeds_at_equal_loss_are_those_of_the_lines(shares: dict[tuple[str, str
         assert summary[row][:4] == [*expected[1:3], *expected[4:6]], row
     delayed = [run for run in lines_of("speed_delayed") if run["model"] != "TinyLlama-1.1B" and run["call"] == 1]
     delayed = [run for run in delayed if run["recipe"] == "BF16" or run["formats"][1] == "fp8-delayed"]
-    graphs = [run for run in lines_of("speed_graphs") if run["mode"] == "reduce-overhead" and run["commit"] == "d04d6afd"]
+    graphs = [run for run in lines_of("speed_graphs") if run["commit"] == "d04d6afd"]
     graphs = [run for run in graphs if run["recipe"] == "BF16" or run["formats"][1] == "fp8-delayed"]
     large, small = machines
     found = gap(shares["snip-75", "2700"], shares["fp8-delayed", "2700"])

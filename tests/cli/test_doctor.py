@@ -80,6 +80,7 @@ def test_a_policy_without_a_probe_has_no_attention_of_a_probe(tmp_path: Path) ->
     fields = {"policy": "uniform-fp8-delayed"}
     found = dict(line.partition(": ")[::2] for line in doctor._model(str(tmp_path), fields, None, []))
     assert found["target"] == "none"
+    assert found["formats"].startswith("fp8-delayed by ")
     assert found["probes"] == "none, and no solver"
     assert found["attention"] == "sdpa"
 
@@ -91,7 +92,7 @@ def test_an_output_head_takes_part_or_is_refused(tmp_path: Path) -> None:
     found = dict(line.partition(": ")[::2] for line in doctor._model(str(tmp_path), fields, None, []))
     assert found["covered"].endswith("; other weights: none; embeddings stay as they are")
     LlamaConfig(**sizes, tie_word_embeddings=True).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="the output head only by its full name"):
+    with pytest.raises(ValueError, match="cannot be swapped: its weight is that of the input embeddings"):
         list(doctor._model(str(tmp_path), fields, None, []))
 
 
@@ -125,9 +126,9 @@ def test_a_missing_plan_file_is_refused(tmp_path: Path) -> None:
 )
 def test_the_speed_is_that_of_the_nearest_model_that_was_measured(hidden: int, speed: str) -> None:
     model = SimpleNamespace(config=LlamaConfig(hidden_size=hidden))
-    assert doctor._speed(model, BACKENDS["tensor-scaled"], False) == speed
-    assert doctor._speed(model, BACKENDS["blackwell"], False) == "not measured"
-    emulated = doctor._speed(model, BACKENDS["emulated"], False)
+    assert doctor._speed(model, BACKENDS["tensor-scaled"], False, True) == speed
+    assert doctor._speed(model, BACKENDS["blackwell"], False, True) == "not measured"
+    emulated = doctor._speed(model, BACKENDS["emulated"], False, True)
     assert emulated.startswith("slower than BF16, because the formats are emulated")
     assert emulated.endswith("below a hidden size of 2048 (yours: 512)") is (hidden == 512)
 
@@ -135,9 +136,33 @@ def test_the_speed_is_that_of_the_nearest_model_that_was_measured(hidden: int, s
 def test_adapters_have_speeds_of_their_own() -> None:
     for hidden, speed in ((2048, "0.96 times compiled BF16"), (5120, "1.38 times compiled BF16")):
         model = SimpleNamespace(config=LlamaConfig(hidden_size=hidden))
-        found = doctor._speed(model, BACKENDS["tensor-scaled"], True)
+        found = doctor._speed(model, BACKENDS["tensor-scaled"], True, True)
         assert found.startswith(speed) and f"(yours: {hidden}) on an H200. Set bf16=True" in found
-        assert doctor._speed(model, BACKENDS["hopper"], True) == "not measured"
+        assert doctor._speed(model, BACKENDS["hopper"], True, True) == "not measured"
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # PEFT's use of transformers
+@pytest.mark.parametrize(
+    ("fields", "none"),
+    [
+        ({}, ""),
+        ({"target_fp4_fraction": 0.0}, " (yours: none, which is up to 6% slower)"),
+        ({"target_fp4_fraction": 0, "formats": ["fp8", "bf16"]}, " (yours: none, which is up to 6% slower)"),
+        ({"policy": "uniform-fp8-delayed"}, " (yours: none, which is up to 6% slower)"),
+        ({"policy": "uniform-mxfp4", "target_fp4_fraction": 0.0}, ""),
+    ],
+)
+def test_the_measured_speed_names_its_share_in_4_bits_and_that_a_run_has_none(
+    fields: dict[str, Any], none: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(BACKENDS["emulated"]), "is_emulation", False)
+    monkeypatch.setattr(type(BACKENDS["emulated"]), "measured_speeds", {32: (1.1, 1.2)})
+    monkeypatch.setattr(type(BACKENDS["emulated"]), "adapter_speeds", {32: (1.3, 1.3)})
+    LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64).save_pretrained(tmp_path)
+    for lora, speed in ((None, "1.10 to 1.20"), ({}, "1.30")):
+        found = dict(line.partition(": ")[::2] for line in doctor._model(str(tmp_path), fields, lora, []))
+        expected = none if lora is None else none.replace("is up to 6% slower", "was not measured")
+        assert found["speed"].startswith(f"{speed} times compiled BF16, as measured at 75% in 4 bits{expected} and ")
 
 
 @pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # PEFT's use of transformers

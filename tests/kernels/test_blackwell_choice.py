@@ -171,12 +171,13 @@ def test_the_first_line_of_its_documentation_says_that_it_has_not_run() -> None:
     assert isinstance(BLACKWELL, Blackwell) and not BLACKWELL.is_emulation
 
 
-def test_a_run_logs_why_its_formats_are_emulated(
+def test_a_run_logs_why_its_own_formats_are_emulated(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Not the default ones, which a uniform policy does not use."""
     monkeypatch.setattr(Blackwell, "lacks", lambda self, device: None)
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(32, 32)])})
-    config = SnipConfig(policy="uniform-fp8", formats=("fp4", "fp8"))
+    config = SnipConfig(policy="uniform-fp8")
     caplog.set_level(logging.INFO)
     SnipController(model, torch.optim.SGD(model.parameters(), 0.1), config)
-    assert "slower than BF16 (its kernels do not know the format 'fp4')" in caplog.text
+    assert "slower than BF16 (its kernels do not know the format 'fp8')" in caplog.text

@@ -201,6 +201,7 @@ def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, probl
     from ..config import SnipConfig
     from ..kernels.backend import select_backend, why_emulated
     from ..layers.selection import check_patterns, describe_unswapped, skip_reasons, weight_matrices
+    from ..numerics.formats import FORMATS
     from ..policies.registry import policy_of
     from ..policies.target import describe_target
     from ..training.plan_in_force import formats_in_use
@@ -220,7 +221,8 @@ def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, probl
             "(docs/adapters.md)"
         )
     yield f"target: {describe_target(config.to_dict()) or 'none'}"
-    probes = policy_of(config).needs_probe
+    policy = policy_of(config)
+    probes = policy.needs_probe
     if not probes:
         yield "probes: none, and no solver"
     reasons = skip_reasons(model, config)
@@ -236,7 +238,9 @@ def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, probl
     backend = select_backend(config.backend, device, formats)
     why = why_emulated(device, formats) if backend.is_emulation else None
     yield f"formats: {', '.join(formats)} by {backend.name}{f': {why}' if why else ''}"
-    yield f"speed: {_speed(model, backend, lora is not None)}"
+    is_fp4 = any(FORMATS[name].counts_as_fp4 for name in formats)
+    has_fp4 = is_fp4 and not (policy.aims_at_share and config.target_fp4_fraction == 0)
+    yield f"speed: {_speed(model, backend, lora is not None, has_fp4)}"
     yield f"attention: {_attention(model, probes)}"
     for verdict, kinds in _PARALLELISM.items():
         yield f"parallelism, {verdict}: {kinds}"
@@ -266,7 +270,7 @@ def _attention(model: Any, probes: bool) -> str:
     return f"{own}; probes use {plain} if the model trains under {others}"
 
 
-def _speed(model: Any, backend: Backend, has_adapters: bool) -> str:
+def _speed(model: Any, backend: Backend, has_adapters: bool, has_fp4: bool) -> str:
     """Returns the speed that the backend had for the nearest hidden size that was measured, and its conditions."""
     from ..kernels.backend import BACKENDS
     from ..training.messages import describe_slowdown, describe_speeds, least_tokens
@@ -289,9 +293,11 @@ def _speed(model: Any, backend: Backend, has_adapters: bool) -> str:
         "micro-batch and all have one shape (docs/troubleshooting.md)"
     )
     speeds, cards = describe_speeds([measured[nearest]]), "an H200" if has_adapters else "H100s and H200s"
+    # As measured, docs/results-speed.md; with adapters all FP8 was not.
+    none = "" if has_fp4 else f" (yours: none, which {'was not measured' if has_adapters else 'is up to 6% slower'})"
     return (
-        f"{speeds} times compiled BF16, as measured at 75% in 4 bits and hidden size {nearest} (yours: {hidden}) on "
-        f"{cards}. Set bf16=True and torch_compile=True, with at least {least_tokens(hidden):,} tokens per "
+        f"{speeds} times compiled BF16, as measured at 75% in 4 bits{none} and hidden size {nearest} (yours: {hidden}) "
+        f"on {cards}. Set bf16=True and torch_compile=True, with at least {least_tokens(hidden):,} tokens per "
         f"micro-batch{graphs if hidden < max(measured) else ''}"
     )
 

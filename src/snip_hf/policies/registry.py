@@ -37,6 +37,8 @@ class Policy:
     """Returns layer -> GEMM -> format without measurements; None for a policy that needs a probe."""
     aims_at_share: bool = True
     """True if it aims at the target; uniform policies do not."""
+    formats: tuple[str, ...] = ()
+    """The formats that it runs whatever `SnipConfig.formats` names; (): those."""
     granularities: tuple[Granularity, ...] = ("gemm", "layer")
     """Supported granularities; the first is the default of `SnipConfig.granularity`."""
     criterion: type[LayerCriterion] = LayerCriterion

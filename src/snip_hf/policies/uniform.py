@@ -14,8 +14,8 @@ def _register(format: NumberFormat) -> None:
         groups = [group for stage in setting.stages for group in setting.groups(stage)]
         return setting.assignment(dict.fromkeys(groups, format.name))
 
-    name = f"uniform-{format.name}" if format.is_quantized else format.name
-    register_policy(Policy(name=name, assign=assign, aims_at_share=False))
+    name, formats = (f"uniform-{format.name}", (format.name,)) if format.is_quantized else (format.name, ())
+    register_policy(Policy(name=name, assign=assign, aims_at_share=False, formats=formats))
 
 
 FORMATS.for_each(_register)

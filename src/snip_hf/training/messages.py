@@ -187,7 +187,7 @@ class SpeedForecast:
         runs = "LoRA on an H200" if self._is_frozen else "runs on H100s and H200s"
         page = "docs/adapters.md" if self._is_frozen else "docs/hopper.md"
         speeds = describe_speeds(measured.values())
-        self.text = f"{compiled}: {runs} had {speeds} times the speed of compiled BF16 ({page})"
+        self.text = f"{compiled}: at 75% in 4 bits {runs} had {speeds} times the speed of compiled BF16 ({page})"
 
     def close(self) -> None:
         """Removes the hook, if no pass has."""

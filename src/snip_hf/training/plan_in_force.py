@@ -245,7 +245,7 @@ def formats_in_use(config: SnipConfig) -> tuple[str, ...]:
         ValueError: the plan file cannot be read.
     """
     if config.fixed_plan is None:
-        return config.formats
+        return policy_of(config).formats or config.formats
     return tuple(sorted(_read(config.fixed_plan).formats))
 
 

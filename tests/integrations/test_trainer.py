@@ -428,6 +428,20 @@ def test_data_parallel_is_refused_with_every_policy(added_later: bool, policy: s
     assert snip_linears(model) == {}
 
 
+@pytest.mark.parametrize("added_later", [False, True])
+@pytest.mark.parametrize("config", [CONFIG, SnipConfig])
+def test_a_config_in_place_of_the_callback_is_refused(config: Any, added_later: bool, tmp_path: Path) -> None:
+    with pytest.raises(TypeError) as caught:
+        callbacks = [] if added_later else [config]
+        trainer = Trainer(model_with_dropout(), arguments(tmp_path), train_dataset=data(), callbacks=callbacks)
+        trainer.add_callback(config)
+        trainer.train()
+    assert str(caught.value) == (
+        "The Trainer got a SnipConfig among its callbacks; expected a SnipCallback: "
+        "callbacks=[SnipCallback(SnipConfig(...))]."
+    )
+
+
 def test_an_event_before_training_says_what_is_missing() -> None:
     with pytest.raises(RuntimeError) as caught:
         SnipCallback().on_step_end(None, SimpleNamespace(global_step=1), None)  # type: ignore[arg-type]

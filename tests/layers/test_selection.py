@@ -118,8 +118,7 @@ def test_a_model_that_tells_no_decoder_is_swapped_in_all_its_blocks() -> None:
 def test_a_name_that_is_not_outside_the_decoder_is_refused(pattern: str, rest: str) -> None:
     message = (
         f"include_modules: {pattern!r} matches no linear layer outside the decoder's blocks; {rest}"
-        "Linears inside the blocks are swapped without it, and the output head only by its full name and if it is not "
-        "tied to the embeddings."
+        "Linears inside the blocks are swapped without it, and the output head only by its full name."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         convert_model(build("llava"), fp4_config(include_modules=(pattern,)))
@@ -131,17 +130,22 @@ def test_an_output_head_that_is_not_tied_is_swapped_by_its_full_name() -> None:
     model, tied = (tiny_llama(tie_word_embeddings=is_tied) for is_tied in (False, True))
     config = fp4_config(include_modules=("lm_head",))
     assert coverage(model, text(2, 16), config).aside["output head"] == 0
-    for refused, pattern in ((tied, "lm_head"), (model, "lm_*")):
+    for refused in (model, tied):
         with pytest.raises(ValueError, match="the output head only by its full name"):
-            convert_model(refused, fp4_config(include_modules=(pattern,)))
+            convert_model(refused, fp4_config(include_modules=("lm_*",)))
     assert convert_model(model, config)[-1] == "lm_head"
 
 
-def test_the_full_name_of_a_layer_that_cannot_be_swapped_is_refused() -> None:
-    model = tiny_llama(tie_word_embeddings=False)
-    model.lm_head.__class__ = type("FSDPLinear", (nn.Linear,), {})  # as FSDP2 does
-    message = "include_modules: 'lm_head' names a layer that cannot be swapped: class FSDPLinear. Leave the name out; "
-    with pytest.raises(ValueError, match=f"^{message}if it is a class of FSDP2, call snip_hf.convert_model"):
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_full_name_of_a_layer_that_cannot_be_swapped_is_refused_with_the_reason(is_tied: bool) -> None:
+    model = tiny_llama(tie_word_embeddings=is_tied)
+    rest = "its weight is that of the input embeddings. Leave the name out."
+    if not is_tied:
+        model.lm_head.__class__ = type("FSDPLinear", (nn.Linear,), {})  # as FSDP2 does
+        before = "call snip_hf.convert_model(model, config) before the model is sharded"
+        rest = f"class FSDPLinear. Leave the name out, or {before}."
+    message = f"include_modules: 'lm_head' names a layer that cannot be swapped: {rest}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         convert_model(model, fp4_config(include_modules=("lm_head",)))
     assert not snip_linears(model)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from configs import fp4_config
 from models import CHOSEN, build, text, with_images
-from small import TinyLM
+from small import TinyLM, tiny_llama
 from thread_ranks import on_ranks
 from tiny_runs import one_thread
 from torch import Tensor, nn
@@ -255,6 +255,30 @@ def test_little_coverage_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
         "aside); Linear: 60.0%, not covered because skip_modules names it. FP4 shares are of that part, and the rest "
         "stays in high precision."
     )
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+def test_an_included_head_that_the_loss_never_calls_is_named(is_called: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Liger's and TRL's fused losses multiply with its weight themselves."""
+    model = tiny_llama(tie_word_embeddings=False)
+
+    def forward(input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = model.model(input_ids=input_ids).last_hidden_state
+        logits = hidden @ model.lm_head.weight.t() + (model.lm_head(hidden) if is_called else 0.0)
+        return {"loss": nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+    model.forward = forward
+    with caplog.at_level(logging.INFO, LOG):
+        loop = Loop(model, fp4_config(policy="uniform-fp4", include_modules=("lm_head",))).run(text(), text())
+    assert loop.controller.coverage is not None
+    assert "; lm_head: " in loop.controller.coverage.describe()
+    warnings = [message for message in caplog.messages if message.startswith("snip-hf: include_modules")]
+    if is_called:
+        assert warnings == [] and loop.controller.plan.tokens is None
+    else:
+        (warning,) = warnings
+        assert warning.startswith("snip-hf: include_modules names 'lm_head', but training multiplies with its weight")
+        assert set(loop.controller.plan.executed["lm_head"].values()) == {0.0}
 
 
 def test_a_resumed_run_does_not_count_again_and_decides_the_same() -> None:

@@ -45,8 +45,9 @@ from .passes import call, stand_in, traceless
 # Coverage below this share is worth a warning.
 LITTLE = 0.9
 _HEAD = "output head"
-# Mamba does so with `dt_proj`, and its fused kernels on a GPU with `out_proj`: no format reaches such a product.
-_NO_CALL = "the model multiplies with its weight without a call of the layer"
+# Mamba does so with `dt_proj`, its fused kernels on a GPU with `out_proj`, and Liger's loss with the output head: no
+# format reaches such a product.
+NO_CALL = "the model multiplies with its weight without a call of the layer"
 # Reason -> clause that reads after "because".
 _CLAUSES = {
     LEFT_OUT: "skip_modules names it",
@@ -107,10 +108,14 @@ class Coverage:
         return f"the model's matmul FLOPs ({head}attention products aside)"
 
     def by_kind(self) -> dict[tuple[str, str], float]:
-        """Returns (kind, reason) -> share of what is not covered, the largest first."""
+        """Returns (kind, reason) -> share of what is not covered, the largest first.
+
+        Layers for which a plan names formats without effect are listed by name.
+        """
         shares: dict[tuple[str, str], float] = {}
         for one in self.uncovered:
-            shares[one.kind, one.reason] = shares.get((one.kind, one.reason), 0.0) + one.share
+            kind = one.name if one.reason == NO_CALL else one.kind
+            shares[kind, one.reason] = shares.get((kind, one.reason), 0.0) + one.share
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     def to_dict(self) -> dict[str, Any]:
@@ -238,7 +243,7 @@ def count_pass(
             continue
         covered = in_calls if one.reason is None else 0
         counts["covered",] += covered
-        counts["left", one.name, one.kind, one.reason or _NO_CALL] += count - covered
+        counts["left", one.name, one.kind, one.reason or NO_CALL] += count - covered
     reasons, head, adapters = layer_reasons(model, config), head_of(model), adapter_modules(model)
     for caller, count in counter.of_modules.items():
         name, kind = plain_name(caller.name), class_name(caller.module)

@@ -62,12 +62,14 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
     routers, adapters = _Routers(model), adapter_reasons(model)
 
     def reason(name: str, module: nn.Module, kind: LayerKind) -> str | None:
-        if module is head and (name not in config.include_modules or _is_tied(model)):
+        if module is head and name not in config.include_modules:
             return "output head"
+        if module is head and _is_tied(model):
+            return "its weight is that of the input embeddings"
         if id(module) in adapters:
             return adapters[id(module)]
         outside = _outside(name, module, decoder)
-        if outside is not None and not _matches(name, config.include_modules):
+        if outside is not None and not matches(name, config.include_modules):
             return outside
         refusal = None if isinstance(module, SnipLayer) else kind.refuses(module)
         if refusal is not None:
@@ -79,7 +81,7 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
         # A swap of the class would not replace it.
         if "forward" in vars(module) and split_of(module) is None:
             return "another forward function is set on it (device_map, tensor parallelism)"
-        if _matches(name, config.skip_modules):
+        if matches(name, config.skip_modules):
             return LEFT_OUT
         return None
 
@@ -111,7 +113,7 @@ def check_patterns(model: nn.Module, config: SnipConfig, reasons: Mapping[str, s
     example = next((name for name, reason in reasons.items() if reason is None), next(iter(reasons), None))
     known = "the model has none" if example is None else f"the layers are named like {example!r}"
     for pattern in config.skip_modules:
-        if not any(_matches(name, [pattern]) for name in reasons):
+        if not any(matches(name, [pattern]) for name in reasons):
             raise DoesNotFit(
                 f"skip_modules: {pattern!r} matches no linear layer; {known}. "
                 "Use exact names or globs over the whole name, such as '*.down_proj'."
@@ -120,18 +122,18 @@ def check_patterns(model: nn.Module, config: SnipConfig, reasons: Mapping[str, s
     modules = {name: module for name, (module, _) in known_layers(model).items()}
     outside = [name for name in reasons if modules[name] is not head and _outside(name, modules[name], decoder)]
     for pattern in config.include_modules:
-        is_head = pattern in modules and modules[pattern] is head and not _is_tied(model)
-        if not is_head and not any(_matches(name, [pattern]) for name in outside):
+        if (reason := reasons.get(pattern)) is not None:
+            before = ", or call snip_hf.convert_model(model, config) before the model is sharded"
+            raise DoesNotFit(
+                f"include_modules: {pattern!r} names a layer that cannot be swapped: {reason}. Leave the name out"
+                f"{before if reason.startswith('class FSDP') else ''}."
+            )
+        is_head = pattern in modules and modules[pattern] is head
+        if not is_head and not any(matches(name, [pattern]) for name in outside):
             named = f"those are named like {outside[0]!r}" if outside else "the model has no other one"
             raise DoesNotFit(
                 f"include_modules: {pattern!r} matches no linear layer outside the decoder's blocks; {named}. "
-                "Linears inside the blocks are swapped without it, and the output head only by its full name and if it "
-                "is not tied to the embeddings."
-            )
-        if (reason := reasons.get(pattern)) is not None:
-            raise DoesNotFit(
-                f"include_modules: {pattern!r} names a layer that cannot be swapped: {reason}. Leave the name out; if "
-                "it is a class of FSDP2, call snip_hf.convert_model(model, config) before the model is sharded."
+                "Linears inside the blocks are swapped without it, and the output head only by its full name."
             )
 
 
@@ -167,7 +169,8 @@ def _decoder_of(model: nn.Module) -> _Decoder | None:
     return _Decoder(plain_name(name), frozenset(map(id, decoder.modules())))
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Returns True if one of the patterns is a layer's name or a glob that matches all of it."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config import SnipConfig
 from ..costs.flops import Tokens, relative_tokens
-from ..estimation.coverage import LITTLE, Coverage, PassCounts, count_pass, training_autocast
+from ..estimation.coverage import LITTLE, NO_CALL, Coverage, PassCounts, count_pass, training_autocast
 from ..estimation.passes import forward_inputs
+from ..layers.labels import without_numbers
+from ..layers.selection import matches
 from ..parallel.ranks import Processes, RankError, describe, failing_together
 from ..parallel.zero3 import are_on_disk
 from ..policies.registry import policy_of
@@ -160,12 +163,26 @@ class CoverageCounter:
         self._record.add(Counted(step=step, coverage=found, tokens=tokens, changes=changes))
         if tokens != old_tokens or changes:
             self._in_force.save()
+        if before is None and (idle := _included_in_vain(counts, setting.config)):
+            self._record.log.warning(
+                "snip-hf: include_modules names %s, but training multiplies with its weight without a call of the "
+                "layer, as fused losses do. It stays in high precision, and the format that plans name for it has no "
+                "effect. Leave the name out, or use a loss that calls the layer (docs/models.md).",
+                ", ".join(map(repr, idle)),
+            )
         if before is None and found.share < LITTLE:
             self._record.log.warning(
                 "snip-hf: the plan decides on only %s. FP4 shares are of that part, and the rest stays in high "
                 "precision.",
                 found.describe(),
             )
+
+
+def _included_in_vain(counts: PassCounts, config: SnipConfig) -> list[str]:
+    """Returns the layers that `include_modules` names and whose products all run without a call of the layer."""
+    uncalled = {one.name for one in counts.coverage.uncovered if one.reason == NO_CALL}
+    unseen = (name for name, tokens in counts.tokens.items() if not tokens and without_numbers(name) in uncalled)
+    return [name for name in unseen if matches(name, config.include_modules)]
 
 
 def _autocast_of(accelerator: Any) -> torch.dtype | None:

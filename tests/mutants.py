@@ -443,6 +443,24 @@ MUTANTS = (
         "tests/kernels/test_tensor_scaled_exponents.py",
     ),
     Mutant(
+        "graphs-of-other-backward-formats",
+        "return self.follows, self.in_blocks[1:], self.known",
+        "return self.follows, self.known",
+        "tests/kernels/test_tensor_scaled_exponents.py",
+    ),
+    Mutant(
+        "graphs-know-forward-blocks",
+        "in_blocks = view.are_in_blocks(gemms) and not (captured and 0 in gemms)",
+        "in_blocks = view.are_in_blocks(gemms)",
+        "tests/kernels/test_tensor_scaled_exponents.py",
+    ),
+    Mutant(
+        "gradients-left-to-graphs",
+        "self._running().keep_gradients()",
+        "pass",
+        "tests/training/test_gradients.py::test_a_trainer_accumulates_gradients_that_graphs_overwrite",
+    ),
+    Mutant(
         "memory-of-graphs-freed",
         "_HOMES.append(homes[facts])",
         "_HOMES[:] = []",

@@ -92,12 +92,18 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+def allocated(device: torch.device, reserved: bool = False) -> int:
+    """Returns the bytes of all tensors, or the memory that torch has reserved for tensors."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.memory_reserved(device) if reserved else torch.cuda.memory_allocated(device)
 
 
-def peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+def peak(device: torch.device, reserved: bool = False) -> int:
+    """Returns the largest `allocated` since `reset_peak`."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_reserved(device) if reserved else torch.cuda.max_memory_allocated(device)
 
 
 def reset_peak(device: torch.device) -> None:

@@ -90,6 +90,15 @@ def test_speeds_and_memory_are_relative_to_the_median_of_bf16() -> None:
     assert "speedup" not in timing.compared(rows[1:2])[0]
 
 
+def test_peaks_count_tensors_or_the_memory_reserved_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for prefix, number in (("", 0), ("max_", 10)):
+        monkeypatch.setattr(torch.cuda, f"{prefix}memory_allocated", lambda device, number=number: number)
+        monkeypatch.setattr(torch.cuda, f"{prefix}memory_reserved", lambda device, number=number: number + 1)
+    device = torch.device("cuda")
+    assert [timing.allocated(device), timing.allocated(device, reserved=True)] == [0, 1]
+    assert [timing.peak(device), timing.peak(device, reserved=True)] == [10, 11]
+
+
 def test_an_error_ends_its_own_measurement_and_nothing_begins_after_the_deadline() -> None:
     def measure() -> Any:
         yield {"ms": 1.0}
@@ -164,7 +173,7 @@ def test_trainer_runs_are_measured_with_their_refreshes(
     for row in part, whole:
         assert row["backend"] == "emulated" and row["formats"] == ["mxfp4", "fp8-delayed"] and len(row["seconds"]) == 2
         assert row["speedup"] > 0 and row["tokens_per_s"] == pytest.approx(128e3 / row["step_ms"])
-        assert row["graphs"] > 0 and row["recompilations"] == 0
+        assert row["graphs"] > 0 and row["recompilations"] == 0 and row["memory"] == "allocated"
         assert {"commit", "machine", "torch", "command"} <= row.keys()
     assert f"| tiny | snip-hf 75% | {part['step_ms']:.1f} | " in capsys.readouterr().out
 

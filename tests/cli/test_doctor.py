@@ -114,8 +114,8 @@ def test_a_missing_plan_file_is_refused(tmp_path: Path) -> None:
             2560,
             "1.12 to 1.30 times compiled BF16, as measured at 75% in 4 bits and hidden size 2048 (yours: 2560) on "
             "H100s and H200s. Set bf16=True and torch_compile=True, with at least 6,104 tokens per micro-batch. "
-            "The host may limit it, especially on an H100: try torch_compile_mode='reduce-overhead' if a step has one "
-            "micro-batch and all have one shape (docs/troubleshooting.md)",
+            "The host may limit it, especially on an H100: try torch_compile_mode='reduce-overhead' if all "
+            "micro-batches have one shape (docs/troubleshooting.md)",
         ),
         (
             8192,

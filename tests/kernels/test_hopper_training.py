@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,10 @@ def run(
     steps: int = 11,
     resume: str | None = None,
     arguments: Mapping[str, Any] | None = None,
+    callbacks: Iterable[TrainerCallback] = (),
     **snip: Any,
 ) -> tuple[Any, Any, Any]:
-    """Trains with further arguments of the Trainer; returns SNIP's callback, the counter of graphs and the losses."""
+    """Trains with more of the Trainer's arguments and callbacks; returns ours, the counter of graphs and the losses."""
     torch._dynamo.reset()
     counters.clear()
     rows = torch.randint(0, 8, (64, 200), generator=torch.Generator().manual_seed(1)).cumsum(1) % 256
@@ -86,7 +87,7 @@ def run(
     )
     ours, watch = SnipCallback(fp4_config(**SNIP | snip)), NothingCompiledAfter(2)
     data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = Trainer(llama(), every, train_dataset=data, callbacks=[ours, watch])
+    trainer = Trainer(llama(), every, train_dataset=data, callbacks=[ours, watch, *callbacks])
     trainer.train(resume_from_checkpoint=resume)
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
     return ours, watch, losses

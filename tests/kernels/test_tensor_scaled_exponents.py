@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -121,6 +122,46 @@ def test_packed_records_move_when_the_facts_change_and_come_back_with_them(layer
     assert (addresses(WITH_FP8), addresses(MXFP4), addresses(WITH_FP8)) == (mixed, narrow, mixed)
     TENSOR_SCALED.load_state_dict(layers, {})
     assert not {one.snip_cache.records.record.data_ptr() for one in layers.values()} & {*narrow, *mixed}
+
+
+@pytest.mark.parametrize(
+    ("formats", "stays"),
+    [
+        (("fp8-delayed", "mxfp4", "mxfp4"), True),
+        (("mxfp4", "fp8-delayed", "mxfp4"), False),
+        (("mxfp4", "mxfp4", "fp8-delayed"), False),
+        (("fp8-tensor", "mxfp4", "mxfp4"), False),
+    ],
+)
+def test_records_stay_when_only_the_forward_gemm_s_block_format_changes(
+    formats: tuple[str, str, str], stays: bool, layer: SnipLinear
+) -> None:
+    """So that torch.compile captures nothing."""
+    TENSOR_SCALED.share_inputs({"": layer}, [])
+    records, old = layer.snip_cache.records, layer.snip_cache.records.record
+    layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
+    assert (records.record is old) == stays
+    TENSOR_SCALED.after_step({"": layer})
+    assert (records.record.data_ptr() == old.data_ptr()) == stays
+    assert view_of(records.record) is records.view and records.view.packed == records.view.facts
+
+
+def test_captured_launches_are_the_same_under_equal_facts(layer: SnipLinear, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of torch.compile is replayed under all plans with the facts of its capture."""
+    monkeypatch.setattr(operators, "is_captured", lambda x: True)
+    monkeypatch.setattr(operators, "serves_all_plans", lambda record, view: False)
+    record, seen = layer.snip_cache.records.record, {}
+    uses = [(operand, (row, column)) for operand, (row, column) in ALL.items() for row in (row, -1)]
+    uses += [(operand, (row, -1)) for operand, (row, _) in ALL.items()] + [(WEIGHT, (1, 0))]
+    names = ("mxfp4", "ufp4", "fp8-delayed", "fp8-tensor")
+    for formats in itertools.product(names, repeat=3):
+        layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
+        found = [operators.facts_of(record, operand, gemms, True)[1:] for operand, gemms in uses], fast_sums(layer)
+        assert seen.setdefault(layer.snip_cache.records.view.facts, found) == found
+    assert len(seen) == 2 * 3 * 3
+    layer.set_formats(dict(zip(GEMMS, MXFP4, strict=True)))
+    known = {use for use in uses if operators.facts_of(record, *use, True).in_blocks}
+    assert known == {use for use in uses if 0 not in use[1]}
 
 
 def test_a_packed_record_never_changes_its_facts_where_it_is(layer: SnipLinear) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,14 +33,21 @@ GEMMS_OF = {"activation": (0, 2), "gradient": (1, 2), "weight": (0, 1)}
 
 
 def by_kernel(
-    x: Tensor, state: Tensor, record: Tensor, operand: int, gemms: tuple[int, int], settled: bool = False
+    x: Tensor,
+    state: Tensor,
+    record: Tensor,
+    operand: int,
+    gemms: tuple[int, int],
+    settled: bool = False,
+    captured: bool = False,
 ) -> tuple[Tensor, ...]:
     records = Records(record, table_on(x.device))
     if settled:
         records.view.set_formats([format_of_code(code) for code in state[:3].tolist()])
         records.view.known = tuple(index == operand for index in range(3))
-        assert not operators.facts_of(record, operand, gemms, True).needs_scales
-    return *encoded(x, state, records, operand, gemms, True), records.record
+    with patch.multiple(operators, is_captured=lambda x: captured, serves_all_plans=lambda *_: False):
+        assert settled == (not operators.facts_of(record, operand, gemms, True).needs_scales)
+        return *encoded(x, state, records, operand, gemms, True), records.record
 
 
 def interpret(tensors: bytes, *arguments: Any) -> bytes:
@@ -78,11 +86,12 @@ def check(
     gemms: tuple[int, int],
     exponent: int = UNSET,
     settled: bool = False,
+    captured: bool = False,
 ) -> None:
     number = OPERANDS.index(operand)
     records = Records(record_with(exponent), table_on(torch.device("cpu")))
     expected = encoded(x, numbers(formats), records, number, gemms)
-    *got, record = run(x, numbers(formats), record_with(exponent), number, gemms, settled)
+    *got, record = run(x, numbers(formats), record_with(exponent), number, gemms, settled, captured)
     for name, one, other in zip(("rows", "their scale", "columns", "their scale"), got, expected, strict=True):
         assert one.shape == other.shape, name
         assert torch.equal(one.float().nan_to_num(9999.0), other.float().nan_to_num(9999.0)), name
@@ -105,6 +114,13 @@ def test_one_launch_writes_them_where_the_exponent_and_encoded_formats_are_known
         for gemms in ((row_gemm, column_gemm), (row_gemm, -1), (-1, column_gemm)):
             check(run, rising(70, 66), formats, operand, gemms, 3, settled=True)
     check(run, rising(64, 128), MXFP4, operand, GEMMS_OF[operand], -20, settled=True)
+
+
+@pytest.mark.parametrize("operand", ["activation", "weight"])
+def test_in_captures_they_do_without_knowing_that_the_forward_gemm_s_format_has_blocks(operand: str, run: Run) -> None:
+    for formats in (MXFP4, ("fp8-delayed", "mxfp4", "mxfp4")):
+        for gemms in (GEMMS_OF[operand], (0, -1)):
+            check(run, rising(70, 66), formats, operand, gemms, 3, settled=True, captured=True)
 
 
 @pytest.mark.parametrize("exponent", [-20, 12, 30])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from kernels.test_hopper_training import TIES, history, run
 from torch._dynamo.utils import counters
+from transformers import TrainerCallback
 
 from snip_hf.kernels.tensor_scaled import gated
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
+from snip_hf.layers.state import snip_linears
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,13 +42,17 @@ def test_refreshes_change_formats_and_compile_nothing(
 @pytest.mark.filterwarnings("ignore:Requested unified CUBLASLT workspace size:UserWarning")
 @pytest.mark.usefixtures("full_determinism_ends_here")
 @pytest.mark.parametrize("wide", ["fp8-delayed", "fp8-tensor"])
-@pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize(
+    "option",
+    [{}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}],
+    ids=["plain", "checkpointing", "accumulation"],
+)
 def test_losses_in_cuda_graphs_are_those_without(
-    checkpoints: bool, wide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: dict[str, Any], wide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit with `full_determinism`. Without it a compiled embedding adds up its gradient in any order."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
-    arguments = {"gradient_checkpointing": checkpoints, "full_determinism": True}
+    arguments = {"full_determinism": True, **option}
     snip = {"formats": ("mxfp4", wide), "ties": TIES, "backend": "tensor-scaled"}
     in_graphs = arguments | {"torch_compile_mode": "reduce-overhead"}
     _, _, replayed = run(tmp_path / "graphs", compiled=True, arguments=in_graphs, **snip)
@@ -54,6 +60,46 @@ def test_losses_in_cuda_graphs_are_those_without(
     assert counters["inductor"]["cudagraph_skips"] == 0
     _, _, launched = run(tmp_path / "launched", compiled=True, arguments=arguments, **snip)
     assert replayed == launched
+
+
+class Plans(TrainerCallback):
+    """Changes formats between steps, and counts the graphs that torch.compile has captured by then."""
+
+    forward: ClassVar[dict[int, str]] = {4: "fp8-delayed", 6: "mxfp4"}
+    """Step -> the format of the first decoder layer's forward GEMMs after it."""
+    backward_at = 8
+
+    def __init__(self, captured: list[Any]) -> None:
+        self._captured, self.counts = captured, {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        step = state.global_step
+        self.counts[step] = len(self._captured)
+        for name, layer in snip_linears(kwargs["model"]).items():
+            if "layers.0." in name and step in self.forward:
+                layer.set_formats(layer.formats | {"forward": self.forward[step]})
+            if "layers.0." in name and step == self.backward_at:
+                layer.set_formats(layer.formats | {"grad_input": "fp8-delayed"})
+
+
+def test_a_plan_for_forward_gemms_captures_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
+    captured: list[Any] = []
+    record = CUDAGraphTreeManager.record_function
+
+    def counted(self: Any, *arguments: Any) -> Any:
+        captured.append(arguments[-1])
+        return record(self, *arguments)
+
+    monkeypatch.setattr(CUDAGraphTreeManager, "record_function", counted)
+    plans = Plans(captured)
+    snip = {"policy": "uniform-mxfp4", "ties": TIES, "backend": "tensor-scaled"}
+    in_graphs = {"torch_compile_mode": "reduce-overhead"}
+    run(tmp_path, compiled=True, arguments=in_graphs, callbacks=[plans], formats=FORMATS, **snip)
+    assert 0 < plans.counts[4] == plans.counts[8] < plans.counts[11], plans.counts
+    assert counters["inductor"]["cudagraph_skips"] == 0
 
 
 def test_losses_are_those_of_the_emulation_up_to_rounding(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
+from own_loop import Loop
 from small import text, tiny_llama
 from thread_ranks import on_ranks
 from tiny_runs import FAST, SCHEDULE, Run, differing, history, one_thread, train, weights, without_seconds
@@ -23,7 +24,8 @@ from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Ranks
 from snip_hf.text import WITHOUT_PROBE
-from snip_hf.training.gradients import LossScaling, check_weights
+from snip_hf.training import gradients
+from snip_hf.training.gradients import GradientSource, LossScaling, check_weights
 from snip_hf.training.schedule import Schedule
 
 CONFIG = fp4_config(**SCHEDULE)
@@ -90,6 +92,95 @@ def test_trained_weights_in_fp16_are_refused_before_training_also_where_nothing_
 def test_frozen_weights_may_be_in_fp16() -> None:
     frozen = a_weight(dtype=torch.float16).requires_grad_(False)
     check_weights(torch.optim.SGD([a_weight(), frozen], lr=1.0))
+
+
+# Accumulation in CUDA graphs
+
+
+class Replays:
+    """Overwrites gradients as CUDA graphs of torch.compile do: those of a backward pass that found none before it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters, self._written, self._new = list(model.parameters()), [], set()
+        for one in self._parameters:
+            one.register_post_accumulate_grad_hook(self._note)
+
+    def begin(self, *_: Any) -> None:
+        """Begins a pass, which reuses the memory of the gradients of earlier ones."""
+        for gradient in self._written:
+            gradient.fill_(torch.nan)
+        self._written, self._new = [], {one for one in self._parameters if one.grad is None}
+
+    def _note(self, parameter: Tensor) -> None:
+        if parameter in self._new:
+            self._written.append(parameter.grad)
+
+
+def graphs(mode: str = "reduce-overhead", kind: str = "NO") -> Any:
+    return SimpleNamespace(dynamo_plugin=SimpleNamespace(mode=mode), distributed_type=kind)
+
+
+def test_gradients_of_graphs_are_copied_once_per_step() -> None:
+    source, weights = GradientSource(None, graphs()), [a_weight(), a_weight(), a_weight().requires_grad_(False)]
+    weights[1].grad = weights[2].grad = None
+
+    def kept() -> list[bool]:
+        before = [one.grad for one in weights]
+        source.keep(weights)
+        return [one.grad is old for one, old in zip(weights, before, strict=True)]
+
+    source.begin_step()
+    assert kept() == [False, True, True] and weights[0].grad.eq(1).all()
+    weights[1].grad = torch.ones(2, 2)  # a weight that the first micro-batch did not use
+    assert kept() == [True, False, True] and kept() == [True] * 3
+    source.begin_step()
+    assert kept() == [False, False, True]
+
+
+def test_gradients_stay_where_they_are_without_graphs_and_in_wrappers() -> None:
+    weight = a_weight()
+    before = weight.grad
+    for accelerator in (None, graphs("default"), graphs(kind="MULTI_GPU"), SimpleNamespace(dynamo_plugin=None)):
+        GradientSource(None, accelerator).keep([weight])
+        assert weight.grad is before
+    for accelerator in (graphs("max-autotune"), SimpleNamespace(state=graphs())):
+        weight.grad = before
+        GradientSource(None, accelerator).keep([weight])
+        assert weight.grad is not before
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_trainer_accumulates_gradients_that_graphs_overwrite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Trainer.training_step
+    made: list[Replays] = []
+
+    def after_a_replay(self: Trainer, model: nn.Module, *arguments: Any) -> Tensor:
+        made[:] = made or [Replays(model)]
+        made[0].begin()
+        return step(self, model, *arguments)
+
+    options = {
+        "max_steps": 3,
+        "gradient_accumulation_steps": 3,
+        "torch_compile": True,
+        "torch_compile_backend": "eager",
+    }
+    config = fp4_config(policy="uniform-fp4")
+    plain = train(tmp_path / "1", config, **options)
+    monkeypatch.setattr(Trainer, "training_step", after_a_replay)
+    replayed = train(tmp_path / "2", config, **options, torch_compile_mode="reduce-overhead")
+    torch._dynamo.reset()
+    assert made and replayed.losses == plain.losses
+    assert differing(weights(replayed.model), weights(plain.model)) == []
+
+
+def test_a_loop_accumulates_gradients_that_graphs_overwrite(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = fp4_config(policy="uniform-fp4")
+    plain = Loop(config, accumulation=3).run(3)
+    monkeypatch.setattr(gradients, "_are_in_graphs", lambda accelerator: True)
+    replayed = Loop(config, accumulation=3)
+    replayed.model.register_forward_pre_hook(Replays(replayed.model).begin)
+    assert differing(weights(replayed.run(3).model), weights(plain.model)) == []
 
 
 # In a loop of one's own

@@ -289,8 +289,8 @@ def _speed(model: Any, backend: Backend, has_adapters: bool, has_fp4: bool) -> s
         return f"not measured below a hidden size of {min(measured)} (yours: {hidden}); {slower}"
     nearest = min(measured, key=lambda size: abs(size - hidden))
     graphs = (
-        ". The host may limit it, especially on an H100: try torch_compile_mode='reduce-overhead' if a step has one "
-        "micro-batch and all have one shape (docs/troubleshooting.md)"
+        ". The host may limit it, especially on an H100: try torch_compile_mode='reduce-overhead' if all micro-batches "
+        "have one shape (docs/troubleshooting.md)"
     )
     speeds, cards = describe_speeds([measured[nearest]]), "an H200" if has_adapters else "H100s and H200s"
     # As measured, docs/results-speed.md; with adapters all FP8 was not.

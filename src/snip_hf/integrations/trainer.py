@@ -169,6 +169,12 @@ class SnipCallback(TrainerCallback):
         assert self._passes is not None
         self._passes.is_open = True
 
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # Before the loss of the next micro-batch, which may first run other compiled models (TRL).
+        self._running().keep_gradients()
+
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

@@ -185,6 +185,8 @@ class SnipController:
         self.keep_weights(everything=self._micro_batch == 0)
         if self._micro_batch == 0:
             self._source.begin_step()
+        else:
+            self.keep_gradients()
         is_probed = self._micro_batch == 0 and self._refreshes(step)
         if is_probed and self._watch is None:
             self._watch = self._run.refresher.watch()
@@ -219,6 +221,13 @@ class SnipController:
     def keep_weights(self, everything: bool = True) -> None:
         """Quantizes the weights for a training pass, if they are kept."""
         self._layers.keep_weights(everything)
+
+    def keep_gradients(self) -> None:
+        """Keeps the gradients of a step's first micro-batches from being overwritten by CUDA graphs of torch.compile.
+
+        `capture` calls it. Call it yourself if another compiled model runs between a backward pass and `capture`.
+        """
+        self._source.keep(self.model.parameters())
 
     def before_optimizer_step(self, step: int) -> None:
         """Probes if a refresh is due. Call this once the gradients of a step are complete and clipped.

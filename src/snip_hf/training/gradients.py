@@ -32,6 +32,8 @@ LATE = (
     "before_optimizer_step was called after optimizer.step(): no plan can be made, since the optimizer's state has the "
     "step's gradients by then. Call it before optimizer.step(), once the gradients are complete and clipped."
 )
+# Modes of torch.compile with CUDA graphs.
+_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 class BackwardEnd(ABC):
@@ -225,6 +227,9 @@ class GradientSource:
         """Steps that the optimizer has taken, over all parts of a combined one."""
         self._taken_before: int | None = None
         """`_taken` before the forward passes of the running step."""
+        self._are_in_graphs = _are_in_graphs(accelerator)
+        self._kept: set[int] = set()
+        """Addresses of the gradients that `keep` has copied in the running step."""
 
     def check(self) -> None:
         """Raises TypeError for an optimizer whose updates cannot be differentiated."""
@@ -240,6 +245,19 @@ class GradientSource:
     def begin_step(self) -> None:
         """Call it before the forward passes of a step."""
         self._taken_before = self._taken
+        self._kept.clear()
+
+    def keep(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Copies the gradients of a step's first micro-batches out of the memory of CUDA graphs.
+
+        torch leaves them where the graph of the backward pass wrote them, and the next replay would overwrite them
+        (pytorch#169545). Once they are copied, later micro-batches add to the copies.
+        """
+        for parameter in parameters if self._are_in_graphs else ():
+            gradient = parameter.grad
+            if gradient is not None and gradient.data_ptr() not in self._kept:
+                parameter.grad = gradient.clone()
+                self._kept.add(parameter.grad.data_ptr())
 
     def note_step(self) -> None:
         """Sets `is_late`; call it in `before_optimizer_step`."""
@@ -350,6 +368,13 @@ class ZeroGradients(GradientSource):
 
     def trains(self) -> Callable[[Tensor], bool]:
         return self._zero.holds
+
+
+def _are_in_graphs(accelerator: Any) -> bool:
+    """Returns True if Accelerate compiles a model of one process, so without wrappers, with CUDA graphs."""
+    state = getattr(accelerator, "state", accelerator)
+    mode = getattr(getattr(state, "dynamo_plugin", None), "mode", None)
+    return mode in _GRAPH_MODES and state.distributed_type == "NO"
 
 
 def find_source(needs_gradients: bool, optimizer: Any, model: Any, accelerator: Any) -> GradientSource:

@@ -71,8 +71,11 @@ class HostView:
 
     @property
     def facts(self) -> Hashable:
-        """The facts that determine the layer's launches, in steps that count nothing."""
-        return self.follows, self.in_blocks, self.known
+        """The facts that determine the layer's captured launches (`operators.facts_of`).
+
+        They are the same whether the forward GEMM's format is MXFP4 or `fp8-delayed`, between which most plans change.
+        """
+        return self.follows, self.in_blocks[1:], self.known
 
     def set_formats(self, formats: Sequence[NumberFormat]) -> None:
         """Updates the formats of the three GEMMs."""

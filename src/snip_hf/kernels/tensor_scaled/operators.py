@@ -242,7 +242,8 @@ class Facts(NamedTuple):
     """True if its scales need a separate launch, or its blocks are counted in this step. A graph that is replayed under
     all plans needs the launch in any case; one that torch.compile captures counts no blocks."""
     in_blocks: bool
-    """True if both GEMMs are known to have block formats."""
+    """True if both GEMMs are known to have block formats. In a captured graph that of the forward GEMM is unknown,
+    since the graph is replayed under other plans, too (`HostView.facts`)."""
 
 
 def facts_of(record: Tensor, operand: int, gemms: tuple[int, int], counts: bool) -> Facts:
@@ -250,8 +251,10 @@ def facts_of(record: Tensor, operand: int, gemms: tuple[int, int], counts: bool)
     view = view_of(record)
     if view is None:
         return Facts(record[operand], True, False)
-    needs_launch = serves_all_plans(record, view) if is_captured(record) else counts and view.counts_now
-    return Facts(view.rows[operand], needs_launch or not view.is_settled(operand, gemms), view.are_in_blocks(gemms))
+    captured = is_captured(record)
+    needs_launch = serves_all_plans(record, view) if captured else counts and view.counts_now
+    in_blocks = view.are_in_blocks(gemms) and not (captured and 0 in gemms)
+    return Facts(view.rows[operand], needs_launch or not view.is_settled(operand, gemms), in_blocks)
 
 
 def find_scales(
@@ -373,7 +376,7 @@ def sums_fast(record: Tensor | None, gemm: int) -> bool:
     view = None if record is None else view_of(record)
     if record is None or view is None or (is_captured(record) and serves_all_plans(record, view)):
         return False
-    return view.in_blocks[gemm] or (gemm == 0 and view.follows[0])
+    return view.in_blocks[gemm] if gemm else view.follows[gemm]
 
 
 @torch.library.impl(_library, "tensor_scaled_product", "CompositeExplicitAutograd")

@@ -137,6 +137,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--rows", type=int, default=8, help="sequences per micro-batch (default 8)")
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence (default 2048)")
+    parser.add_argument("--shortest", type=int, help="draw each length from this one to --length (with --rows 1)")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (default 1)")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations of decoder layers")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linears of a frozen model")
@@ -152,6 +153,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     given = [name for name in ("models", "share", "wait") if getattr(options, name) != parser.get_default(name)]
     if options.combinations and given:
         parser.error(f"--{given[0]} has no effect with --combinations, which lists its own cases; leave it out")
+    if options.shortest and options.rows > 1:
+        parser.error("--shortest needs --rows 1, since the sequences of a micro-batch have one length")
     options.deadline = time.monotonic() + 60 * options.minutes
     return options
 
@@ -203,8 +206,9 @@ def combine(options: argparse.Namespace, source: Line) -> list[Line]:
 
 def describe(options: argparse.Namespace) -> str:
     """Returns what a step computes."""
+    lengths = f"{options.shortest:,} to {options.length:,}" if options.shortest else f"{options.length:,}"
     parts = {
-        f"{options.rows} x {options.length:,} tokens": True,
+        f"{options.rows} x {lengths} tokens": True,
         f"{options.accumulate} micro-batches": options.accumulate > 1,
         "checkpointing": options.checkpointing,
         "LoRA": options.lora,
@@ -314,13 +318,14 @@ def train(model_name: str, recipe: str, options: argparse.Namespace) -> Iterator
     loss, refreshes = train_by(partial(trainer_for, model, options, [*ours, clock]))
     times = clock.milliseconds()
     step = statistics.median(times[number] for number in schedule.ordinary)
+    mean_length = (options.length + (options.shortest or options.length)) / 2
     gib = {number: (most - before) / 2**30 for number, most in clock.peaks.items()}
     row: Line = {
         "steps": options.steps,
         "step_ms": step,
         "mean_step_ms": statistics.fmean(times[number] for number in schedule.ordinary),
         "slowest_ms": max(times[number] for number in schedule.ordinary),
-        "tokens_per_s": 1e3 * options.rows * options.length * options.accumulate / step,
+        "tokens_per_s": 1e3 * options.rows * mean_length * options.accumulate / step,
         "peak_gib": max(gib[number] for number in schedule.ordinary),
         "memory": "reserved" if reserved else "allocated",
         "first_s": clock.first_s,
@@ -415,7 +420,9 @@ def random_texts(options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(options.seed)
     shape = (options.rows * options.accumulate * options.steps, options.length)
     tokens = torch.randint(llamas.VOCABULARY, shape, generator=generator)
-    return [{"input_ids": row, "labels": row} for row in tokens]
+    shortest = options.shortest or options.length
+    lengths = torch.randint(shortest, options.length + 1, shape[:1], generator=generator).tolist()
+    return [{"input_ids": row[:end], "labels": row[:end]} for row, end in zip(tokens, lengths, strict=True)]
 
 
 if __name__ == "__main__":

@@ -142,6 +142,16 @@ def test_a_run_refreshes_twice_and_times_the_other_steps_under_the_first_plan() 
         speed.Schedule(17)
 
 
+def test_lengths_are_drawn_from_the_shortest_on(capsys: pytest.CaptureFixture[str]) -> None:
+    options = speed_options("--rows", "1", "--shortest", "16", "--steps", "200")
+    assert speed.describe(options) == "1 x 16 to 64 tokens"
+    lengths = {len(text["labels"]) for text in speed.random_texts(options)}
+    assert (min(lengths), max(lengths)) == (16, 64) and len(lengths) > 40
+    with pytest.raises(SystemExit):
+        speed_options("--shortest", "16")
+    assert "--shortest needs --rows 1" in capsys.readouterr().err
+
+
 def test_refreshes_are_in_steps_of_bf16_and_speeds_relative_to_torchao_too() -> None:
     rows = [
         {"recipe": "BF16", "step_ms": 10.0},

@@ -72,7 +72,6 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     (SMALL, {}),
 )
 OURS, TORCHAO = "snip-hf 75%", "torchao tensorwise"
-WAITING = ", wait"
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 COLUMNS = {
     "model": ("model", "{}"),
@@ -169,17 +168,15 @@ def empty_caches() -> Iterator[None]:
 
 def measure(model: str, options: argparse.Namespace) -> list[Line]:
     """Returns a row per recipe, with its speed and memory relative to BF16 and torchao."""
-    recipes = [BF16, *(f"snip-hf {share:.0%}" for share in options.share), TORCHAO, BF16]
-    groups = [[f"{recipe}{ending}" for recipe in recipes] for ending in ("", WAITING)[: 1 + options.wait]]
+    recipes = [BF16, *(f"snip-hf {100 * share:g}%" for share in options.share), TORCHAO, BF16]
     rows: list[Line] = []
-    for group in groups:
+    for waits in (False, True)[: 1 + options.wait]:
         found: list[Line] = []
-        for recipe in group:
-            identity = {"model": model, "case": describe(options), "recipe": recipe.removesuffix(WAITING)}
-            found += guarded(identity, partial(train, model, recipe, options), options.deadline)
+        for recipe in recipes:
+            identity = {"model": model, "case": describe(options), "recipe": recipe}
+            found += guarded(identity, partial(train, model, recipe, options, waits), options.deadline)
         found = in_other_units(compared(found))
-        waits = {} if group is groups[0] else {"waits": True}
-        rows += [row | waits | {"recipe": row["recipe"] + (WAITING if waits else "")} for row in found]
+        rows += [row | {"recipe": f"{row['recipe']}, wait", "waits": True} for row in found] if waits else found
     return rows
 
 
@@ -212,6 +209,7 @@ def describe(options: argparse.Namespace) -> str:
         f"{options.accumulate} micro-batches": options.accumulate > 1,
         "checkpointing": options.checkpointing,
         "LoRA": options.lora,
+        f"compiled in the mode {options.mode}": options.mode is not None,
     }
     return ", ".join(text for text, holds in parts.items() if holds)
 
@@ -294,10 +292,9 @@ class Clock(TrainerCallback):
         return dict(enumerate(map(milliseconds_between, self._marks, self._marks[1:]), start=1))
 
 
-def train(model_name: str, recipe: str, options: argparse.Namespace) -> Iterator[Line]:
+def train(model_name: str, recipe: str, options: argparse.Namespace, waits: bool = False) -> Iterator[Line]:
     """Trains once through the Trainer, with two refreshes under snip-hf."""
     device, schedule = options.device, Schedule(options.steps)
-    waits, recipe = recipe.endswith(WAITING), recipe.removesuffix(WAITING)
     reserved = options.mode in GRAPH_MODES
     release(device)
     before = allocated(device, reserved)

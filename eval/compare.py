@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import hashlib
 import json
@@ -173,15 +174,13 @@ class Config:
     def start_key(self, seed: int) -> str:
         """Returns the name of everything that decides a seed's start and data."""
         sections = [asdict(self.model), asdict(self.tokenizer), asdict(self.data)]
-        return _hashed([*sections, self._course(), seed])
+        course = {name: value for name, value in asdict(self.training).items() if name != "measure_at"}
+        return _hashed([*sections, course, seed])
 
     def cell_key(self, contender: str, seed: int) -> str:
         """Returns the name of everything that decides a cell's course."""
         snip = self.snip_config(contender, seed)
         return _hashed([self.start_key(seed), None if snip is None else snip.to_dict()])
-
-    def _course(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self.training).items() if name != "measure_at"}
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -237,14 +236,9 @@ class Text:
         return torch.from_numpy(self.train[places].astype(np.int64))
 
 
-_ORDERS: dict[tuple[int, int, int], np.ndarray[Any, Any]] = {}
-
-
+@functools.cache
 def _order(count: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
-    key = (count, seed, epoch)
-    if key not in _ORDERS:
-        _ORDERS[key] = np.random.default_rng([seed, epoch]).permutation(count)
-    return _ORDERS[key]
+    return np.random.default_rng([seed, epoch]).permutation(count)
 
 
 def inputs(rows: Tensor) -> dict[str, Tensor]:
@@ -363,7 +357,7 @@ class Trainee:
         unfinished.replace(path)
 
     def step(self, number: int, controller: SnipController | None = None) -> Tensor:
-        """Does one step, counted from 1 over base and cell, and returns its loss."""
+        """Takes a step, counted from 1 over base and cell, and returns its loss."""
         if self._training.compile and not self._compiled:
             compile_blocks(self.model)
             self._compiled = True
@@ -576,16 +570,13 @@ def append(path: Path, line: Line) -> None:
 @contextlib.contextmanager
 def claimed(folder: Path, key: str) -> Iterator[bool]:
     """Yields whether this process has the cell; another one may be training it."""
-    lock = FileLock(folder / f"cell-{key}.lock")
     try:
-        lock.acquire(timeout=0)
+        lock = FileLock(folder / f"cell-{key}.lock").acquire(timeout=0)
     except Timeout:
         yield False
         return
-    try:
+    with lock:
         yield True
-    finally:
-        lock.release()
 
 
 def run_cells(config: Config, options: argparse.Namespace) -> int:
@@ -665,8 +656,8 @@ def report(config: Config, lines: Sequence[Line], step: int | None = None) -> st
     step, measured = step or config.training.steps, [*config.training.measure_at, config.training.steps]
     if step not in measured:
         raise ValueError(f"--step {step}: the loss was measured after {', '.join(map(str, measured))} steps.")
-    keys = {config.cell_key(name, seed) for name in config.contenders for seed in config.seeds}
-    if not any(line["key"] in keys for line in lines):
+    keys = {name: {config.cell_key(name, seed) for seed in config.seeds} for name in config.contenders}
+    if set().union(*keys.values()).isdisjoint(line["key"] for line in lines):
         raise ValueError(f"None of the {len(lines)} lines is of this config. Repeat the --override options of the run.")
     names = [name for name in config.contenders if name != config.reference]
     found = {name: differences(config, lines, name, config.reference, step) for name in names}
@@ -674,7 +665,7 @@ def report(config: Config, lines: Sequence[Line], step: int | None = None) -> st
     corrected = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
     rows = []
     for name in names:
-        cells = [line for line in lines if line["key"] in {config.cell_key(name, seed) for seed in config.seeds}]
+        cells = [line for line in lines if line["key"] in keys[name]]
         share = f"{np.mean([line['share'] for line in cells]):.1%}" if cells else "-"
         diverged = sum(line["losses"].get(str(step)) is None for line in cells)
         test = tests.get(name)
@@ -745,6 +736,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if unknown := [name for name in options.only or () if name not in config.contenders]:
             raise ValueError(f"--only: {unknown[0]!r} is not a contender; known are {', '.join(config.contenders)}.")
+        if others := [seed for seed in options.seeds or () if seed not in config.seeds]:
+            known = ", ".join(map(str, config.seeds))
+            raise ValueError(f"--seeds: {others[0]} is not a seed of the config, which `report` reads: {known}.")
         return start_workers(options) if options.workers > 1 else int(run_cells(config, options) > 0)
     except (OSError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "pictures"
-# Colours that colour-blind readers can tell apart.
-# FP4 and FP8 have those of reports.
+# Colours that colour-blind readers can tell apart. FP4 and FP8 have those of reports.
 FP4, FP8, INK, PALE, MARK = "#d55e00", "#56b4e9", "#222222", "#eeeeee", "#882255"
 BLUE, GREEN, YELLOW, GREY = "#0072b2", "#009e73", "#e69f00", "#8c8c8c"
 # Letters on FP8's light blue, on light and dark pages.
@@ -21,7 +20,7 @@ INK_ON_FP8 = "#001122"
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 PLANS = FOLDER / "quickstart-plans.json"
 CRISP = 'shape-rendering="crispEdges"'
-# Element, attribute and colour -> the colour in its place where the reader's system is dark.
+# Element, attribute and colour -> its colour if the reader's system is dark.
 DARK = {
     ("rect", "fill", "#ffffff"): "#161b22",
     ("rect", "fill", PALE): "#3d444d",
@@ -42,7 +41,7 @@ NIGHT = "".join(f'{element}[{name}="{old}"]{{{name}:{new}}}' for (element, name,
 
 
 def picture(width: int, height: int, parts: Iterable[str]) -> str:
-    """Returns a drawing on a ground of its own, light or dark as the reader's system is."""
+    """Returns a drawing with its own background, light or dark like the reader's system."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">'
     style = f"<style>@media (prefers-color-scheme: dark){{{NIGHT}}}</style>"
     ground = f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>'

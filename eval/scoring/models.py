@@ -48,9 +48,10 @@ def use_plan(model: PreTrainedModel, name: str, plan_path: str | None) -> str:
     try:
         path = plan_path or str(cached_file(name, "plan.json", subfolder="snip"))
         plan = PrecisionPlan.load(path)
-        # The only field of the training run's configuration that decides which layers are swapped.
-        skip_modules = tuple((plan.provenance.config or {}).get("skip_modules", ()))
-        convert_model(model, SnipConfig(skip_modules=skip_modules))
+        # The fields of the training run's configuration that decide which layers are swapped.
+        config = plan.provenance.config or {}
+        patterns = {field: config.get(field, ()) for field in ("skip_modules", "include_modules")}
+        convert_model(model, SnipConfig(**patterns))
         model.requires_grad_(False)  # a plan of a frozen base has no grad_weight
         plan.apply(model)
     except (OSError, ValueError, KeyError) as error:

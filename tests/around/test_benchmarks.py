@@ -152,6 +152,27 @@ def test_lengths_are_drawn_from_the_shortest_on(capsys: pytest.CaptureFixture[st
     assert "--shortest needs --rows 1" in capsys.readouterr().err
 
 
+def test_each_recipe_runs_with_its_share_and_again_with_a_wait(
+    tiny_llamas: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = speed_options("--share", "0.675", "0.07", "--wait", "--mode", "max-autotune")
+    asked = []
+
+    def train(model: str, recipe: str, options: argparse.Namespace, waits: bool) -> list[dict[str, Any]]:
+        asked.append((recipe, waits))
+        return [{"step_ms": 1.0}]
+
+    monkeypatch.setattr(speed, "train", train)
+    rows = speed.measure("tiny", options)
+    recipes = ["BF16", "snip-hf 67.5%", "snip-hf 7%", "torchao tensorwise", "BF16"]
+    assert asked == [(recipe, waits) for waits in (False, True) for recipe in recipes]
+    assert [row["recipe"] for row in rows] == [*recipes, *(f"{recipe}, wait" for recipe in recipes)]
+    assert [row.get("waits", False) for row in rows] == [waits for _, waits in asked]
+    assert {row["case"] for row in rows} == {"2 x 64 tokens, compiled in the mode max-autotune"}
+    shares = [speed.snip_config(name, speed.Schedule(24), options).target_fp4_fraction for name in recipes[1:3]]
+    assert shares == [0.675, 0.07]
+
+
 def test_refreshes_are_in_steps_of_bf16_and_speeds_relative_to_torchao_too() -> None:
     rows = [
         {"recipe": "BF16", "step_ms": 10.0},

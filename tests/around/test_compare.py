@@ -360,6 +360,20 @@ def test_a_wrong_config_ends_with_a_sentence(
     assert error.startswith("error: ") and message in error
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--only", "fp4"), "--only: 'fp4' is not a contender; known are bf16, fp8, snip."),
+        (("--seeds", "4", "5"), "--seeds: 5 is not a seed of the config, which `report` reads: 3, 4."),
+    ],
+)
+def test_cells_that_no_report_counts_are_refused(
+    options: tuple[str, ...], message: str, files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(files[0], tmp_path / "lines.jsonl", *options) == 1
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
 def test_the_schedule_warms_up_and_decays() -> None:
     training = compare.TrainingSection(steps=8, base_steps=2, warmup_steps=2)
     rates = [training.rate(step) for step in range(1, 11)]

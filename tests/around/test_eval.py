@@ -440,9 +440,10 @@ def saved_plan(model_dir: Path, tmp_path: Path) -> Callable[[str], Path]:
     from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
     model, _ = load_model(str(model_dir), "cpu")
-    convert_model(model, fp4_config(skip_modules=("*.down_proj",)))
+    patterns = {"skip_modules": ["*.down_proj"], "include_modules": ["lm_head"]}
+    convert_model(model, fp4_config(**patterns))
     flops = linear_flops(model)
-    provenance = PlanProvenance(step=0, policy="test", config={"skip_modules": ["*.down_proj"]})
+    provenance = PlanProvenance(step=0, policy="test", config=patterns)
 
     def save(number_format: str) -> Path:
         path = tmp_path / f"{number_format}.json"
@@ -472,7 +473,7 @@ def test_plan_arithmetic_runs_the_planned_layers_quantized_and_no_others(
     model, _ = load_model(str(model_dir), "cpu")
     use_plan(model, str(model_dir), str(saved_plan("fp4")))
     linears = snip_linears(model)
-    assert len(linears) == 2 * 6 and all(linear.formats["forward"] == "fp4" for linear in linears.values())
+    assert len(linears) == 2 * 6 + 1 and all(linear.formats["forward"] == "fp4" for linear in linears.values())
 
 
 def test_the_plan_of_a_frozen_base_scores_the_merged_model(

@@ -38,7 +38,7 @@ from shared.lines import Line, append_line, origin_of, table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from snip_hf import SnipConfig, estimate_divergence, formats
-from snip_hf.estimation.ground_truth import measure_assignment, measure_loss
+from snip_hf.estimation.ground_truth import measure_assignment
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 
@@ -168,9 +168,12 @@ def loss_rows(
     fmt: str,
 ) -> list[Line]:
     """Returns the rows of the loss divergence in a format, forward GEMMs."""
-    truth = measure_loss(model, held_out, [{layer: {"forward": fmt}} for layer in layers], config)
+    assignments = [{layer: {"forward": fmt}} for layer in layers]
+    truths = [
+        [rise for rise, _ in measure_assignment(model, batch, optimizer, assignments, config, 1)] for batch in held_out
+    ]
     estimates = estimated(model, optimizer, batches, layers, config, fmt, LOSS_ESTIMATES, "forward")
-    return compare("loss", fmt, truth.T.numpy(), estimates, signed=True)
+    return compare("loss", fmt, np.array(truths), estimates, signed=True)
 
 
 def estimated(

@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
-from models import LINEARS, batch, build
-from small import text, tiny_llama
+from models import LINEARS, build
+from own_loop import Loop
+from small import tiny_llama
 from thread_ranks import on_ranks
-from tiny_runs import SCHEDULE, one_thread
+from tiny_runs import SCHEDULE
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
-from snip_hf import PrecisionPlan, SnipController, convert_model, restore_model
+from snip_hf import PrecisionPlan, convert_model, restore_model
 from snip_hf.costs import timing as gemm_timing_module
 from snip_hf.costs.flops import linear_flops
 from snip_hf.costs.timing import (
@@ -69,15 +70,6 @@ def test_match_torch_s_flop_counter_layer_by_layer(family: str) -> None:
         assert gemms["grad_input"] == gemms["grad_weight"]
 
 
-def test_name_the_layers_in_the_model_s_order_with_all_three_gemms() -> None:
-    model = build("llama")
-    names = convert_model(model, fp4_config())
-    flops = linear_flops(model)
-    assert list(flops) == names
-    gemms = {"forward": 2.0 * 64 * 32, "grad_input": 2.0 * 64 * 32, "grad_weight": 2.0 * 64 * 32}
-    assert flops["model.layers.0.self_attn.k_proj"] == gemms  # two of four heads: 32 of 64 features
-
-
 def test_a_frozen_weight_costs_no_weight_gradient() -> None:
     model = build("llama")
     convert_model(model, fp4_config())
@@ -85,18 +77,6 @@ def test_a_frozen_weight_costs_no_weight_gradient() -> None:
     flops = linear_flops(model)
     assert flops["model.layers.0.mlp.up_proj"] == {"forward": 12288.0, "grad_input": 12288.0}
     assert flops["model.layers.1.mlp.up_proj"]["grad_weight"] == 12288.0
-
-
-def test_an_unconverted_model_has_none() -> None:
-    assert linear_flops(build("llama")) == {}
-
-
-def test_counting_leaves_no_trace_in_the_model() -> None:
-    model = build("llama")
-    convert_model(model, fp4_config())
-    before = model(**batch()).loss
-    linear_flops(model)
-    assert torch.equal(model(**batch()).loss, before)
 
 
 # ---------------------------------------------------------------------------------------------------------- measured
@@ -245,10 +225,7 @@ def changed(**changes: Any) -> Any:
 
 
 BAD_TIMES: list[tuple[Any, str]] = [
-    (changed(tokens=True), "measured.tokens is True, expected an integer."),
-    (changed(machine={}), "measured.machine has no entry 'device'."),
     (changed(seconds={}), "measured.seconds and flops do not both name layer 'layers.0."),
-    (changed(extra=1), "measured has an unknown entry 'extra'; expected machine, tokens, seconds, reference."),
     (changed(reference="fp9"), "Unknown format 'fp9' for measured.reference. `list(snip_hf.formats)` lists all "),
     (changed(reference="mxfp8"), "measured.seconds['layers.0.up']['forward'] has times in 'bf16, fp8, fp4'; expected"),
     (
@@ -296,28 +273,9 @@ def test_a_plan_that_names_no_reference_counts_time_in_fp8() -> None:
 # -------------------------------------------------------------------------------------------------------- whole runs
 
 
-class Loop:
-    """A plain loop with AdamW over a tiny Llama of two blocks."""
-
-    def __init__(self, folder: Path | None = None, **config: Any) -> None:
-        self.model = tiny_llama(hidden=32)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        settings = {**SCHEDULE, "budget": "measured", **config}
-        self.controller = SnipController(self.model, self.optimizer, fp4_config(**settings), output_dir=folder)
-        self.step = 0
-
-    def run(self, until: int) -> Loop:
-        with one_thread():
-            while self.step < until:
-                self.step += 1
-                inputs = text(2, 24, index=self.step)
-                self.controller.capture(inputs)
-                self.model(**inputs).loss.backward()
-                self.controller.before_optimizer_step(self.step)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self.controller.after_step(self.step)
-        return self
+def loop_of(folder: Path | None = None, **config: Any) -> Any:
+    """A loop that plans by measured times."""
+    return Loop(fp4_config(**{**SCHEDULE, "budget": "measured", **config}), folder)
 
 
 def test_one_rank_measures_for_all_that_hold_the_same_layers(
@@ -335,7 +293,7 @@ def test_one_rank_measures_for_all_that_hold_the_same_layers(
 
     def work(ranks: Ranks) -> PrecisionPlan:
         own.ranks = ranks
-        return Loop(policy="layer-type", timing_tokens=48).controller.plan
+        return loop_of(policy="layer-type", timing_tokens=48).controller.plan
 
     one, two, three = on_ranks(3, work)
     assert asked == [0]
@@ -369,7 +327,7 @@ def test_a_probing_policy_measures_at_its_first_refresh_for_the_tokens_of_its_mi
 ) -> None:
     caplog.set_level("INFO", logger="snip_hf")
     # The probe may take a part of the micro-batch; training multiplies all of it.
-    loop = Loop(tmp_path, granularity="layer").run(1)
+    loop = loop_of(tmp_path, granularity="layer").run(1)
     assert timer == []
     assert loop.controller.plan.measured is None
     loop.run(2)
@@ -395,7 +353,7 @@ def test_a_probing_policy_measures_at_its_first_refresh_for_the_tokens_of_its_mi
 
 
 def test_a_number_of_tokens_in_the_config_is_what_is_measured(timer: list[GemmShape]) -> None:
-    loop = Loop(timing_tokens=4096).run(2)
+    loop = loop_of(timing_tokens=4096).run(2)
     assert {shape.tokens for shape in timer} == {4096}
     assert loop.controller.plan.measured is not None and loop.controller.plan.measured.tokens == 4096
     loop.controller.close()
@@ -403,7 +361,7 @@ def test_a_number_of_tokens_in_the_config_is_what_is_measured(timer: list[GemmSh
 
 @pytest.mark.parametrize("policy", ["random", "layer-type", "layer-position"])
 def test_a_rule_measures_before_the_first_step(policy: str, timer: list[GemmShape], tmp_path: Path) -> None:
-    loop = Loop(tmp_path, policy=policy, timing_tokens=128, target_fp4_fraction=0.5, granularity="gemm")
+    loop = loop_of(tmp_path, policy=policy, timing_tokens=128, target_fp4_fraction=0.5, granularity="gemm")
     assert {shape.tokens for shape in timer} == {128}
     plan = loop.controller.plan
     assert plan.fp4_time_fraction == pytest.approx(attained(plan, 128))
@@ -413,19 +371,19 @@ def test_a_rule_measures_before_the_first_step(policy: str, timer: list[GemmShap
 
 
 def test_policies_that_share_out_nothing_measure_nothing(timer: list[GemmShape], tmp_path: Path) -> None:
-    plan = Loop(policy="uniform-fp4").controller.plan
+    plan = loop_of(policy="uniform-fp4").controller.plan
     assert plan.measured is None
     plan.save(tmp_path / "plan.json")
-    assert Loop(fixed_plan=str(tmp_path / "plan.json"), timing_tokens=3).controller.plan == plan
+    assert loop_of(fixed_plan=str(tmp_path / "plan.json"), timing_tokens=3).controller.plan == plan
     assert timer == []
 
 
 def test_a_resumed_run_decides_by_the_times_of_the_run_before(
     timer: list[GemmShape], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    full = Loop().run(9)
+    full = loop_of().run(9)
     for saved_at in (3, 5):  # in the middle of a refresh, and between two
-        first = Loop().run(saved_at)
+        first = loop_of().run(saved_at)
         state = json.loads(json.dumps(first.controller.state_dict()))
         with monkeypatch.context() as patch:
 
@@ -433,7 +391,7 @@ def test_a_resumed_run_decides_by_the_times_of_the_run_before(
                 raise AssertionError("timed again")
 
             patch.setattr(gemm_timing_module, "time_gemm", fails)
-            second = Loop(timing_file=str(tmp_path / "other.json"))
+            second = loop_of(timing_file=str(tmp_path / "other.json"))
             second.model.load_state_dict(first.model.state_dict())
             second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
             second.controller.load_state_dict(state)
@@ -447,24 +405,24 @@ def test_a_resumed_run_decides_by_the_times_of_the_run_before(
 
 
 def test_a_state_of_a_run_by_flops_is_refused_by_one_by_time(timer: list[GemmShape]) -> None:
-    state = json.loads(json.dumps(Loop(budget="flops").run(5).controller.state_dict()))
+    state = json.loads(json.dumps(loop_of(budget="flops").run(5).controller.state_dict()))
     with pytest.raises(
         ValueError, match=r"^The checkpoint was trained with budget='flops', this run asks for budget='me"
     ):
-        Loop().controller.load_state_dict(state)
+        loop_of().controller.load_state_dict(state)
 
 
 def test_runs_share_a_file_of_times(timer: list[GemmShape], tmp_path: Path) -> None:
     path = tmp_path / "times" / "gemm.json"
     with pytest.raises(FileNotFoundError, match="does not exist; create it first"):
-        Loop(timing_file=str(path))
+        loop_of(timing_file=str(path))
     path.parent.mkdir()
-    first = Loop(timing_file=str(path)).run(2)
+    first = loop_of(timing_file=str(path)).run(2)
     count = len(timer)
-    second = Loop(timing_file=str(path)).run(2)
+    second = loop_of(timing_file=str(path)).run(2)
     assert len(timer) == count == 3 * len(read_times(path))
     assert second.controller.plan == first.controller.plan
-    Loop(timing_file=str(path), timing_tokens=49).run(2).controller.close()
+    loop_of(timing_file=str(path), timing_tokens=49).run(2).controller.close()
     assert len(timer) == 2 * count
     for loop in (first, second):
         loop.controller.close()
@@ -474,7 +432,7 @@ def test_a_damaged_file_is_refused_before_training(timer: list[GemmShape], tmp_p
     path = tmp_path / "times.json"
     path.write_text("{")
     with pytest.raises(ValueError, match=f"^{path} is not a usable file of GEMM times: it is not valid JSON"):
-        Loop(timing_file=str(path))
+        loop_of(timing_file=str(path))
 
 
 def test_a_measurement_that_fails_costs_the_refresh_and_is_tried_again(
@@ -489,7 +447,7 @@ def test_a_measurement_that_fails_costs_the_refresh_and_is_tried_again(
         return made_up(*arguments)
 
     monkeypatch.setattr(gemm_timing_module, "time_gemm", out_of_memory_at_first)
-    loop = Loop(tmp_path).run(8)
+    loop = loop_of(tmp_path).run(8)
     first, second = lines(tmp_path)[1:]
     assert (first["status"], first["reason"]) == ("kept", "OutOfMemoryError: out of memory")
     assert second["status"] == "applied"
@@ -497,7 +455,7 @@ def test_a_measurement_that_fails_costs_the_refresh_and_is_tried_again(
 
 
 def test_real_times_on_this_machine_make_a_plan_that_meets_its_target() -> None:
-    loop = Loop(stages=2).run(4)
+    loop = loop_of(stages=2).run(4)
     plan = loop.controller.plan
     assert plan.measured is not None and plan.measured.machine.backend == "emulated"
     assert plan.stage_fp4_time_fractions is not None and min(plan.stage_fp4_time_fractions) >= 0.75 - 1e-9

@@ -28,7 +28,7 @@ from transformers import (
 from snip_hf import SnipController, estimate_divergence
 from snip_hf.estimation import attention
 from snip_hf.estimation.batch import Batch as ProbedBatch
-from snip_hf.estimation.passes import run_forward
+from snip_hf.estimation.passes import run_pass
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -116,7 +116,7 @@ def test_a_probe_pass_sees_what_training_sees(family: str, by: str, half: str) -
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         trained = float(model(**batch).loss)
     assert trained == pytest.approx(truth, rel=2e-2)  # the stand-in is right, in half precision
-    assert run_forward(model, ProbedBatch.of(batch)) == pytest.approx(truth, rel=1e-5)
+    assert float(run_pass(model, ProbedBatch.of(batch), {})) == pytest.approx(truth, rel=1e-5)
     assert model.config._attn_implementation == half
 
 
@@ -132,7 +132,7 @@ def test_a_model_that_makes_its_own_masks_makes_those_of_packs(half: str) -> Non
     mask = causal_masks(model.config, torch.empty(0), None, None, batch["position_ids"])
     with torch.no_grad():
         expected = float(model_of("llama", "sdpa")(**batch, attention_mask=mask).loss)
-    assert run_forward(model, ProbedBatch.of(batch)) == pytest.approx(expected, rel=1e-5)
+    assert float(run_pass(model, ProbedBatch.of(batch), {})) == pytest.approx(expected, rel=1e-5)
     assert len(asked) == 2 and torch.equal(asked[1], batch["position_ids"])
 
 
@@ -153,7 +153,9 @@ def test_a_part_of_a_pack_ends_where_sequences_end(by: str, asked: int, kept: tu
     else:
         assert part.kwargs["position_ids"].tolist() == [[place for length in lengths for place in range(length)]]
     truth = loss_one_by_one(model_of("mistral, windows of 5", "sdpa"), kept)
-    assert run_forward(model_of("mistral, windows of 5", half_attention.NAME), part) == pytest.approx(truth, rel=1e-5)
+    assert float(run_pass(model_of("mistral, windows of 5", half_attention.NAME), part, {})) == pytest.approx(
+        truth, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,15 +228,7 @@ def test_the_attention_of_every_part_is_restored_after_a_failure(half: str) -> N
 def test_a_mask_that_only_trainings_attention_reads_is_refused(half: str) -> None:
     batch = {**packed("position_ids"), "attention_mask": {"full_attention": None}}
     with pytest.raises(ValueError, match="attention_mask is a dict, which only the attention that training uses"):
-        run_forward(model_of("llama", half), ProbedBatch.of(batch))
-
-
-@pytest.mark.parametrize("ends", [[11, 14, 32], [0, 14, 11, 32]])
-def test_ends_without_the_beginning_or_out_of_order_are_refused(ends: list[int], half: str) -> None:
-    batch = packed("cu_seq_lens") | {"cu_seq_lens_q": torch.tensor(ends, dtype=torch.int32)}
-    found = f"cu_seq_lens_q begins with {ends[0]}, {ends[1]}, {ends[2]}; expected 0, and then rising numbers"
-    with pytest.raises(ValueError, match=found):
-        run_forward(model_of("llama", half), ProbedBatch.of(batch))
+        float(run_pass(model_of("llama", half), ProbedBatch.of(batch), {}))
 
 
 @pytest.mark.parametrize(("ends", "rows"), [([0, 11, 14], 1), ([0, 11, 14, 40], 1), ([0, 11, 14, 32], 2)])
@@ -243,7 +237,7 @@ def test_ends_that_are_not_those_of_the_row_are_refused(ends: list[int], rows: i
     batch = ProbedBatch.of({"input_ids": ids, "labels": ids, "cu_seq_lens_q": torch.tensor(ends, dtype=torch.int32)})
     found = rf"cu_seq_lens_q ends at {ends[-1]}, but the batch has {rows} row\(s\) of {ids.shape[1]} tokens"
     with pytest.raises(ValueError, match=found):
-        run_forward(model_of("llama", half), batch)
+        float(run_pass(model_of("llama", half), batch, {}))
 
 
 def test_a_model_that_cannot_switch_is_refused(half: str) -> None:

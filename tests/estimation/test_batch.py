@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from snip_hf import SnipController, estimate_divergence, measure_divergence
 from snip_hf.estimation.batch import Batch, Objective, copied, objective_of
-from snip_hf.estimation.passes import forward_inputs, run_forward, run_pass
+from snip_hf.estimation.passes import forward_inputs, run_pass
 from snip_hf.layers.run_hooks import idle
 from snip_hf.parallel.ranks import Processes
 
@@ -70,8 +70,8 @@ def test_inputs_and_cache_stay_as_they_are() -> None:
 
     assert model.config.use_cache is True
     batch = Batch.of(inputs, Objective(loss))
-    first = run_forward(model, batch)
-    assert run_forward(model, batch) == first
+    first = float(run_pass(model, batch, {}))
+    assert float(run_pass(model, batch, {})) == first
     assert seen == [False, False] and model.config.use_cache is True
     assert set(inputs) == {"input_ids", "more"} and inputs["more"] == [{"a": 1}]
 
@@ -116,10 +116,10 @@ def test_hooks_before_the_forward_pass_act_once_also_where_the_loss_calls_the_mo
         return args, kwargs | {"input_ids": (kwargs["input_ids"] + 1) % 100}
 
     shifted = {"input_ids": (inputs["input_ids"] + 1) % 100, "labels": inputs["labels"]}
-    expected = run_forward(model, Batch.of(shifted))
+    expected = float(run_pass(model, Batch.of(shifted), {}))
     model.register_forward_pre_hook(shift, with_kwargs=True)
     model.register_forward_pre_hook(idle, with_kwargs=True)  # as of a run
-    assert run_forward(model, Batch.of(inputs, Objective(model_loss))) == pytest.approx(expected, rel=1e-6)
+    assert float(run_pass(model, Batch.of(inputs, Objective(model_loss)), {})) == pytest.approx(expected, rel=1e-6)
 
 
 def test_results_that_are_not_a_loss_are_refused() -> None:

@@ -24,6 +24,7 @@ from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.criterion import LayerCriterion
 from snip_hf.estimation.divergence import divergences_at, estimate_divergence
 from snip_hf.estimation.extrapolation import BatchSizes
+from snip_hf.estimation.layer_sums import read_all
 from snip_hf.estimation.moved_weights import random_direction
 from snip_hf.estimation.optimizer_step import OptimizerStep
 from snip_hf.estimation.probe import ProbeSettings, run_probe
@@ -59,7 +60,8 @@ def a_weight() -> Tensor:
 def rows_of(
     policy: str, fmt: str, sample: LayerSample, batch: BatchSizes | None = None, trace: Tensor | None = None
 ) -> Any:
-    return POLICIES[policy].criterion(LayerSums(sample, a_weight(), None, 1, batch), trace).rows(fmt).read()
+    criterion = POLICIES[policy].criterion(LayerSums(sample, a_weight(), None, 1, batch), trace)
+    return read_all([criterion.rows(fmt)])[0]
 
 
 def rounded(x: Tensor, fmt: str, tile: tuple[int, int]) -> np.ndarray:
@@ -154,11 +156,9 @@ def test_kl_is_larger_in_fp4_than_in_fp8_and_0_where_rounding_changes_nothing() 
     fp8, fp4 = (rows_of("kl", fmt, a_sample()) for fmt in fp4_config().formats[::-1])
     assert all(fp4[row] > fp8[row] for row in ROWS)
     x, g = torch.zeros(4, 12), torch.zeros(4, 9)
-    assert KL(LayerSums(LayerSample(4, x, g), torch.zeros(9, 12), None, 1)).rows("fp4").read() == (
-        dict.fromkeys(ROWS, 0.0)
-    )
-    none = LayerSample(0, x[:0], g[:0])
-    assert KL(LayerSums(none, torch.zeros(9, 12), None, 1)).rows("fp4").read()[LAYER] == 0.0
+    samples = LayerSample(4, x, g), LayerSample(0, x[:0], g[:0])
+    zeros, none = read_all([KL(LayerSums(one, torch.zeros(9, 12), None, 1)).rows("fp4") for one in samples])
+    assert zeros == dict.fromkeys(ROWS, 0.0) and none[LAYER] == 0.0
 
 
 def test_values_on_an_edge_or_beyond_the_range_are_counted_once() -> None:

@@ -14,7 +14,7 @@ from configs import fp4_config
 from small import convert_in_formats, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
 from torch import Tensor, nn
 
-from snip_hf.estimation.ground_truth import measure_assignment, measure_divergence, measure_loss
+from snip_hf.estimation.ground_truth import measure_assignment, measure_divergence
 from snip_hf.estimation.table import ROWS
 from snip_hf.layers.state import set_step, snip_linears
 from snip_hf.numerics.gemms import GEMMS
@@ -167,46 +167,20 @@ def test_draws_are_those_of_the_seed_and_are_averaged_as_squares() -> None:
     assert single[0] != pytest.approx(single[1], rel=1e-3)
 
 
-# ------------------------------------------------------------------------------------------------------ held-out losses
-
-
-@pytest.mark.parametrize("was_converted", [False, True])
-def test_measured_losses_are_those_of_the_converted_model_with_these_formats(was_converted: bool) -> None:
-    model, plans = tiny_lm(), [MIXED, EVERYTHING, {}]
-    batches = [tokens(seed=seed, length=9 + seed) for seed in range(3)]
-    worker = copy.deepcopy(model)
-    convert_in_formats(worker, fp4_config(start_format="bf16"))
-    if was_converted:
-        convert_in_formats(model, fp4_config(start_format="fp8"))
-    found = measure_loss(model, batches, iter(plans))
-    assert (found.shape, found.dtype) == ((3, 3), torch.float64)
-    layers = snip_linears(worker)
-    with torch.no_grad():
-        base = [worker(**batch)["loss"].item() for batch in batches]
-        for row, plan in enumerate(plans):
-            for name, layer in layers.items():
-                layer.set_formats({**dict.fromkeys(GEMMS, "bf16"), **plan.get(name, {})})
-            for column, batch in enumerate(batches):
-                wanted = worker(**batch)["loss"].item() / base[column] - 1
-                assert found[row, column].item() == pytest.approx(wanted, rel=1e-9, abs=1e-12)
-                assert (wanted == 0) == (plan == {})
-
-
 def test_the_loss_of_a_llama_in_bfloat16_is_measured_in_fp32() -> None:
     model = tiny_llama(hidden=32, layers=1).bfloat16()
     wide = copy.deepcopy(model).float()
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "layers" in name]
     plan = {name: dict.fromkeys(GEMMS, "fp8") for name in names}
-    batches = [text(2, 16), text(2, 16, 1)]
-    assert torch.equal(measure_loss(model, batches, [plan]), measure_loss(wide, batches, [plan]))
-    found = measure_divergence(wide, text(2, 16), gemms=("forward",), config=EXACT).rows[0]
-    single = measure_loss(wide, batches, [{found.layer: {"forward": found.format}}])
-    assert single[0, 0].item() == pytest.approx(found.loss_divergence, abs=1e-7)
+    batch = text(2, 16)
+    assert measure_assignment(model, batch, None, [plan]) == measure_assignment(wide, batch, None, [plan])
+    found = measure_divergence(wide, batch, gemms=("forward",), config=EXACT).rows[0]
+    [(rise, _)] = measure_assignment(wide, batch, None, [{found.layer: {"forward": found.format}}])
+    assert rise == pytest.approx(found.loss_divergence, abs=1e-7)
 
 
 def test_dropout_masks_are_the_same_with_and_without_formats() -> None:
     model = tiny_lm(dropout=0.5)
-    assert torch.equal(measure_loss(model, [tokens()], [{}]), torch.zeros(1, 1, dtype=torch.float64))
     assert measure_assignment(model, tokens(), None, [{}]) == [(0.0, 0.0)]
 
 
@@ -222,8 +196,6 @@ def test_a_loss_that_is_not_finite_is_refused_and_the_model_left_unconverted(bro
         measure_divergence(model, tokens())
     with pytest.raises(ValueError, match=r"^The loss of the batch is nan; expected a finite number\.$"):
         measure_assignment(model, tokens(), None, [EVERYTHING])
-    with pytest.raises(ValueError, match=r"^The loss of a batch is nan; expected finite numbers\.$"):
-        measure_loss(model, [tokens()], [EVERYTHING])
     assert snip_linears(model) == {}
 
 
@@ -231,10 +203,6 @@ def test_an_assignment_to_a_layer_that_is_not_there_is_refused_and_nothing_stays
     model = tiny_lm()
     convert_in_formats(model, fp4_config(start_format="fp8"))
     plan = {"layers.0.up": {"forward": "fp4"}, "layers.7.up": {"forward": "fp4"}}
-    for ask in (
-        lambda: measure_assignment(model, tokens(), None, [plan]),
-        lambda: measure_loss(model, [tokens()], [plan]),
-    ):
-        with pytest.raises(KeyError, match=r"layers\.7\.up"):
-            ask()
-        assert {fmt for layer in snip_linears(model).values() for fmt in layer.formats.values()} == {"fp8"}
+    with pytest.raises(KeyError, match=r"layers\.7\.up"):
+        measure_assignment(model, tokens(), None, [plan])
+    assert {fmt for layer in snip_linears(model).values() for fmt in layer.formats.values()} == {"fp8"}

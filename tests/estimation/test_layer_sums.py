@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from rounded import COLUMN_TILE, fake_quantize
-from sums_of_layer import DEFAULT, LayerSums, across_channels
+from sums_of_layer import LayerSums, across_channels
 from torch import Tensor
 
 from snip_hf.estimation import layer_sums as layer_sums_module
 from snip_hf.estimation import products
 from snip_hf.estimation.extrapolation import BatchSizes, Squares
-from snip_hf.estimation.layer_sums import read_all
 from snip_hf.estimation.optimizer_step import UpdateChange
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.estimation.table import LAYER, ROWS
@@ -636,20 +635,6 @@ def test_pieces_give_the_same_sums_whether_they_are_held_at_once_or_not(
         assert_squares(found[row], wanted[row])
 
 
-def test_results_read_at_once_equal_those_read_one_by_one() -> None:
-    layer_sums = [
-        layer_sums_module.LayerSums(
-            a_sample(n, 2 * n), [a_weight()], scaled(), 1, BatchSizes(n, n, n, n), formats=DEFAULT
-        )
-        for n in (50, 300)
-    ]
-    squares = [one.weight_divergences(fmt, KEYS) for one in layer_sums for fmt in ("fp8", "fp4")]
-    assert read_all(squares) == [one.read() for one in squares]
-    errors = [one.errors("fp4") for one in layer_sums]
-    assert read_all(errors) == [one.read() for one in errors]
-    assert read_all([]) == []
-
-
 # ------------------------------------------------------------------------------------------------------ what is missing
 
 
@@ -682,13 +667,6 @@ def test_a_layer_that_saw_no_token_does_no_damage(device: str) -> None:
     for fmt in ("fp8", "fp4"):
         assert layer_sums.weight_divergences(fmt, KEYS) == dict.fromkeys(ROWS, Squares(0.0, 0.0))
         assert layer_sums.loss_divergence(fmt, "token-fisher") == 0
-
-
-def test_squares_add_up_and_average_part_by_part() -> None:
-    one, other = Squares(3.0, 1.0), Squares(5.0, 4.0)
-    assert one + other == Squares(8.0, 5.0)
-    assert Squares.mean([one, other]) == Squares(4.0, 2.5)
-    assert Squares.mean([]) == Squares(0.0, 0.0)
 
 
 # ------------------------------------------------------------------------------------------------------ loss and errors

@@ -14,6 +14,7 @@ import torch
 from configs import fp4_config
 from models import batch as words
 from models import build
+from own_loop import Loop
 from same_samples import assert_same_samples
 from slow_cases import slow
 from small import checkpoint_activations, convert_in_formats, text, tiny_llama, tiny_lm, tokens
@@ -22,7 +23,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from snip_hf import SnipController, convert_model, estimate_divergence
+from snip_hf import convert_model, estimate_divergence
 from snip_hf.estimation import divergence
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.memory import (
@@ -88,28 +89,21 @@ def test_a_probe_keeps_as_many_tokens_as_predicted() -> None:
             assert {sample.x.shape[0] for sample in found.layers.values()} == {kept_tokens(config, length)}
 
 
-@pytest.mark.parametrize(("asked", "tokens"), [(700, 512)])
-def test_the_controller_probes_a_part_of_the_micro_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None, tokens: int
-) -> None:
+class LongBatches(Loop):
+    def batch(self, index: int) -> dict[str, torch.Tensor]:
+        return text(4, 256, index)
+
+
+def test_the_controller_probes_a_part_of_the_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = noted_divergences(monkeypatch)
-    model = tiny_llama()
-    optimizer = torch.optim.AdamW(model.parameters())
-    config = fp4_config(probe_tokens=None, probe_batch_tokens=asked, **{**SCHEDULE, "first_refresh": 1})
-    controller = SnipController(model, optimizer, config, None, tmp_path)
-    for step in range(1, 4):
-        controller.capture(text(4, 256, step))
-        model(**text(4, 256, step))["loss"].backward()
-        controller.before_optimizer_step(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.after_step(step)
+    config = fp4_config(probe_tokens=None, probe_batch_tokens=700, **{**SCHEDULE, "first_refresh": 1})
+    LongBatches(config, tmp_path, dropout=0.0).run(3)
     (line,) = history(tmp_path)[1:]
     assert line["reason"] is None and len(calls) == 1
-    # Four sequences, spread evenly: all, the first and the third, or the first.
-    part = {key: value[:: 1024 // tokens] for key, value in text(4, 256, 1).items()}
+    # Of four sequences of 256 tokens, the first and the third.
+    part = {key: value[::2] for key, value in text(4, 256, 1).items()}
     with torch.no_grad():
-        assert line["loss"] == pytest.approx(float(tiny_llama()(**part).loss), rel=1e-4)
+        assert line["loss"] == pytest.approx(float(tiny_llama(hidden=32)(**part).loss), rel=1e-4)
 
 
 def test_on_a_cpu_nothing_is_measured() -> None:

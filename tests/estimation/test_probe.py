@@ -22,7 +22,7 @@ from snip_hf.estimation import probe as probe_module
 from snip_hf.estimation import samples as samples_module
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.moved_weights import MovedWeights
-from snip_hf.estimation.passes import frozen_in_a_pass, run_forward, run_pass
+from snip_hf.estimation.passes import frozen_in_a_pass, run_pass
 from snip_hf.estimation.probe import Probe, ProbeSettings, run_probe
 from snip_hf.estimation.products import split_product
 from snip_hf.estimation.samples import SamplePlan
@@ -563,37 +563,6 @@ def test_a_layer_that_takes_no_part_is_left_out() -> None:
     assert set(probed(model, tokens(), sensitivity=sensitivity_of(model, names))[0].layers) == set(LAYERS)
 
 
-# -------------------------------------------------------------------------------------------------------- single passes
-
-
-@pytest.mark.parametrize("formats", [("fp4", "fp8", "bf16"), ("bf16", "fp4", "fp4")])
-def test_a_forward_alone_gives_the_loss_of_the_formats_in_force(formats: tuple[str, str, str]) -> None:
-    model, inputs = tiny_lm(dropout=0.2), tokens()
-    plain = copy.deepcopy(model)
-    convert_model(model, fp4_config())
-    for layer in snip_linears(model).values():
-        layer.set_formats(dict(zip(("forward", "grad_input", "grad_weight"), formats, strict=True)))
-    batch = Batch.of(inputs)
-    before = torch.get_rng_state()
-    found = run_forward(model, batch)
-    assert torch.equal(torch.get_rng_state(), before)
-    # In high precision the loss is another one, unless only the backward GEMMs are quantized.
-    unquantized = plain(**inputs)["loss"].item()
-    assert (found == unquantized) == (formats[0] == "bf16")
-    torch.set_rng_state(before)
-    with torch.no_grad():
-        assert found == model(**inputs)["loss"].item()
-
-
-def test_a_forward_alone_keeps_nothing_for_a_backward_pass() -> None:
-    model = tiny_lm()
-    modes = watched(model.layers[1].down, lambda output: output.requires_grad)
-    run_forward(model, Batch.of(tokens()))
-    assert modes() == [False]
-    run_pass(model, Batch.of(tokens()), {})
-    assert modes() == [True]
-
-
 # ---------------------------------------------------------------------------------------------------------------- batch
 
 
@@ -691,9 +660,11 @@ def test_a_micro_batch_that_is_small_enough_is_taken_whole(asked: int | None) ->
 
 
 def test_a_single_sequence_is_taken_whole(caplog: pytest.LogCaptureFixture) -> None:
-    batch = Batch.of({**a_batch(1, 500), "cu_seq_lens_q": torch.tensor([0, 500])})
-    with caplog.at_level("INFO"):
-        assert batch.part(128) is batch
+    positions = torch.arange(500).remainder(100).expand(3, 1, 500)  # of three axes, which say nothing of packs
+    for more in ({"cu_seq_lens_q": torch.tensor([0, 500])}, {"position_ids": positions}):
+        batch = Batch.of(a_batch(1, 500) | more)
+        with caplog.at_level("INFO"):
+            assert batch.part(128) is batch
     assert caplog.messages == []
 
 

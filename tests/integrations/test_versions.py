@@ -29,7 +29,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from snip_hf.estimation.attention import switched_attention
 from snip_hf.estimation.batch import Batch
-from snip_hf.estimation.passes import call, recomputes_already, run_forward, traceless
+from snip_hf.estimation.passes import call, recomputes_already, run_pass, traceless
 from snip_hf.integrations.trainer_loss import _is_scaled_for_step
 from snip_hf.parallel import sharding
 from snip_hf.parallel.sharding import unwrap
@@ -93,7 +93,7 @@ def test_the_language_model_of_a_composed_one_caches_nothing_in_a_pass() -> None
     text_config = model.config.get_text_config()
     assert text_config is not model.config and text_config.use_cache
     model.register_forward_pre_hook(lambda *_: seen.append(text_config.use_cache))
-    run_forward(model, Batch.of(models.with_images()))
+    float(run_pass(model, Batch.of(models.with_images()), {}))
     assert seen == [False] and text_config.use_cache
 
 

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import divergences_at, estimate_divergence
-from snip_hf.estimation.ground_truth import measure_assignment, measure_divergence, measure_loss
+from snip_hf.estimation.ground_truth import measure_assignment, measure_divergence
 from snip_hf.estimation.optimizer_step import OptimizerStep
-from snip_hf.estimation.passes import run_forward
 from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import set_step, snip_linears
@@ -136,10 +135,6 @@ def probe_alone(
     run_probe(model, Batch.of(inputs), pullbacks, ProbeSettings(probes, probe_tokens=128, **options))
 
 
-def forward_alone(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:
-    run_forward(model, Batch.of(inputs))
-
-
 def refresh(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:
     weights = {name: layer.weight for name, layer in snip_linears(model).items()}
     gradients = {name: torch.ones_like(weight) for name, weight in weights.items()}
@@ -176,23 +171,17 @@ def measure_plans(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optim
     measure_assignment(model, inputs, optimizer, assignments(model), CONFIG, draws=1)
 
 
-def measure_losses(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:
-    measure_loss(model, [inputs, inputs], assignments(model), CONFIG)
-
-
 ACTIONS: dict[str, Callable[..., None]] = {
     "probe": probe_alone,
     "probe without directions": partial(probe_alone, probes=0),
-    "forward": forward_alone,
     "refresh": refresh,
     "refresh with noise": refresh_with_noise,
     "estimate": estimate,
     "measure": measure,
     "measure plans": measure_plans,
-    "measure losses": measure_losses,
 }
 # These take a converted model only.
-CONVERTED = ("probe", "probe without directions", "forward", "refresh", "refresh with noise")
+CONVERTED = ("probe", "probe without directions", "refresh", "refresh with noise")
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
@@ -307,7 +296,7 @@ def test_a_pass_that_fails_leaves_no_trace_either(action: str) -> None:
 
 
 @pytest.mark.parametrize("was_converted", [True, False])
-@pytest.mark.parametrize("action", ["measure", "measure plans", "measure losses"])
+@pytest.mark.parametrize("action", ["measure", "measure plans"])
 def test_a_pass_that_fails_while_formats_are_in_force_leaves_no_trace_either(action: str, was_converted: bool) -> None:
     model, inputs = noisy(), tokens()
     if was_converted:

@@ -130,12 +130,6 @@ def test_fp4_fractions_are_those_of_exact_rational_arithmetic() -> None:
         assert plan.stage_fp4_fractions == pytest.approx([float(share(plan, s)) for s in plan.stages], rel=1e-15)
 
 
-def test_uniform_plans_have_fp4_share_one_or_zero() -> None:
-    flops, stages, provenance = small_plan().flops, small_plan().stages, small_plan().provenance
-    shares = [PrecisionPlan.uniform(flops, name, stages, provenance).fp4_fraction for name in ("bf16", "fp8", "fp4")]
-    assert shares == [0.0, 0.0, 1.0]
-
-
 def test_changes_name_what_leads_from_one_plan_to_the_other() -> None:
     old = small_plan()
     new = small_plan(assignment={"a": old.assignment["a"], "b": {**old.assignment["b"], "grad_input": "fp4"}})
@@ -189,7 +183,6 @@ FP8 = dict.fromkeys(GEMMS, "fp8")
     ("changes", "message"),
     [
         ({"assignment": {}}, "assignment is empty, expected at least one layer."),
-        ({"assignment": []}, "assignment is a list of 0, expected an object."),
         ({"assignment": {"a": FP8, "b": "fp8"}}, "assignment['b'] is 'fp8', expected an object."),
         (
             {"assignment": {"a": FP8, "b": {"forward": "fp8", "grad_input": "fp8"}}},
@@ -211,14 +204,6 @@ FP8 = dict.fromkeys(GEMMS, "fp8")
         (
             {"flops": {"a": ROW, "b": {**ROW, "forward": -1.0}}},
             "flops['b']['forward'] is -1.0, expected a number of at least 0.",
-        ),
-        (
-            {"flops": {"a": ROW, "b": {**ROW, "forward": float("nan")}}},
-            "flops['b']['forward'] is nan, expected a finite number.",
-        ),
-        (
-            {"flops": {"a": ROW, "b": {**ROW, "forward": True}}},
-            "flops['b']['forward'] is True, expected a finite number.",
         ),
         (
             {"flops": {"a": ROW, "b": dict.fromkeys(GEMMS, 0.0)}},
@@ -248,14 +233,7 @@ def edited(**changes: Any) -> str:
         ("[]", "the document is a list of 0, expected an object."),
         ("{}", "kind is None, expected 'snip-hf precision plan'."),
         (edited(schema_version=2), "schema_version is 2, expected 1."),
-        (
-            edited(comment=""),
-            "it has an unknown entry 'comment'; expected assignment, flops, stages, provenance, measured, tokens.",
-        ),
-        (edited(provenance=[]), "provenance is a list of 0, expected an object."),
         (edited(provenance={"step": "1", "policy": "x"}), "provenance.step is '1', expected an integer."),
-        (edited(stages={"a": 1}), "stages is an object of 1, expected a list."),
-        (edited().replace("2.0", "NaN"), "it holds NaN, which is not a JSON number."),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused_with_its_name_the_field_and_a_way_out(
@@ -391,7 +369,6 @@ def test_tokens_turn_flops_into_those_that_run_and_come_back_from_the_file(tmp_p
     [
         ({"a": 1.0}, "tokens and flops do not both name layer 'b'; expected the same layers."),
         ({"a": 1.0, "b": math.nan}, "tokens['b'] is nan, expected a finite number or an object."),
-        ([1.0], "tokens is a list of 1, expected an object."),
         ({"a": 1.0, "b": 0.0}, "No layer of stages[1], such as 'b', saw a token of the micro-batch"),
     ],
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from snip_hf.estimation import layer_sums
 from snip_hf.estimation.extrapolation import BatchSizes, Squares
+from snip_hf.estimation.layer_sums import read_all
 from snip_hf.estimation.samples import LayerSample
 
 # The most precise first, as a refresh has them.
@@ -32,13 +33,13 @@ class LayerSums(layer_sums.LayerSums):
         super().__init__(sample, [weight], of_matrices, micro_batches, batch, formats=formats)
 
     def weight_divergences(self, name: str, keys: tuple[int, int]) -> dict[str, Squares]:  # type: ignore[override]
-        return super().weight_divergences(name, keys).read()
+        return read_all([super().weight_divergences(name, keys)])[0]
 
     def loss_divergence(self, name: str, form: str) -> float:  # type: ignore[override]
-        return super().loss_divergence(name, form).read()
+        return read_all([super().loss_divergence(name, form)])[0]
 
     def errors(self, name: str) -> dict[str, tuple[float, float]]:  # type: ignore[override]
-        return super().errors(name).read()
+        return read_all([super().errors(name)])[0]
 
 
 def across_channels(meets: Tensor, errors: Tensor, pieces: list[slice]) -> tuple[float, float]:

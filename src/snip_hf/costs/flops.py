@@ -64,11 +64,6 @@ def relative_tokens(seen: Mapping[str, int], returned: Mapping[str, int], tokens
     return {layer: relative(layer) for layer in seen}
 
 
-def as_json(tokens: Tokens) -> dict[str, float | dict[str, float]]:
-    """Returns JSON data."""
-    return {layer: dict(own) if isinstance(own, Mapping) else own for layer, own in tokens.items()}
-
-
 def linear_flops(model: nn.Module) -> dict[str, dict[str, float]]:
     """Returns layer -> GEMM -> FLOPs per token (a multiplication and an addition count as two).
 

@@ -105,15 +105,10 @@ def _describe_packs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             f"or use {WITHOUT_PROBE}."
         )
     # Fused kernels look for packed sequences only in batches without padding, by `cu_seq_lens_q` if it is given.
-    if not (mask is None or (mask.dim() == 2 and mask.all())):
+    if mask is not None and not mask.all():
         return args, kwargs
     packs = position_ids
     if ends is not None:
-        if int(ends[0]) or (ends.diff() < 0).any():
-            raise ValueError(
-                f"cu_seq_lens_q begins with {', '.join(map(str, ends[:3].tolist()))}; expected 0, and then rising "
-                "numbers: the end of each sequence in the row."
-            )
         packs = positions(ends)
         ids = kwargs.get("input_ids")
         shape = tuple((kwargs["inputs_embeds"] if ids is None else ids).shape[:2])

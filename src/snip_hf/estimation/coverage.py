@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -120,8 +120,7 @@ class Coverage:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON data."""
-        rest = [dict(vars(one)) for one in self.uncovered]
-        return {"flops": self.flops, "covered": self.covered, "uncovered": rest, "aside": dict(self.aside)}
+        return asdict(self)
 
     def describe(self) -> str:
         """Returns the share, and kind, share and reason of the rest, for the log and reports."""
@@ -545,6 +544,4 @@ _FORMULAS: dict[str, tuple[Formula, Sequence[int]]] = {
     "aten::_scaled_dot_product_efficient_attention": (_attention, (0, 1, 2)),
     "aten::_scaled_dot_product_cudnn_attention": (_attention, (0, 1, 2)),
     "flex_attention": (_attention, (0, 1, 2)),
-    # Arguments: rows of I, a weight (O, I, J), rows of J.
-    "aten::_trilinear": (lambda args, out: 2 * out.numel() * args[0].shape[-1] * args[2].shape[-1], (0, 2, 1)),
 }

@@ -10,7 +10,7 @@ the real step; docs/optimizers.md states the difference.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -29,7 +29,6 @@ from .batch import Batch, Compute, objective_of
 from .divergence import converted, gradients_of
 from .nonsmooth import FixedRouting
 from .optimizer_step import compared_parameters
-from .passes import run_forward
 from .table import LAYER, ROWS, Divergence, DivergenceTable
 
 
@@ -108,41 +107,6 @@ def measure_assignment(
     with _high_precision(model, config) as layers:
         measurement = _Measurement(model, captured, optimizer, config, layers)
         return [measurement.divergences(assignment, draws) for assignment in assignments]
-
-
-def measure_loss(
-    model: nn.Module,
-    batches: Sequence[Mapping[str, Any]],
-    assignments: Iterable[Assignment],
-    config: SnipConfig | None = None,
-) -> Tensor:
-    """Measures how far assignments raise the loss: forward passes in FP32 over many batches.
-
-    Args:
-        model, config: as in `measure_divergence`.
-        batches: held-out batches, with labels.
-        assignments: as in `measure_assignment`; only the forward GEMM's formats matter.
-
-    Returns: relative rise of the loss, (assignments, batches), FP64 on the CPU.
-
-    Raises:
-        ValueError: a batch has no labels, or its loss is not finite.
-    """
-    config = config or SnipConfig(probe_tokens=None)
-    captured = [Batch.of(batch) for batch in batches]
-    rises: list[Tensor] = []
-
-    def losses() -> Tensor:
-        return torch.tensor([run_forward(model, batch) for batch in captured], dtype=torch.float64)
-
-    with _high_precision(model, config) as layers:
-        base = losses()
-        if not bool(torch.isfinite(base).all()):
-            raise ValueError(f"The loss of a batch is {base.sum().item()}; expected finite numbers.")
-        for assignment in assignments:
-            with _assigned(layers, assignment):
-                rises.append(losses() / base - 1)
-    return torch.stack(rises) if rises else torch.empty(0, len(captured), dtype=torch.float64)
 
 
 class _Measurement:

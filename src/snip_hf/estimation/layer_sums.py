@@ -75,10 +75,6 @@ class Deferred(Generic[Result]):
     """(any,)"""
     finish: Callable[[list[float]], Result]
 
-    def read(self) -> Result:
-        """Waits for the device and returns the result."""
-        return self.finish(self.sums.tolist())
-
 
 def read_all(deferred: Sequence[Deferred[Result]]) -> list[Result]:
     """Returns all results; waits for the device once."""

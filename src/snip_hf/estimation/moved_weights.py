@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from statistics import median
 
@@ -64,7 +63,7 @@ class MovedWeights:
         self._directions: dict[str, Tensor] = {}
         """Directions that are held; `_held` moves them in place."""
         self._relative_step, self._processes, self._has_others = relative_step, processes, others is not None
-        users = users_of_weights(layers)
+        users = Counter(id(layer.weight) for layer in layers.values())
         self._remade = [name for name in pullbacks if name in remade and can_be_remade(name, layers, users)]
 
         def directions() -> Iterator[Tensor]:
@@ -122,14 +121,12 @@ class MovedWeights:
         of_layers = {self._layers[name].weight_name(name): used[name] for name in used if name in self._layers}
         return {**of_layers, **{name: whole(moved) for name, moved in used.items() if name not in self._layers}}
 
-    @contextmanager
-    def making(self) -> Iterator[None]:
-        """Makes layers compute their moved weights each time they run; enter it when their recorders are in place."""
+    def remake(self) -> None:
+        """Makes layers compute their moved weights each time they run; call it when their recorders are in place."""
         for name in self._remade:
             layer = self._layers[name]
             assert layer.snip_recorder is not None
             layer.snip_recorder = self._with_made(name, layer.snip_recorder)
-        yield
 
     def _with_made(self, name: str, record: ForwardRecorder) -> ForwardRecorder:
         def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
@@ -164,16 +161,15 @@ class MovedWeights:
 
 
 def can_be_remade(name: str, layers: Mapping[str, SnipLayer], users: Mapping[int, int]) -> bool:
-    """Returns True if a layer's weight is a parameter of its module that no other layer shares (`users_of_weights`)."""
+    """Returns True if a layer's weight is a parameter of its module that no other layer shares.
+
+    Args:
+        users: id of a weight -> how many of the layers have it.
+    """
     layer = layers[name]
     holder, own_name = layer.holder
     is_own = holder._parameters.get(own_name) is layer.weight and layer.weight_name(name).endswith(own_name)
     return is_own and users[id(layer.weight)] == 1
-
-
-def users_of_weights(layers: Mapping[str, SnipLayer]) -> Counter[int]:
-    """Returns the id of a weight -> how many of the layers have it."""
-    return Counter(id(layer.weight) for layer in layers.values())
 
 
 def random_directions(name: str, layer: SnipLayer, draw: Draw) -> tuple[Tensor, ...]:

@@ -45,7 +45,6 @@ def run_pass(
     model: nn.Module,
     batch: Batch,
     weights: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]],
-    backward: bool = True,
     run: Callable[[Mapping[str, Any]], Tensor | float | None] | None = None,
 ) -> Tensor:
     """Runs one forward and backward pass in FP32 on stand-ins for the parameters and returns the loss.
@@ -57,7 +56,6 @@ def run_pass(
             it requires them. Other parameters are replaced by detached FP32 copies, gathered if they are sharded,
             except weights of swapped layers: each layer gathers its own when it runs. A function is called when the
             model's state has been saved, so that the device may still compute the tensors until then.
-        backward: whether to run the backward pass.
         run: for a stage of a pipeline: runs the batch forward and backward instead and returns its loss, or None if
             another process knows it (the returned tensor is then NaN).
     """
@@ -66,7 +64,7 @@ def run_pass(
         batch.random_state.restore()
         with traceless(model, has_been_through_hooks=batch.objective is None):
             stand_in(model, weights() if callable(weights) else weights)
-            return _run(model, batch, backward, run)
+            return _run(model, batch, run)
     finally:
         before.restore()
 
@@ -95,12 +93,10 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
         model: the model, in `traceless`.
         weights: as `run_pass` takes them.
         in_fp32: whether stand-ins of other parameters and of buffers are in FP32. Otherwise they keep their dtype, and
-            parameters that are neither sharded nor written to are not copied.
+            parameters that are not sharded are not copied.
     """
     frozen = frozen_in_a_pass(model)
     swapped = {id(layer.weight) for layer in snip_linears(model).values()}
-    # These write to their weight in their forward pass.
-    written = {id(module.weight) for module in model.modules() if getattr(module, "max_norm", None) is not None}
     stand_ins: dict[int, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if plain_name(name) in weights:
@@ -114,8 +110,7 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
         copy = parameter.detach() if id(parameter) in swapped else whole(parameter.detach())
         if parameter.is_floating_point():
             # Something before the first layer must require gradients, so that the backward pass reaches all layers.
-            dtype = torch.float32 if in_fp32 else copy.dtype
-            copy = copy.to(dtype, copy=id(parameter) in written).requires_grad_(id(parameter) not in frozen)
+            copy = copy.to(torch.float32 if in_fp32 else copy.dtype).requires_grad_(id(parameter) not in frozen)
         stand_ins[id(parameter)] = copy
     for parameter in changed_by_adapters(model):
         # torch's parametrization asks for a parameter and writes it to itself, so this one has its own version counter.
@@ -154,11 +149,6 @@ def frozen_in_a_pass(model: nn.Module) -> set[int]:
         if id(parameter) not in swapped:
             (known.discard if parameter.requires_grad else known.add)(id(parameter))
     return known
-
-
-def run_forward(model: nn.Module, batch: Batch) -> float:
-    """Returns the loss of one FP32 forward pass under the formats in force; leaves no trace, as `run_pass`."""
-    return float(run_pass(model, batch, {}, backward=False))
 
 
 @contextmanager
@@ -252,7 +242,6 @@ _in_fp32 = Shared(_autocast_disabled)
 def _run(
     model: nn.Module,
     batch: Batch,
-    backward: bool,
     run: Callable[[Mapping[str, Any]], Tensor | float | None] | None,
 ) -> Tensor:
     """Runs forward and backward and returns the loss; recomputation in backward needs the stand-ins too."""
@@ -262,10 +251,9 @@ def _run(
     # The caller's autocast may be on.
     device = compute_device(next(model.parameters())).type
     attention, share = nullcontext() if batch.sequences is None else batch.sequences.attention(), batch.share
-    with _in_fp32(), torch.set_grad_enabled(backward), torch.autocast(device, enabled=False), attention:
+    with _in_fp32(), torch.enable_grad(), torch.autocast(device, enabled=False), attention:
         loss = _loss(model, batch) * share
-        if backward:
-            loss.backward()
+        loss.backward()
     # The mean over no labels is NaN, but its gradient is 0.
     return loss.detach() if share else torch.zeros_like(loss)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -208,17 +207,12 @@ class _Passes:
     def record(self, moved: MovedWeights | None = None, noise: Noise | None = None) -> Recorder:
         """Runs forward and backward once, on moved weights or with noise if there are any."""
         model, settings, recorder = self._model, self._settings, Recorder(self._plan)
-        moving = nullcontext() if moved is None else moved.making()
         choosing = self._routing.one_pass(model, smooth_kinks=moved is not None)
         recorded = recording(self._layers, recorder, noise)
         # First, since some of the others wrap the forward that a module has.
-        with (
-            without_tensor_parallelism(model),
-            choosing,
-            recorded,
-            moving,
-            recomputing(model, settings.savings.recomputed),
-        ):
+        with without_tensor_parallelism(model), choosing, recorded, recomputing(model, settings.savings.recomputed):
+            if moved is not None:
+                moved.remake()
             loss = run_pass(model, self._batch, {} if moved is None else moved.by_parameter, run=self._processes.run)
         self.shared = recorder.inputs.groups()
         if noise is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..numerics.gemms import GEMMS
 from .ties import Ties
@@ -46,10 +45,6 @@ class DivergenceTable:
     rows: tuple[Divergence, ...]
     ties: Ties = ()
     """Last names of siblings that received the same tensor in every block; () of a measurement."""
-
-    def to_records(self) -> list[dict[str, Any]]:
-        """Returns the rows as plain dicts."""
-        return [dict(vars(row)) for row in self.rows]
 
     def totals(self, fmt: str) -> dict[str, float]:
         """Returns the sums of the loss and weight divergence over all layers, each wholly in `fmt`."""

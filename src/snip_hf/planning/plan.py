@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..config import FORWARD
-from ..costs.flops import Tokens, Work, as_json, executed, is_routed, linear_flops
+from ..costs.flops import Tokens, Work, executed, is_routed, linear_flops
 from ..costs.rates import GemmTimes, linear_times, speedup
 from ..costs.timing import MeasuredCost
 from ..json_io import SCHEMA_VERSION, from_json, read_json, short, write_json_atomic
@@ -357,7 +357,7 @@ class PrecisionPlan:
         }
         if self.measured is not None:
             document["measured"] = self.measured.to_dict()
-        return document if self.tokens is None else document | {"tokens": as_json(self.tokens)}
+        return document if self.tokens is None else document | {"tokens": dict(self.tokens)}
 
     @classmethod
     def from_dict(cls, document: Any) -> PrecisionPlan:

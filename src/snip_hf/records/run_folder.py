@@ -102,7 +102,7 @@ class RunFolder:
 
     def write_divergences(self, step: int, table: DivergenceTable) -> None:
         """Writes divergence-<step>.json, the table behind the decision of the refresh at `step`."""
-        records = table.to_records()
+        records = [dict(vars(row)) for row in table.rows]
         # Naming each column once halves the size.
         columns = list(records[0]) if records else []
         rows = [list(record.values()) for record in records]

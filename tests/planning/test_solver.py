@@ -232,10 +232,6 @@ def test_a_forgotten_process_is_killed_and_reaped() -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_problem_may_have_a_limit_of_centuries() -> None:
-    assert SolverProcess.start(make_problem(time_limit=1e99, solver="highs")).result().status == "optimal"
-
-
 def test_a_trainer_that_ends_takes_its_solver_along(printed_by_a_trainer: list[str]) -> None:
     assert not alive(int(printed_by_a_trainer[3]))
 

@@ -128,8 +128,7 @@ class _Measurement:
         self._others = compared.others
         self.loss, base = self._gradients()
         self._base = {}
-        counts = {id(gradient): name for name, gradient in base.items()}  # groups of experts share one
-        for name in (name for name in self._responses if name in base and counts[id(base[name])] == name):
+        for name in (name for name in self._responses if name in base):
             update, meaningful = self._responses[name].update(base[name]), self._responses[name].meaningful(base[name])
             size = compared.weights[name].detach().to(torch.float32) if compared.others is None else update
             norm = size.square().sum().sqrt()

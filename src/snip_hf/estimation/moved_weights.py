@@ -64,7 +64,7 @@ class MovedWeights:
         """Directions that are held; `_held` moves them in place."""
         self._relative_step, self._processes, self._has_others = relative_step, processes, others is not None
         users = Counter(id(layer.weight) for layer in layers.values())
-        self._remade = [name for name in pullbacks if name in remade and can_be_remade(name, layers, users)]
+        self._remade = [name for name in pullbacks if name in remade and can_be_remade(layers[name], users)]
 
         def directions() -> Iterator[Tensor]:
             for name in pullbacks:
@@ -160,16 +160,10 @@ class MovedWeights:
         moved.neg_().add_(on_compute_device(self._weights[name]), alpha=2.0)
 
 
-def can_be_remade(name: str, layers: Mapping[str, SnipLayer], users: Mapping[int, int]) -> bool:
-    """Returns True if a layer's weight is a parameter of its module that no other layer shares.
-
-    Args:
-        users: id of a weight -> how many of the layers have it.
-    """
-    layer = layers[name]
-    holder, own_name = layer.holder
-    is_own = holder._parameters.get(own_name) is layer.weight and layer.weight_name(name).endswith(own_name)
-    return is_own and users[id(layer.weight)] == 1
+def can_be_remade(layer: SnipLayer, users: Mapping[int, int]) -> bool:
+    """Returns True if a layer's weight is a parameter of its module and has one user (by id of the weight)."""
+    holder, name = layer.holder
+    return holder._parameters.get(name) is layer.weight and users[id(layer.weight)] == 1
 
 
 def random_directions(name: str, layer: SnipLayer, draw: Draw) -> tuple[Tensor, ...]:

@@ -56,7 +56,10 @@ def test_the_flops_that_are_counted_are_those_of_one_process(one: Runs, two: lis
     first, second = (found[name]["coverage"] for found in two)
     assert first == second and first["flops"] == first["covered"] > 0
     if name != "ragged":  # whose second rank has shorter sequences than one process
-        assert first == one[name]["coverage"]
+        alone = one[name]["coverage"]
+        assert first | {"aside": None} == alone | {"aside": None}
+        # In transformers 5.17 each process also multiplies to get the angles of positions, which all rows share.
+        assert first["aside"] == pytest.approx(alone["aside"], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
-"""JSON files are read strictly, into dataclasses with exactly their fields."""
+"""JSON files are read strictly, into dataclasses with exactly their fields, and written whole or not at all."""
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from typing import Any, Literal
 
 import pytest
 
-from snip_hf.json_io import from_json, parse_json, read_as
+from snip_hf import json_io
+from snip_hf.json_io import append_json_line, from_json, parse_json, read_as, read_json, write_json_atomic
 
 
 @dataclass(frozen=True)
@@ -98,3 +100,98 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     os.truncate(path, 200 * 2**20)
     with pytest.raises(ValueError, match="the file is larger than 134217728 bytes"):
         read_as(Inner, path)
+
+
+# Writing
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_call_that_fails_leaves_the_old_file_and_nothing_else(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    write_json_atomic(path, {"number": 1})
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_json_atomic(path, {"number": 2})
+    monkeypatch.undo()
+    assert read_json(path) == {"number": 1}
+    assert list(tmp_path.iterdir()) == [path]
+    write_json_atomic(path, {"number": 3})
+    assert read_json(path) == {"number": 3}
+
+
+def test_file_and_folder_are_on_the_disk_before_and_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this order, so that a power loss finds the old file or the whole new one."""
+    calls: list[Any] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (calls.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file))[1])
+    monkeypatch.setattr(os, "replace", lambda *args: (calls.append("rename"), replace(*args))[1])
+    write_json_atomic(tmp_path / "plan.json", {})
+    assert calls[0].startswith(f"{tmp_path}/.plan.json.")
+    assert calls[1:] == ["rename", str(tmp_path)]
+    calls.clear()
+    append_json_line(tmp_path / "history.jsonl", {})
+    assert calls == [str(tmp_path / "history.jsonl")]
+
+
+def test_a_folder_that_cannot_be_synced_does_not_make_a_write_that_is_done_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def refuse_folders(file: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{file}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    write_json_atomic(tmp_path / "plan.json", {"number": 1})
+    assert read_json(tmp_path / "plan.json") == {"number": 1}
+
+
+def test_a_history_line_that_half_fitted_does_not_spoil_the_next(tmp_path: Path) -> None:
+    """The disk fills up in the middle of a line and is emptied again before the next."""
+    path = tmp_path / "history.jsonl"
+    append_json_line(path, {"event": "start"})
+    write = os.write
+    sizes = [5, 5]
+
+    def some(file: int, data: Any) -> int:
+        if not sizes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data[: sizes.pop()])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", some)
+        with pytest.raises(OSError, match="No space left"):
+            append_json_line(path, {"event": "refresh", "step": 2})
+    append_json_line(path, {"event": "refresh", "step": 6})
+    assert path.read_text() == '{"event": "start"}\n{"event": "refresh", "step": 6}\n'
+
+
+def test_large_documents_are_written_without_indentation_and_small_ones_for_people(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_json_atomic(path, {"a": [1, 2]})
+    assert path.read_text() == '{\n "a": [\n  1,\n  2\n ]\n}\n'
+    write_json_atomic(path, {"a": [1] * 2**20})
+    assert path.stat().st_size == len('{"a":[') + 2 * 2**20 - 1 + len("]}\n")
+
+
+def test_a_writer_refuses_what_a_reader_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    monkeypatch.setattr(json_io, "MAX_JSON_BYTES", 100)
+    for write in (write_json_atomic, append_json_line):
+        write(path, "x" * 97)  # and two quotation marks and a line break
+        with pytest.raises(
+            ValueError, match=r"10[0-9] bytes of JSON are not written, because at most 100 can be read back"
+        ):
+            write(path, "x" * 99)
+        assert read_json(path) == "x" * 97
+        path.unlink()

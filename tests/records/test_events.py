@@ -6,7 +6,6 @@ import dataclasses
 import json
 import pickle
 import platform
-import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -78,18 +77,6 @@ def test_an_event_comes_back_from_its_line(event: Event) -> None:
     assert isinstance(event, Start) or dataclasses.asdict(event)["step"] == event.step
 
 
-@pytest.mark.parametrize(
-    ("versions", "message"),
-    [
-        (["2.13.0"], "versions is a list of 1, expected an object."),
-        ({"torch": 2.13}, "versions['torch'] is 2.13, expected text."),
-    ],
-)
-def test_versions_that_are_none_are_refused(versions: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Start.from_record(start_event().to_record() | {"versions": versions})
-
-
 def test_a_line_of_a_refresh_has_all_its_fields_and_its_status() -> None:
     names = [field.name for field in dataclasses.fields(Refresh)]
     for event, status in ((APPLIED, "applied"), (RefreshBegun(step=6).kept(6, small_plan(), "no"), "kept")):
@@ -101,29 +88,11 @@ def test_a_line_of_a_refresh_has_all_its_fields_and_its_status() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"decided_step": "1"}, "decided_step is '1', expected an integer."),
-        ({"divergence": {"fp4": 3}}, "divergence['fp4'] is 3, expected an object."),
-        ({"divergence": {"fp4": {"loss": "x"}}}, "divergence['fp4']['loss'] is 'x', expected a finite number or null."),
-        ({"memory_mib": []}, "memory_mib is a list of 0, expected an object."),
-        ({"stage_fp4_fractions": 1}, "stage_fp4_fractions is 1, expected a list."),
-        ({"solver": 1}, "solver is 1, expected text or null."),
-        ({"loss": True}, "loss is True, expected a finite number or null."),
-        ({"changes": {"a:forward": ["fp8"]}}, "changes['a:forward'] is a list of 1, expected two values."),
-    ],
-)
-def test_a_value_that_no_run_writes_is_refused_with_its_field(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        Refresh.from_record(APPLIED.to_record() | changes)
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
     ("event", "changes", "message"),
     [
-        (ALARM, {"action": []}, "action is a list of 0, expected text."),
-        (ALARM, {"failures": "1"}, "failures is '1', expected an integer."),
+        (APPLIED, {"decided_step": "1"}, "decided_step is '1', expected an integer."),
+        (APPLIED, {"divergence": {"fp4": 3}}, "divergence['fp4'] is 3, expected an object."),
+        (APPLIED, {"changes": {"a:forward": ["fp8"]}}, "changes['a:forward'] is a list of 1, expected two values."),
         (ALARM, {"value": "x"}, "value is 'x', expected a finite number or null."),
         (RETARGET, {"fields": {"rates": [0]}}, "fields['rates'] is a list of 1, expected two values."),
         (
@@ -131,13 +100,17 @@ def test_a_value_that_no_run_writes_is_refused_with_its_field(changes: dict[str,
             {"event": "tomorrow"},
             "event is 'tomorrow', expected one of start, refresh, coverage, guard, target.",
         ),
+        (start_event(), {"versions": {"torch": 2.13}}, "versions['torch'] is 2.13, expected text."),
+        (counted_event(), {"coverage": COVERAGE | {"uncovered": [{}]}}, "coverage.uncovered[0] has no entry 'name'."),
+        (counted_event(), {"tokens": {"a": "x"}}, "tokens['a'] is 'x', expected a finite number or an object."),
     ],
 )
-def test_an_alarm_or_a_target_that_no_run_writes_is_refused_with_its_field(
-    event: Alarm | Retarget, changes: dict[str, Any], message: str
+def test_a_value_that_no_run_writes_is_refused_with_its_field(
+    event: Event, changes: dict[str, Any], message: str
 ) -> None:
+    record = json.loads(json.dumps(event.to_record()))
     with pytest.raises(ValueError) as caught:
-        read_event(event.to_record() | changes)
+        read_event(record | changes)
     assert str(caught.value).startswith(message)
 
 
@@ -153,23 +126,6 @@ def test_the_line_and_the_field_are_named_of_a_history_that_is_none(tmp_path: Pa
     notes: list[str] = []
     assert [event.step for event in read_history(path, notes)] == [0, 2]
     assert notes == ["The last line of history.jsonl is not complete and is left out."]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"coverage": COVERAGE | {"flops": "1"}}, "coverage.flops is '1', expected a finite number."),
-        ({"coverage": COVERAGE | {"uncovered": {}}}, "coverage.uncovered is an object of 0, expected a list."),
-        ({"coverage": COVERAGE | {"uncovered": [{}]}}, "coverage.uncovered[0] has no entry 'name'."),
-        ({"coverage": COVERAGE | {"aside": {"x": None}}}, "coverage.aside['x'] is None, expected a finite number."),
-        ({"tokens": {"a": "x"}}, "tokens['a'] is 'x', expected a finite number or an object."),
-        ({"coverage": COVERAGE | {"tomorrow": 1}}, "coverage has an unknown entry 'tomorrow'"),
-    ],
-)
-def test_a_count_that_is_none_is_refused_by_its_field(changes: dict[str, Any], message: str) -> None:
-    record = json.loads(json.dumps(counted_event().to_record())) | changes
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        read_event(record)
 
 
 @pytest.mark.parametrize(

@@ -65,25 +65,3 @@ def test_a_full_disk_costs_what_could_not_be_written_and_no_loss(
     resumed = train(tmp_path, CONFIG, resume=tmp_path / "checkpoint-6", **SHORT, **SAVING)
     assert resumed.losses == undisturbed.losses
     assert differing(weights(resumed.model), weights(undisturbed.model)) == []
-
-
-def test_a_history_line_that_half_fitted_does_not_spoil_the_next(tmp_path: Path) -> None:
-    """The disk fills up in the middle of a line and is emptied again before the next."""
-    from snip_hf import json_io
-
-    path = tmp_path / "history.jsonl"
-    json_io.append_json_line(path, {"event": "start"})
-    write = os.write
-    sizes = [5, 5]
-
-    def some(file: int, data: Any) -> int:
-        if not sizes:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, data[: sizes.pop()])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "write", some)
-        with pytest.raises(OSError, match="No space left"):
-            json_io.append_json_line(path, {"event": "refresh", "step": 2})
-    json_io.append_json_line(path, {"event": "refresh", "step": 6})
-    assert path.read_text() == '{"event": "start"}\n{"event": "refresh", "step": 6}\n'

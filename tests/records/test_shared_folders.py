@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -243,22 +242,3 @@ def test_a_run_that_changes_to_another_folder_goes_on_with_its_record_and_its_ti
     assert list(Path.cwd().iterdir()) == []
     assert [line["event"] for line in history(tmp_path / "here" / "out")] == ["start", "refresh", "refresh"]
     assert {path.name for path in (tmp_path / "here").iterdir()} == {"out", "times.json"}
-
-
-# -------------------------------------------------------------------------------------------------- files of the user
-
-
-def test_two_threads_that_train_into_one_folder_do_not_mix_their_histories(tmp_path: Path) -> None:
-    """The later one has the folder."""
-    first = controller(tmp_path)
-    first.start()
-    made: list[SnipController] = []
-    thread = threading.Thread(target=lambda: made.append(controller(tmp_path)))
-    thread.start()
-    thread.join()
-    made[0].start()
-    before = contents(tmp_path / "snip")
-    first.start()
-    first.close()
-    assert contents(tmp_path / "snip") == before
-    made[0].close()

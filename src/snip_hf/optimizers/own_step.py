@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..numerics.random_state import RandomState
-from ..python_state import Shared, binding_kept
 from .update_rules import UpdateContext
 
 # bitsandbytes' global managers.
@@ -50,26 +47,14 @@ def own_step(optimizer: torch.optim.Optimizer, at: UpdateContext, gradient: Tens
     if at.state:
         twin.state[parameter] = {key: _copied(value, at.parameter, gradient, memo) for key, value in at.state.items()}
     random_state = RandomState.now()
+    step: Any = type(optimizer).step
     try:
-        with _without_global_hooks():
-            type(optimizer).step(twin)
+        # torch's wrapper runs the hooks of all optimizers.
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(twin)
         state = dict(twin.state[parameter])
     finally:
         random_state.restore()
     return at.parameter.to(gradient.dtype) - parameter.detach(), state
-
-
-@contextmanager
-def _unhooked() -> Iterator[None]:
-    """Removes the hooks that run before and after the steps of all optimizers."""
-    every = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
-    with binding_kept(every):
-        for hooks in every:
-            hooks.clear()
-        yield
-
-
-_without_global_hooks = Shared(_unhooked)
 
 
 def _copied(value: Any, parameter: Tensor, gradient: Tensor, memo: dict[int, Any]) -> Any:

@@ -33,10 +33,8 @@ T = TypeVar("T")
 
 # In the folder of a checkpoint.
 STATE_NAME = "snip_state.json"
-# Limits of the plans in memory: their number, and the sum of their layers.
-_MOST_PLANS, _MOST_PLANNED_LAYERS = 500, 500_000
-# Limits of the tables of divergences that are read. The table of the last applied refresh is always read.
-_MOST_TABLES, _MOST_TABLE_BYTES = 128, 128 * 2**20
+# Tables of divergences that are read. The table of the last applied refresh is always read.
+_MOST_TABLES = 128
 # Numbers in the Trainer's state that describe how the model was trained.
 _FACTS = ("max_steps", "num_train_epochs", "train_batch_size")
 
@@ -72,8 +70,7 @@ class Run:
 
     folder: Path
     plans: list[tuple[int, PrecisionPlan]]
-    """(step after which it was in force, plan), beginning with the plan at the start. Of very many plans, keeps an
-    evenly spaced part and the last two."""
+    """(step after which it was in force, plan), beginning with the plan at the start."""
     measured: MeasuredCost | None
     """The times in plan.json, which the history lacks; None if plan.json has none or cannot be used."""
     refreshes: list[Refresh]
@@ -156,11 +153,11 @@ def load_run(run_dir: str | os.PathLike[str], checkpoint: Checkpoint | None = No
     until = math.inf if checkpoint is None else checkpoint.step
     start, events = _read_events(folder / FOLDER / "history.jsonl", notes, until)
     refreshes, alarms, counted = _of(Refresh, events), _of(Alarm, events), _of(Counted, events)
-    plans = _plans(start.plan, _in_order(refreshes, alarms), counted, notes)
+    plans = _plans(start.plan, _in_order(refreshes, alarms), counted)
     source = folder / FOLDER / "plan.json" if checkpoint is None else checkpoint.plan
     measured = _measured(source, plans[-1][1], notes)
     applied = [refresh.step for refresh in refreshes if refresh.applied_step is not None]
-    divergences = _read_divergences(folder / FOLDER, set(start.plan.assignment), applied[-1:], notes, until)
+    divergences = _read_divergences(folder / FOLDER, applied[-1:], notes, until)
     source_folder = folder if checkpoint is None else checkpoint.folder
     log = read_log(source_folder, notes)
     facts = {**start.versions, **log.facts}
@@ -241,17 +238,13 @@ def _read_events(path: Path, notes: list[str], until: float) -> tuple[Start, lis
 
 
 def _plans(
-    start: PrecisionPlan, applied: Sequence[Refresh | Alarm], counted: Sequence[Counted], notes: list[str]
+    start: PrecisionPlan, applied: Sequence[Refresh | Alarm], counted: Sequence[Counted]
 ) -> list[tuple[int, PrecisionPlan]]:
-    """Returns the plan at the start and the plans that followed; of very many, some and the last two.
+    """Returns the plan at the start and the plans that followed.
 
     Each plan gets the step it was made at and the tokens counted by then. The plan at the start gets the tokens of the
     first count, and the changes that this count caused.
     """
-    most = max(4, min(_MOST_PLANS, _MOST_PLANNED_LAYERS // len(start.assignment)))
-    shown = {*thinned(range(len(applied) + 1), most - 1), len(applied) - 1}
-    if len(applied) + 1 > most:
-        notes.append(f"The figure of the plan shows {len(shown)} of {len(applied) + 1:,} plans.")
     assignment = {layer: dict(formats) for layer, formats in start.assignment.items()}
     for count in counted:
         for cell, (_, new) in count.changes.items():
@@ -259,15 +252,14 @@ def _plans(
             assignment[layer][gemm] = new
     start = dataclasses.replace(start, assignment=assignment, tokens=_tokens_at(counted, None, start))
     plans = [(start.provenance.step, start)]
-    for number, event in enumerate(applied, 1):
+    for event in applied:
         for cell, (_, new) in event.changes.items():
             layer, _, gemm = cell.rpartition(":")
             assignment[layer][gemm] = new
-        if number in shown:
-            tokens = _tokens_at(counted, event.step, start)
-            provenance = dataclasses.replace(start.provenance, step=event.step)
-            plan = dataclasses.replace(start, assignment=assignment, provenance=provenance, tokens=tokens)
-            plans.append((_begins(event), plan))
+        tokens = _tokens_at(counted, event.step, start)
+        provenance = dataclasses.replace(start.provenance, step=event.step)
+        plan = dataclasses.replace(start, assignment=assignment, provenance=provenance, tokens=tokens)
+        plans.append((_begins(event), plan))
     return plans
 
 
@@ -299,37 +291,23 @@ def _measured(source: Path | PrecisionPlan, plan: PrecisionPlan, notes: list[str
 
 
 def _read_divergences(
-    folder: Path, layers: set[str], wanted: Sequence[int], notes: list[str], until: float
+    folder: Path, wanted: Sequence[int], notes: list[str], until: float
 ) -> dict[int, DivergenceTable]:
-    """Returns the tables of divergences of the wanted steps, and further ones within the limits."""
+    """Returns the tables of divergences of the wanted steps, and at most `_MOST_TABLES` more, evenly spaced."""
     paths = {step: path for step, path in tables(folder).items() if step <= until}
     divergences: dict[int, DivergenceTable] = {}
-    left = _MOST_TABLE_BYTES
-    tried = dict.fromkeys([*(step for step in wanted if step in paths), *reversed(thinned(list(paths), _MOST_TABLES))])
+    tried = sorted({*paths.keys() & set(wanted), *thinned(list(paths), _MOST_TABLES)})
     for step in tried:
-        path = paths[step]
         try:
-            left -= path.stat().st_size
-            if left >= 0 or step in wanted:
-                divergences[step] = _table_of(path, step, layers)
+            _, divergences[step] = read_divergence(paths[step])
         except (OSError, ValueError) as error:
-            notes.append(f"{path.name} cannot be used and is left out: {error}")
-    if len(paths) > len(tried) or left < 0:
+            notes.append(f"{paths[step].name} cannot be used and is left out: {error}")
+    if len(paths) > len(tried):
         notes.append(f"The figure of the divergences shows {len(divergences)} of {len(paths):,} probes.")
     if not divergences:
         none = f"None of the {len(paths):,} divergence files can be used" if paths else "There are no divergence files"
         notes.append(f"{none}, so there is no figure of the divergences.")
-    return dict(sorted(divergences.items()))
-
-
-def _table_of(path: Path, step: int, layers: set[str]) -> DivergenceTable:
-    found, table = read_divergence(path)
-    if found != step:
-        raise ValueError(f"it is of step {found}.")
-    for row in table.rows:
-        if row.layer not in layers:
-            raise ValueError(f"it names layer {short(row.layer)}, which the history does not have.")
-    return table
+    return divergences
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:

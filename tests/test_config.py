@@ -21,7 +21,6 @@ from snip_hf.numerics.formats import FORMATS
 REPOSITORY = Path(__file__).parents[1]
 
 FIELDS = list(_TYPES)
-INTEGERS = [name for name, kind in _TYPES.items() if "int" in kind]
 # One value per field that differs from the default.
 OTHER: dict[str, Any] = {
     "target_fp4_fraction": 0.5,
@@ -260,8 +259,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "apply_delay=11 is larger than refresh_every=10; a plan must be applied before the next probe. "
         "Lower apply_delay or raise refresh_every.",
     ),
-    *(({name: 2**63}, f"{name} is an integer of 64 bits; expected at most 63.") for name in INTEGERS),
-    ({"seed": -(10**5000)}, "seed is an integer of 16610 bits; expected at most 63."),
     (
         {"probe_batch_tokens": 127},
         "probe_batch_tokens=127 is too small; expected None or at least 128 (one tile).",
@@ -296,7 +293,7 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
             [[1, 0.9], pair],
             f"target_fp4_fraction[1]={pair!r} is not a step and a share; expected {EXAMPLE}.",
         )
-        for pair in (0.5, [8], [8, 0.5, 0.4], [8.0, 0.5], [True, 0.5], ["8", 0.5], [8, "0.5"], [8, None], [2**63, 0.5])
+        for pair in (0.5, [8], [8, 0.5, 0.4], [8.0, 0.5], [True, 0.5], ["8", 0.5], [8, "0.5"], [8, None])
     ),
     *(
         (
@@ -320,7 +317,6 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("timing_file", 1, "timing_file=1 has type int; expected str | None."),
     ("timing_tokens", 4096.0, "timing_tokens=4096.0 has type float; expected int | None."),
     ("granularity", 1, "granularity=1 has type int; expected 'layer' or 'gemm' or None."),
-    ("decides", None, "decides=None has type NoneType; expected 'all' or 'forward'."),
     ("policy", ["snip"], "policy=['snip'] has type list; expected str."),
     ("fixed_plan", 3, "fixed_plan=3 has type int; expected str | None."),
     ("refresh_every", 10.0, "refresh_every=10.0 has type float; expected int | None."),
@@ -439,23 +435,15 @@ def test_lists_become_tuples_so_that_a_config_cannot_be_changed_through_them() -
     assert (config.skip_modules, config.ties, config.stages) == (("a",), (("a", "b"),), (("x",),))
 
 
-def test_an_unknown_field_is_refused_with_the_closest_one_and_where_all_are() -> None:
-    message = (
-        "Unknown SnipConfig field 'target_fp4'. Did you mean 'target_fp4_fraction'? docs/config.md lists all "
-        f"{len(FIELDS)}."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        SnipConfig.from_dict({"target_fp4": 0.75})
-
-
 def test_from_dict_checks_values_too() -> None:
     with pytest.raises(ValueError, match=r"^target_fp4_fraction=2 is outside 0\.\.1"):
         SnipConfig.from_dict({"target_fp4_fraction": 2})
 
 
-def test_the_constructor_refuses_an_unknown_name_and_says_the_closest_one() -> None:
+def test_an_unknown_field_is_refused_with_the_closest_one() -> None:
     for refused in (
         lambda: SnipConfig(target_fp4_fracton=0.5),  # type: ignore[call-arg]
+        lambda: SnipConfig.from_dict({"target_fp4_fracton": 0.5}),
         lambda: SnipConfig.preset("paper", target_fp4_fracton=0.5),
     ):
         with pytest.raises(TypeError) as error:
@@ -567,9 +555,6 @@ def test_the_ends_of_every_range_are_allowed() -> None:
         assert SnipConfig(target_fp4_fraction=target).target_fp4_fraction == target
     config = SnipConfig(refresh_every=1, first_refresh=1, apply_delay=1, probes=1, probe_tokens=128, stages=1, seed=0)
     assert config.apply_delay == config.refresh_every == 1
-    for name in INTEGERS:
-        needed = {"budget": "measured"} if name == "timing_tokens" else {"refresh_every": 2**63 - 1}
-        assert getattr(SnipConfig(**needed | {name: 2**63 - 1}), name) == 2**63 - 1
 
 
 def test_measured_cost_needs_no_number_of_tokens_where_nothing_or_a_probe_decides() -> None:
@@ -623,11 +608,8 @@ def test_the_defaults_are_those_of_the_contract() -> None:
 
 @pytest.mark.parametrize(("name", "advice"), config_module.REMOVED_FIELDS.items())
 def test_a_removed_field_is_refused_with_what_to_use(name: str, advice: str) -> None:
-    message = f"^{re.escape(f'The SnipConfig field {name!r} was removed: {advice}.')}$"
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match=f"^{re.escape(f'The SnipConfig field {name!r} was removed: {advice}.')}$"):
         SnipConfig(**{name: 1})
-    with pytest.raises(ValueError, match=message):
-        SnipConfig.from_dict({name: 1})
 
 
 @pytest.mark.parametrize(("name", "value"), config_module._REMOVED_VALUES)
@@ -667,12 +649,6 @@ def test_a_speed_up_takes_the_place_of_the_share() -> None:
     config = SnipConfig(target_linear_speedup=2.5, rates="ideal")
     assert config.target_fp4_fraction is None
     assert SnipConfig.from_dict(config.to_dict()) == config
-
-
-def test_configs_saved_without_a_speed_up_load_as_they_were() -> None:
-    saved = SnipConfig(target_fp4_fraction=0.6).to_dict()
-    del saved["target_linear_speedup"], saved["rates"]
-    assert SnipConfig.from_dict(saved) == SnipConfig(target_fp4_fraction=0.6)
 
 
 @pytest.mark.parametrize(

@@ -373,7 +373,7 @@ def test_overrides_are_dotted_keys_with_yaml_values() -> None:
         ("training.learning_rat=1", "training: the key 'learning_rat' is not known; known keys are output_dir"),
         (
             "snip.target=0.5",
-            r"Unknown SnipConfig field 'target'\. Did you mean 'target_fp4_fraction'\? docs/config.md lists all ",
+            r"SnipConfig has no field 'target'\. Did you mean 'target_fp4_fraction'\? docs/config.md lists all ",
         ),
         ("training.max_steps", "'training.max_steps' is not understood; expected dotted.key=value"),
         ("training..x=1", "'training..x=1' is not understood"),

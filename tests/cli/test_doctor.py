@@ -186,7 +186,7 @@ def test_a_model_is_examined_under_other_settings_and_with_adapters(
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--snip", "target=0.5"], 1, "Unknown SnipConfig field 'target'."),
+        (["--snip", "target=0.5"], 1, "SnipConfig has no field 'target'."),
         (["--snip", "target_fp4_fraction"], 2, "'target_fp4_fraction' is not FIELD=VALUE with a YAML value."),
         (["--lora", "target_modules=["], 2, "'target_modules=[' is not FIELD=VALUE with a YAML value."),
     ],

@@ -55,19 +55,3 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     import fault_runs  # not above: importing transformers takes seconds
 
     return fault_runs.undisturbed(tmp_path_factory.mktemp("undisturbed"))
-
-
-@pytest.fixture(scope="session")
-def without_first(tmp_path_factory: pytest.TempPathFactory, undisturbed: Run) -> Run:
-    """The same run, if its first refresh had never been."""
-    import fault_runs
-
-    return fault_runs.without_first(tmp_path_factory.mktemp("without_first"), undisturbed)
-
-
-@pytest.fixture
-def no_children_of_other_tests() -> None:
-    """Processes of other tests do not count as left over."""
-    import fault_runs
-
-    fault_runs.forget_children()

@@ -16,7 +16,6 @@ from own_loop import Loop
 from slow_cases import slow
 from small import tiny_llama
 from tiny_runs import SCHEDULE, Run, differing, train, weights
-from torch import nn
 from transformers import TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig
@@ -203,16 +202,6 @@ def test_weights_that_were_exchanged_by_hand_are_noticed(copies: tuple[Run, Run]
     assert message == OTHER_WEIGHTS.format(path=checkpoint / "snip_state.json")
 
 
-def test_a_state_that_knows_nothing_of_its_weights_is_still_loaded(copies: tuple[Run, Run], tmp_path: Path) -> None:
-    checkpoint = copy_of(copies[0], tmp_path / "run")
-    path = checkpoint / "snip_state.json"
-    state = json.loads(path.read_text())
-    assert len(state.pop("weights")) == 64
-    path.write_text(json.dumps(state))
-    resumed = train(tmp_path / "run", CONFIG, resume=checkpoint, **SAVING)
-    assert differing(weights(resumed.model), weights(copies[0].model)) == []
-
-
 def test_a_run_without_a_probe_takes_its_plan_from_its_configuration_and_not_from_weights(tmp_path: Path) -> None:
     config = fp4_config(policy="layer-position")
     train(tmp_path, config, save_strategy="steps", save_steps=1, max_steps=1)
@@ -232,17 +221,6 @@ def test_a_fingerprint_is_that_of_the_weights_in_every_precision_wrapper_and_use
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 3] += 0.5
     assert expected != weights_fingerprint(model)
-
-
-def test_a_fingerprint_of_adapters_is_that_of_earlier_versions_states() -> None:
-    model, layer = nn.Module(), nn.Module()
-    layer.base_layer, layer.lora_A = nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)
-    model.base_model = nn.Module()
-    model.base_model.model = nn.Module()
-    model.base_model.model.model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
-    for parameter in model.parameters():
-        nn.init.ones_(parameter)
-    assert weights_fingerprint(model) == "995b86cefc99a8801acf0641aff9d10dfb8f3beb1ea836e3c732d2bced10d611"
 
 
 class Exchanged(TrainerCallback):

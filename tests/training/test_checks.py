@@ -64,7 +64,7 @@ def test_after_its_number_of_steps_is_set_a_controller_goes_on_from_there() -> N
 def test_a_step_that_is_no_integer_is_refused(step: Any) -> None:
     controller = Loop().controller
     for call in (controller.before_optimizer_step, controller.after_step):
-        with pytest.raises(TypeError, match=r"got the step .* expected an int, e\.g\. 1\."):
+        with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
             call(step)
 
 

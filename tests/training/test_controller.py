@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, is_probing
+from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.kernels.backend import BACKENDS, register_backend
 from snip_hf.kernels.emulated import Emulated
 from snip_hf.layers.state import snip_linears
@@ -216,7 +217,6 @@ INCOMPLETE = [
     *[put([1], key) for key in ("step", "config", "plan", "pending", "last_probe")],
     *[put("x", key) for key in ("step", "config", "plan", "pending", "last_probe")],
     *[put("x", "pending", key) for key in ("step", "due", "problem", "record")],
-    drop("pending", "record", "seconds"),
     drop("plan", "assignment"),
     drop("plan", "assignment", "model.layers.1.mlp.up_proj"),
     put("fp3", "plan", "assignment", "model.layers.1.mlp.up_proj", "forward"),
@@ -425,6 +425,7 @@ def refusal(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
 
 
 def test_fp8_mixed_precision_is_refused_with_every_policy() -> None:
+    check_launch(fp4_config(), fake_accelerator(mixed_precision="bf16"))
     for policy in ("snip", "uniform-fp8"):
         assert refusal(
             lambda p=policy: check_launch(fp4_config(policy=p), fake_accelerator(mixed_precision="fp8"))
@@ -569,12 +570,6 @@ def test_a_model_that_says_it_is_split_but_has_no_parts_is_refused() -> None:
 def test_parallelism_of_an_older_accelerate_is_accepted() -> None:
     """Version 1.10 has no `sp_size`."""
     check_launch(fp4_config(), fake_accelerator(parallelism_config=SimpleNamespace(tp_size=1, cp_size=1)))
-
-
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_one_process_in_high_precision_is_accepted(precision: str) -> None:
-    check_launch(fp4_config(), fake_accelerator(mixed_precision=precision))
-    check_launch(fp4_config(), None)
 
 
 def test_a_controller_refuses_before_it_touches_the_model() -> None:
@@ -766,9 +761,6 @@ FAILURES = {
         "SolverError: The solver process crashed (exit code 1)",
         "out of luck",
     ),
-    "signal": ("import os; os.kill(os.getpid(), 9)", "SolverError: The solver process crashed (exit code -9)", ""),
-    "garbage": ("print('OPTIMAL')", "SolverError: The solver's output is not a solution (it begins with", "OPTIMAL"),
-    "silence": ("pass", "SolverError: The solver's output is not a solution (it begins with", ""),
     "half an answer": ("print('{}')", "SolverError: The solver's output is not a solution", ""),
     "timeout": (SLEEP, "SolverError: The solver ran past the 0.2 s that it had and was killed.", ""),
 }
@@ -799,7 +791,7 @@ def test_a_failing_solver_keeps_the_plan_and_says_why(
     assert detail in reason
     assert caplog.messages == [f"snip-hf: the refresh of step 2 failed, the plan in force stays: {reason}"]
     assert {fmt for formats in loop.formats().values() for fmt in formats.values()} == {"fp8"}
-    assert all(math.isfinite(loss) for loss in loop.losses) and len(loop.losses) == 5
+    assert loop.losses == Loop(fp4_config(first_refresh=99)).run(5).losses
     assert processes[0]._process.returncode is not None
 
 
@@ -913,6 +905,12 @@ def test_a_loss_that_is_nan_at_the_probe_keeps_the_plan(tmp_path: Path, caplog: 
     assert [(line["step"], line["status"]) for line in history(tmp_path)[1:]] == [(2, "kept"), (6, "applied")]
 
 
+def test_divergences_that_are_not_finite_are_refused() -> None:
+    table = DivergenceTable(1.0, (Divergence("a", "layer", "fp4", 1.0, math.inf, 1.0),))
+    with pytest.raises(ValueError, match="The divergences of layer 'a' are not finite; expected finite activations"):
+        refresh._check_table(table)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_keeps_the_plan_and_is_named(value: float, tmp_path: Path) -> None:
     loop = Loop(folder=tmp_path)
@@ -939,10 +937,9 @@ def test_a_probe_that_raises_keeps_the_plan_and_the_layers_run_on(tmp_path: Path
     expected = Loop(fp4_config(first_refresh=99)).run(5)
     norm, loop.step = loop.model.model.norm, 0
 
-    def out_of_memory(module: nn.Module, args: Any) -> Any:
-        if snip_linears(loop.model)["model.layers.0.mlp.up_proj"].snip_recorder is not None:
+    def out_of_memory(module: nn.Module, args: Any) -> None:
+        if is_probing():
             raise RuntimeError("out of memory")
-        return args
 
     norm.register_forward_pre_hook(out_of_memory)
     torch.manual_seed(0)

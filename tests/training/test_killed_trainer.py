@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fault_runs import CONFIG, SAVING, SHORT, in_a_process
 from processes import alive, members, wait_until
-from tiny_runs import Run, differing, train, weights, without_seconds
+from tiny_runs import Run, differing, solve_with, train, weights, without_seconds
+from transformers import TrainerCallback
 
 from snip_hf.planning.solver import ilp
 
@@ -66,6 +68,24 @@ def test_a_run_that_was_killed_in_a_refresh_goes_on_to_the_bit_and_its_solver_en
     assert resumed.losses == undisturbed.losses
     assert differing(weights(resumed.model), weights(undisturbed.model)) == []
     assert without_seconds(resumed.history) == without_seconds(undisturbed.history)
+
+
+class Breaks(TrainerCallback):
+    """Ends training after step 3."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_a_solver_ends_at_once_when_an_error_ends_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error, the frames that it holds, the Trainer and the model all stay, as in a notebook."""
+    started = solve_with(monkeypatch, "import time; time.sleep(600)")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(tmp_path, CONFIG, callbacks=[Breaks()], **SHORT)
+    assert caught.value.__traceback__ is not None
+    wait_until(lambda: members(started[0]._process.pid) == [], 10.0)
 
 
 @pytest.mark.parametrize("how", ["is killed", "is killed before its solver has begun", "leaves by os._exit"])

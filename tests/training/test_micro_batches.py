@@ -161,26 +161,6 @@ def test_changes_of_gradients_by_a_wrapper_at_the_end_of_the_backward_pass_are_n
     assert factor(model, watch) == pytest.approx(0.01 / before, rel=1e-4)
 
 
-@pytest.mark.parametrize("reentrant", [None, True, False])
-def test_a_callback_that_a_callback_queues_runs_after_the_whole_backward_pass(reentrant: bool | None) -> None:
-    """The watch relies on this, because gradients are complete only then."""
-    model = tiny_lm(reentrant=reentrant)
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    seen: list[str | int] = []
-
-    def of_the_last(parameter: Tensor) -> None:
-        queue(lambda: queue(lambda: seen.append("ours")))
-        queue(lambda: seen.append("DDP's"))
-
-    def of_the_first(parameter: Tensor) -> None:
-        queue(lambda: queue(lambda: seen.append(sum(p.grad is not None for p in model.parameters()))))
-
-    model.embed.weight.register_post_accumulate_grad_hook(of_the_last)
-    model.head.weight.register_post_accumulate_grad_hook(of_the_first)
-    model(**tokens())["loss"].backward()
-    assert seen == ["DDP's", len(list(model.parameters())), "ours"]
-
-
 def test_every_rank_s_part_of_the_gradients_counts() -> None:
     def work(ranks: Ranks) -> tuple[float, float, float]:
         model = a_model(seed=ranks.rank)

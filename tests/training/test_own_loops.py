@@ -218,7 +218,7 @@ def test_after_swapped_weights_are_frozen_in_mid_run_the_updates_of_the_others_c
     assert history(tmp_path)[-1]["divergence"]["fp4"]["weight"] > 0
 
 
-def _train(controller: SnipController, optimizer: torch.optim.Optimizer, last: int, **more: Any) -> None:
+def _train(controller: SnipController, optimizer: torch.optim.Optimizer, last: int) -> None:
     with one_thread():
         for step in range(controller.step + 1, last + 1):
             batch = text(2, 24, step)

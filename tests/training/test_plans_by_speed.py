@@ -60,15 +60,6 @@ def test_the_report_shows_target_and_speed_and_all_three_formats(tmp_path: Path)
     assert len(write_figures(load_run(tmp_path))) == 2
 
 
-def test_a_resumed_run_and_a_plan_from_a_file_know_their_speed(tmp_path: Path) -> None:
-    loop = Loop(config(target_linear_speedup=2.0, rates="ideal"), tmp_path).run(4)
-    plan = loop.controller.plan
-    loop.controller.close()
-    again = PrecisionPlan.load(tmp_path / "snip" / "plan.json")
-    assert again == plan
-    assert again.linear_speedup() == plan.linear_speedup() >= 2.0
-
-
 def test_a_share_with_bf16_is_warned_of_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     Loop(config()).controller.close()
     assert "FP8 will hardly be used: BF16 costs nothing and counts the same." in caplog.text

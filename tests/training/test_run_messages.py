@@ -21,7 +21,6 @@ from small import text, tiny_llama
 from thread_ranks import on_ranks
 from tiny_runs import FAST, SCHEDULE, train
 from torch import nn
-from torch._dynamo.utils import counters
 
 from snip_hf import SnipController, convert_model
 from snip_hf.integrations import compilation
@@ -153,55 +152,6 @@ def test_a_run_says_it_when_its_first_micro_batch_has_run(measured: pytest.LogCa
     ((level, message),) = texts(measured)
     assert level == "WARNING" and "micro-batches of 16 tokens are short" in message
     controller.close()
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("is_prepared", [True, False])
-@pytest.mark.parametrize("has_cache", [True, False])
-def test_a_cache_that_costs_compiled_layers_their_common_graph_is_said_once(
-    caplog: pytest.LogCaptureFixture, has_cache: bool, is_prepared: bool
-) -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    torch._dynamo.reset()
-    counters.clear()
-    model, accelerator = tiny_llama(hidden=16), None
-    model.config.use_cache = has_cache
-    optimizer: Any = torch.optim.AdamW(model.parameters())
-    if is_prepared:
-        plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
-        accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
-        model, optimizer = accelerator.prepare(model, optimizer)
-    controller = SnipController(model, optimizer, fp4_config(policy="uniform-fp4"), accelerator)
-    for layer in () if is_prepared else model.model.layers:
-        layer.compile(backend="eager")
-    for step in (1, 2):
-        batch = text(2, 8, step)
-        controller.capture(batch)
-        model(**batch).loss.backward()
-        controller.before_optimizer_step(step)
-        controller.after_step(step)
-    said = [record.getMessage() for record in caplog.records if "recompile_limit" in record.getMessage()]
-    # The warning is true: with a cache each of the two layers has a graph of its own.
-    outside_layers = 4 if is_prepared else 0
-    assert counters["stats"]["unique_graphs"] == outside_layers + (2 if has_cache else 1)
-    assert len(said) == (1 if has_cache else 0)
-    assert not any("recompile_limit (8)" not in text or "use_cache = False" not in text for text in said)
-    assert not model._forward_hooks
-    controller.close()
-    torch._dynamo.reset()
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_a_loop_that_ends_before_its_first_pass_leaves_no_hook() -> None:
-    model = tiny_llama(hidden=16)
-    for layer in model.model.layers:
-        layer.compile(backend="eager")
-    controller = SnipController(model, torch.optim.AdamW(model.parameters()), fp4_config(policy="uniform-fp4"))
-    before = len(model._forward_hooks)
-    controller.capture(text(2, 8))
-    assert len(model._forward_hooks) == before + 1
-    controller.close()
-    assert not model._forward_hooks
 
 
 def test_modules_show_how_a_model_is_compiled() -> None:

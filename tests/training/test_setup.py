@@ -60,13 +60,6 @@ def test_fsdp_1_is_refused() -> None:
         check_model(nn.ModuleList([wrapper]))
 
 
-def test_tensor_parallel_models_are_refused() -> None:
-    model = nn.ModuleList()
-    model.tp_size = 2
-    with pytest.raises(ValueError, match="tensor-parallel"):
-        check_model(model)
-
-
 def test_layers_on_which_another_forward_is_set_are_left_alone_and_the_reason_is_said() -> None:
     model = tiny_llama()
     layer = model.model.layers[0].mlp.up_proj

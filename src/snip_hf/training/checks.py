@@ -20,7 +20,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from operator import index
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -355,11 +355,10 @@ class StepCalls:
         """Returns True if a call with the number `step`, after `done` optimizer steps, belongs to an optimizer step.
 
         Raises:
-            TypeError, ValueError: `step` is not the next number, or the step before has not ended.
+            ValueError: `step` is not the next number, or the step before has not ended.
+            TypeError: `step` is not an integer.
         """
         self.check_open(call)
-        if not isinstance(step, SupportsIndex):
-            raise TypeError(f"{call} got the step {step!r} ({type(step).__name__}); expected an int, e.g. {done + 1}.")
         if self._accelerator is not None and not self._accelerator.sync_gradients:
             return False
         if self.is_begun and call == "before_optimizer_step":

@@ -91,7 +91,6 @@ class SnipController:
         self._watch: StepWatch | None = None
         """Watch of the running step, if it refreshes."""
         self._micro_batch, self._has_labels, self._started, self._is_new = 0, False, False, True
-        self._outer = model if isinstance(model, nn.Module) else None
         try:
             with self.processes.everyone.together():
                 run = set_up(model, optimizer, accelerator, config, self.processes, self._schedule, self._record)
@@ -211,7 +210,7 @@ class SnipController:
             self.start()
         if not self._forecast.is_made:
             how = self.compiled or how_compiled(self.model)
-            self._forecast.make(how, one.seen or tokens_of(one.batch), self._outer)
+            self._forecast.make(how, one.seen or tokens_of(one.batch))
         if self._micro_batch == 0 and self._watch is not None and one.random_state is not None:
             self._watch.take(one)
         if self._micro_batch == 0:
@@ -300,7 +299,6 @@ class SnipController:
         """
         self._calls.is_closed = True
         self._layers.release()
-        self._forecast.close()
         self._chunks.close()
         self._source.close()
         if self._guard is not None:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from statistics import mode
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..config import SnipConfig
@@ -17,7 +16,6 @@ from ..estimation.coverage import Coverage
 from ..kernels.backend import BACKENDS, Backend
 from ..kernels.emulated import Emulated
 from ..layers.layer import SnipLayer
-from ..layers.run_hooks import RunHook
 from ..numerics.formats import FORMATS
 from ..parallel.sharding import compute_device
 from ..planning.plan import PrecisionPlan
@@ -129,8 +127,7 @@ def _unmeasured(backend: str) -> str:
 class SpeedForecast:
     """Forecasts the speed from measurements of the backend, and warns of missing conditions.
 
-    Made at the first micro-batch, since models may be compiled until then. Of layers that are compiled one by one it
-    also sees whether they share a graph, which a cache of keys and values prevents.
+    Made at the first micro-batch, since models may be compiled until then.
 
     Args:
         backend: name of the one in use.
@@ -151,21 +148,17 @@ class SpeedForecast:
             compute_device(layer.weight).type == "cuda" for layer in layers.values()
         )
         self._log = log
-        self._hook: Any = None
 
-    def make(self, compiled: str | None, tokens: int | None, outer: nn.Module | None = None) -> None:
+    def make(self, compiled: str | None, tokens: int | None) -> None:
         """Makes the forecast, once; also warns of emulation on a GPU that nobody asked for.
 
         Args:
             compiled: how the model is compiled; None: it is not.
             tokens: of the first micro-batch; None: unknown.
-            outer: the model as the loop calls it; None: there is no single one.
         """
         if self.is_made:
             return
         self.is_made = True
-        if compiled == BY_REGIONS and outer is not None:
-            self._hook = outer.register_forward_hook(RunHook(self._after_forward))
         if self._is_fallback:
             self._log.warning(
                 "snip-hf: rounding is emulated, slower than BF16: no kernels here run these formats in this training's "
@@ -188,23 +181,6 @@ class SpeedForecast:
         page = "docs/adapters.md" if self._is_frozen else "docs/hopper.md"
         speeds = describe_speeds(measured.values())
         self.text = f"{compiled}: at 75% in 4 bits {runs} had {speeds} times the speed of compiled BF16 ({page})"
-
-    def close(self) -> None:
-        """Removes the hook, if no pass has."""
-        if self._hook is not None:
-            self._hook.remove()
-
-    def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.close()
-        # An output has only the entries that are not None, under transformers' old name or its new one.
-        kept = {"past_key_values", "cache"}.intersection(output if isinstance(output, Mapping) else ())
-        if model.training and kept:
-            self._log.warning(
-                "snip-hf: the model keeps a cache of keys and values in training, so torch compiles each decoder "
-                "layer for its own index, and runs the layers beyond torch._dynamo.config.recompile_limit (%d) "
-                "uncompiled. Set model.config.use_cache = False, or call the model with use_cache=False.",
-                torch._dynamo.config.recompile_limit,
-            )
 
     def _missing(self, compiled: str | None, tokens: int | None, least_hidden: int) -> list[str]:
         """Returns the conditions of the measured speed that this run does not meet."""

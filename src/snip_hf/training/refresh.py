@@ -58,8 +58,6 @@ class PendingRefresh:
     def of(cls, saved: Mapping[str, Any]) -> PendingRefresh:
         """Reads the result of `to_dict`; raises KeyError, TypeError or ValueError if it is damaged."""
         begun = replace(RefreshBegun.from_record(saved["record"]), step=int(saved["step"]))
-        if not begun.seconds:
-            raise ValueError("record has no entry 'seconds'")
         return cls(begun.step, int(saved["due"]), dict(saved["problem"]), begun)
 
     def to_dict(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from snip_hf import convert_model, coverage, is_probing, restore_model
+from snip_hf import convert_model, coverage, restore_model
 from snip_hf.estimation.coverage import Coverage, FlopsByWeight, Uncovered, count_pass
 
 TOKENS = 16
@@ -418,33 +418,6 @@ def test_the_swapped_layers_decide_unless_a_config_is_given() -> None:
         ("model.layers.*.mlp.down_proj", "not swapped")
     ]
     assert coverage(model, text(), fp4_config()).share == 1.0
-
-
-def test_the_pass_leaves_no_trace() -> None:
-    class Noting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.calls = nn.BatchNorm1d(8), 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return nn.functional.dropout(self.norm(x))
-
-    model = Model(Noting(), lambda module, x: module(x))
-    seen: list[int] = []
-
-    def observe(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if not is_probing():
-            seen.append(len(args))
-
-    model.layers[0].up.register_forward_pre_hook(observe)
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    before = torch.get_rng_state()
-    coverage(model, {"x": torch.ones(6, 8, requires_grad=True)})
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-    assert model.layers[0].other.calls == 0 and not seen
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_labels_are_not_needed_and_compiled_blocks_are_looked_into() -> None:

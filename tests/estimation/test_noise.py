@@ -67,13 +67,6 @@ def test_its_numbers_are_a_function_of_draw_rank_place_and_layer(change: dict[st
         assert abs(float(correlation)) < 0.05
 
 
-def test_torch_s_own_generators_stay_where_they_are() -> None:
-    before = torch.get_rng_state()
-    added(OF_INPUTS)
-    added(OF_GRADIENTS)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 # --------------------------------------------------------------------------------------------------------------- probes
 
 

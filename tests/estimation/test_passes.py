@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
-from small import TinyLM, adamw_after, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
+from small import TinyLM, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
 from tiny_runs import differing
 from torch import Tensor, nn
 from torch._dynamo import eval_frame
@@ -19,11 +19,8 @@ from transformers import LlamaForCausalLM
 from snip_hf import is_probing
 from snip_hf.estimation.batch import Batch, Objective
 from snip_hf.estimation.divergence import estimate_divergence
-from snip_hf.estimation.ground_truth import measure_assignment
 from snip_hf.estimation.passes import run_pass
-from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.layers.convert import convert_model
-from snip_hf.layers.state import snip_linears
 
 
 def aliased(model: LlamaForCausalLM) -> LlamaForCausalLM:
@@ -90,18 +87,6 @@ def test_a_block_that_runs_three_times_and_has_two_names_trains_on() -> None:
         return found
 
     assert losses(True) == losses(False)
-
-
-def test_every_way_to_probe_leaves_an_aliased_model_alone() -> None:
-    model = aliased(tiny_llama(hidden=32, layers=2))
-    optimizer = adamw_after(model, 1, rows=2, length=8)
-    convert_model(model, fp4_config())
-    state, batch = State(model), text(2, 8)
-    layers = snip_linears(model)
-    pullbacks = {name: torch.ones_like(layer.weight).mul for name, layer in layers.items()}
-    run_probe(model, Batch.of(batch), pullbacks, ProbeSettings(probes=2))
-    measure_assignment(model, batch, optimizer, [{name: {"forward": "fp4"} for name in layers}], draws=1)
-    state.assert_unchanged()
 
 
 def test_a_stand_in_that_is_asked_for_by_any_name_is_used_under_all() -> None:

@@ -226,7 +226,7 @@ class _Estimate:
     def _probe(self) -> tuple[RelativeUpdates, Probe]:
         updates = RelativeUpdates.of(self._optimizer_step, self._layers)
         along_noise, moves = self._criterion.along_noise, self._settings.noise is None
-        pullbacks = dict.fromkeys(self._layers, _identity) if along_noise else updates.pullbacks()
+        pullbacks = dict.fromkeys(self._layers, lambda z: z) if along_noise else updates.pullbacks()
         pullbacks = pullbacks if moves else {}
         settings = replace(self._settings, savings=self._savings(self._settings.probes if pullbacks else 0))
         others = self._optimizer_step.others if moves and not along_noise else None
@@ -407,10 +407,6 @@ def _gathered(
 
 def _root(square: float) -> float:
     return math.sqrt(square) if square > 0 or math.isnan(square) else 0.0
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def gradients_of(

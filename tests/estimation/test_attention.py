@@ -153,9 +153,8 @@ def test_a_part_of_a_pack_ends_where_sequences_end(by: str, asked: int, kept: tu
     else:
         assert part.kwargs["position_ids"].tolist() == [[place for length in lengths for place in range(length)]]
     truth = loss_one_by_one(model_of("mistral, windows of 5", "sdpa"), kept)
-    assert float(run_pass(model_of("mistral, windows of 5", half_attention.NAME), part, {})) == pytest.approx(
-        truth, rel=1e-5
-    )
+    model = model_of("mistral, windows of 5", half_attention.NAME)
+    assert float(run_pass(model, part, {})) == pytest.approx(truth, rel=1e-5)
 
 
 @pytest.mark.parametrize(

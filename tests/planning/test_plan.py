@@ -209,10 +209,9 @@ FP8 = dict.fromkeys(GEMMS, "fp8")
             {"flops": {"a": ROW, "b": dict.fromkeys(GEMMS, 0.0)}},
             "stages[1] has no FLOPs, so its FP4 share means nothing; leave the stage out.",
         ),
-        ({"stages": (("a",),)}, "layer 'b' is in no stage, expected in exactly one."),
-        ({"stages": (("a",), ("b", "a"))}, "layer 'a' is in stages[0] and stages[1], expected in one."),
-        ({"stages": (("a",), ("b", "c"))}, "stages[1] names layer 'c', which the assignment does not have."),
-        ({"stages": ()}, "layer 'a' is in no stage, expected in exactly one."),
+        ({"stages": (("a",),)}, "stages name layer 'b' 0 times, expected 1."),
+        ({"stages": (("a",), ("b", "a"))}, "stages name layer 'a' 2 times, expected 1."),
+        ({"stages": (("a",), ("b", "c"))}, "stages name layer 'c' 1 times, expected 0."),
         ({"stages": (("a", "b"), ())}, "stages[1] has no FLOPs, so its FP4 share means nothing; leave the stage out."),
         ({"stages": ("a", "b")}, "stages[0] is 'a', expected a list."),
     ],
@@ -291,7 +290,7 @@ def test_a_misspelt_layer_is_the_example_of_what_the_plan_names() -> None:
 
 
 def test_apply_refuses_what_does_not_fit_in_one_sentence_and_leaves_the_layers_plain() -> None:
-    model, wide, other = Blocks(), Blocks(width=12), nn.ModuleDict({"h": nn.ModuleList([nn.Linear(8, 8)])})
+    model, wide = Blocks(), Blocks(width=12)
     with pytest.raises(ValueError) as caught:
         plan_of(wide).apply(model)
     assert str(caught.value) == (
@@ -304,12 +303,6 @@ def test_apply_refuses_what_does_not_fit_in_one_sentence_and_leaves_the_layers_p
     assert str(caught.value) == (
         "The plan is for a layer 'layers.0' of 288 FLOPs per token, the model's has 128. Was it made for another "
         "model? Run `snip-hf inspect PLAN --model MODEL` to compare."
-    )
-    with pytest.raises(KeyError) as named:
-        plan_of(other).apply(model)
-    assert named.value.args[0] == (
-        "The plan is for another kind of model: it names layers such as 'h.0', and the model has layers such as "
-        "'layers.0'."
     )
     assert all(layer.snip_is_plain for layer in snip_linears(model).values())
 

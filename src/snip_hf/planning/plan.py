@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
@@ -97,7 +98,7 @@ class PrecisionPlan:
                 )
             for gemm in gemms[layer]:
                 check_format(row[gemm], f"assignment[{layer!r}][{gemm!r}]")
-                if not 0 <= flops[layer][gemm] <= 1e300:
+                if flops[layer][gemm] < 0:
                     number = flops[layer][gemm]
                     raise ValueError(f"flops[{layer!r}][{gemm!r}] is {number}, expected a number of at least 0.")
         stages = _checked_stages(self.stages, flops)
@@ -212,7 +213,7 @@ class PrecisionPlan:
         own = (self.provenance.config or {}).get("rates")
         try:
             return linear_times(self.executed, self.formats, own, self.times if self.is_timed else None)
-        except (KeyError, TypeError):  # no table, or a plan from elsewhere whose config names anything
+        except KeyError:  # no table
             return None
 
     def _fp4_fraction(self, layers: Iterable[str], work: Work, gemms: Collection[str] = GEMMS) -> float:
@@ -286,11 +287,6 @@ class PrecisionPlan:
         """Raises KeyError unless the plan names exactly these layers, those that a model has."""
         present = list(dict.fromkeys(layers))
         missing, unexpected = self.mismatches(present)
-        if present and {*present}.isdisjoint(self.assignment):
-            raise KeyError(
-                f"The plan is for another kind of model: it names layers such as {next(iter(self.assignment))!r}, and "
-                f"the model has layers such as {present[0]!r}."
-            )
         advice = "Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
         if missing:
             raise KeyError(
@@ -417,19 +413,13 @@ def _table(table: Any, name: str, kind: type) -> dict[str, dict[str, Any]]:
 def _checked_stages(stages: Any, flops: Work) -> tuple[tuple[str, ...], ...]:
     """The stages as tuples; refuses those that do not part the layers, or have no FLOPs."""
     checked: tuple[tuple[str, ...], ...] = from_json(tuple[tuple[str, ...], ...], stages, "stages")
-    seen: dict[str, int] = {}
+    counts = Counter(layer for stage in checked for layer in stage)
+    for layer in (*flops, *counts):
+        if counts[layer] != (layer in flops):
+            raise ValueError(f"stages name layer {layer!r} {counts[layer]} times, expected {int(layer in flops)}.")
     for index, stage in enumerate(checked):
-        for layer in stage:
-            if layer not in flops:
-                raise ValueError(f"stages[{index}] names layer {layer!r}, which the assignment does not have.")
-            if layer in seen:
-                raise ValueError(f"layer {layer!r} is in stages[{seen[layer]}] and stages[{index}], expected in one.")
-            seen[layer] = index
         if not math.fsum(value for layer in stage for value in flops[layer].values()) > 0:
             raise ValueError(f"stages[{index}] has no FLOPs, so its FP4 share means nothing; leave the stage out.")
-    for layer in flops:
-        if layer not in seen:
-            raise ValueError(f"layer {layer!r} is in no stage, expected in exactly one.")
     return checked
 
 

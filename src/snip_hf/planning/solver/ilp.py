@@ -275,7 +275,7 @@ def _scale(part: Part, raised: float, incumbent: Sequence[int], hopeless: Sequen
         left = [
             (u, option)
             for option, cost in enumerate(unit.costs)
-            if option not in hopeless[u] and (cost <= floors[u] or cost - floors[u] <= limit)
+            if option not in hopeless[u] and cost - floors[u] <= limit
         ]
         unit_columns.append(range(len(columns), len(columns) + len(left)))
         columns += left
@@ -364,9 +364,7 @@ def _solve_part(part: Part, solver: str, gap: float, deadline: float) -> tuple[l
     picks, bound, price = greedy(part)
     if solver == "greedy" or part.minimum is None:
         return picks, bound, False
-    hopeless: list[set[int]] = [set() for _ in part.units]
-    if part.shortfall(picks) <= part.tolerance:
-        hopeless = hopeless_options(part, picks, price)
+    hopeless = hopeless_options(part, picks, price)
     exact, exact_bound = _solve_exactly(part, solver, picks, hopeless, gap, deadline)
     is_better = exact is not None and part.total(exact) <= part.total(picks)
     return exact if exact is not None and is_better else picks, max(bound, exact_bound), is_better

@@ -247,7 +247,7 @@ def test_a_vision_tower_counts_only_where_there_are_images(images: bool) -> None
         (lambda bank, x: nn.functional.conv1d(x[:, None], bank.weight), (5, 1, 3), 6 * 5 * 6 * 3),
         (lambda bank, x: nn.functional.embedding(x[:, 0].long() * 0, bank.weight) @ x.t(), (5, 8), 0),
         (lambda bank, x: (x * bank.weight) @ x.t(), (8,), 0),
-        (lambda bank, x: (x + bank.weight) @ x.t(), (1, 8), 0),
+        (lambda bank, x: (x.new_ones(6, 1) * bank.weight) @ x.t(), (1, 8), 0),
         (lambda bank, x: bank.weight[x[:, 0].long() * 0] @ x.t(), (8, 8), 0),
         (lambda bank, x: nn.functional.scaled_dot_product_attention(*(x[None, None] * bank.weight,) * 3), (8,), 0),
     ],

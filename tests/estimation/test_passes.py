@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +153,13 @@ def test_a_loss_that_runs_the_model_under_autocast_is_computed_in_fp32() -> None
     assert float(run_pass(model, Batch.of(batch, Objective(loss)), {})) == float(run_pass(model, Batch.of(batch), {}))
     loss(model, batch)
     assert dtypes == [torch.float32, torch.bfloat16]
+
+
+def test_a_rank_whose_tokens_have_no_label_adds_nothing_to_the_loss() -> None:
+    others: Any = SimpleNamespace(labelled=8, mesh=SimpleNamespace(size=lambda: 2), attention=nullcontext)
+    inputs = text(2, 8)
+    inputs["shift_labels"] = torch.full_like(inputs["labels"], -100)
+    assert float(run_pass(tiny_llama(hidden=32), replace(Batch.of(inputs), sequences=others), {})) == 0
 
 
 def test_the_parametrization_of_a_weight_acts_and_is_put_back() -> None:

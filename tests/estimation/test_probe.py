@@ -796,7 +796,7 @@ def test_every_run_of_every_rank_may_be_kept() -> None:
 def test_a_layer_that_a_router_gives_other_tokens_keeps_the_rank_s_share_of_them() -> None:
     plan = SamplePlan(512, 0, 0, 1, (1024, 1024))
     assert len(plan.positions(900)) == 256
-    assert torch.equal(plan.positions(200), torch.arange(200))
+    assert torch.equal(plan.positions(200), torch.arange(200)) and len(plan.positions(0)) == 0
     assert len(plan._replace(tokens_by_rank=(1024,) * 8).positions(900)) == 128  # never less than one run
     assert torch.equal(plan._replace(probe_tokens=None).positions(900), torch.arange(900))
     # The number equals that of one process with as many tokens, whatever other ranks have.

@@ -406,7 +406,7 @@ def _gathered(
 
 
 def _root(square: float) -> float:
-    return math.sqrt(square) if square > 0 or math.isnan(square) else 0.0
+    return math.sqrt(max(square, 0.0))  # NaN stays
 
 
 def gradients_of(

@@ -273,11 +273,6 @@ def without_loss_scale(
         return clip_factor
     before, after = known[0] / (clip_factor or 1.0), known[0]
     with attempt:
-        if not math.isfinite(before):
-            raise ValueError(
-                f"The norm of the gradients is {clip_factor} times what it was after the backward pass; expected a "
-                "finite factor. The code that clips or scales the gradients caused this."
-            )
         if after > _LARGEST_RATIO or before < 1 / _LARGEST_RATIO:
             raise ValueError(
                 f"The gradients are about {after if after > _LARGEST_RATIO else before:.2g} times those of the model's "
@@ -286,7 +281,7 @@ def without_loss_scale(
                 "returns."
             )
     # Loss scales are powers of two.
-    return clip_factor if before <= _LARGEST_RATIO else clip_factor * 2.0 ** round(math.log2(before))
+    return clip_factor * 2.0 ** round(math.log2(before)) if before > _LARGEST_RATIO else clip_factor
 
 
 def _ratio(samples: Mapping[str, LayerSample], gradients: Mapping[str, Tensor], trained: list[str]) -> float | None:

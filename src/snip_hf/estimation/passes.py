@@ -158,13 +158,14 @@ def _everything_kept(model: nn.Module) -> Iterator[None]:
     Raises:
         RuntimeError: a parameter of the model itself, and not its stand-in, was written to.
     """
-    versions = [(name, parameter, _version(parameter)) for name, parameter in model.named_parameters()]
+    # torch counts the changes of a tensor.
+    versions = [(name, parameter, parameter._version) for name, parameter in model.named_parameters()]
     modules = list(model.modules())
     dicts = [getattr(module, name) for module in modules for name in _DICTS]
     with binding_kept([*map(vars, modules), *dicts]):
         yield
     for name, parameter, version in versions:
-        if _version(parameter) != version:
+        if parameter._version != version:
             raise RuntimeError(
                 f"A pass of the probe wrote to the parameter {plain_name(name)!r} in place; expected a forward pass "
                 "that leaves parameters alone. Let the forward of its module, or a hook, work on a copy of it, or use "
@@ -199,11 +200,6 @@ def _package(hook: Any) -> str:
         hook = hook.func
     owner = hook if hasattr(hook, "__qualname__") else type(hook)
     return str(owner.__module__).partition(".")[0]
-
-
-def _version(parameter: Tensor) -> int:
-    """Returns torch's count of the changes of a tensor."""
-    return 0 if parameter.is_inference() else parameter._version
 
 
 @contextmanager

@@ -5,7 +5,6 @@ Legend: T tokens that a layer saw, n sampled rows, E matrices, I in_features, O 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -94,9 +93,7 @@ class LayerSample:
         It is the ratio of the energies, not of the tokens: a few tokens hold most of such sums, in the sample or not.
         """
         every, sampled = self.energies
-        if sampled > 0 and math.isfinite(every / sampled):
-            return every / sampled
-        return self.tokens / max(1, self.x.shape[0])
+        return every / sampled if sampled > 0 else self.tokens / max(1, self.x.shape[0])
 
 
 def read(scalars: Sequence[Tensor]) -> list[float]:

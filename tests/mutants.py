@@ -104,8 +104,8 @@ MUTANTS = (
     ),
     Mutant(
         "sample-stands-for-itself",
-        "            return every / sampled\n",
-        "            return 1.0\n",
+        "return every / sampled if sampled > 0",
+        "return 1.0 if sampled > 0",
         f"{LAYER_SUMS}::test_squares_stand_for_all_tokens_by_their_energy_and_errors_by_their_number",
     ),
     # Errors that tokens have in common.

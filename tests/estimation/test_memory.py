@@ -156,7 +156,14 @@ def assert_same(one: Probe, other: Probe) -> None:
     assert all(sample.grad_output_dot[0].any() for sample in one.layers.values())
 
 
+def with_shared_weight() -> nn.Module:
+    model = tiny_lm()
+    model.layers[1].up.weight = model.layers[0].up.weight
+    return model
+
+
 MODELS = {
+    "a weight of two layers": with_shared_weight,
     "dropout": lambda: tiny_llama(hidden=32, attention_dropout=0.1),
     "bfloat16": lambda: tiny_llama(hidden=32).to(torch.bfloat16),
     "biases": lambda: build("gpt-neox"),

@@ -55,7 +55,7 @@ class Noise:
         of_draw = stream_key(*self.draw, zlib.crc32(name.encode(errors="surrogatepass")), _NOISE_OPERANDS[self.place])
         generator = torch.Generator(tensor.device).manual_seed(stream_key(of_draw, 0, self.rank, 0, 0) >> 1)
         numbers = torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=tensor.dtype)
-        size = tensor.detach().square().mean().sqrt() if tensor.numel() else 0.0
+        size = tensor.detach().square().mean().sqrt()
         return numbers.mul_(self.relative * size)
 
 

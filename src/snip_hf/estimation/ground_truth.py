@@ -128,8 +128,10 @@ class _Measurement:
         self._others = compared.others
         self.loss, base = self._gradients()
         self._base = {}
-        for name in (name for name in self._responses if name in base):
-            update, meaningful = self._responses[name].update(base[name]), self._responses[name].meaningful(base[name])
+        for name, response in self._responses.items():
+            if name not in base:
+                continue
+            update, meaningful = response.update(base[name]), response.meaningful(base[name])
             size = compared.weights[name].detach().to(torch.float32) if compared.others is None else update
             norm = size.square().sum().sqrt()
             if norm != 0:  # as in `divergences_at`

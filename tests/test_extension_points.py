@@ -141,20 +141,6 @@ def test_a_new_format_rounds_as_its_data_say() -> None:
     assert (many.mean(0) - x).abs().max() < 0.2 * scales.max() and (many.std(0) > 0).float().mean() > 0.9
 
 
-def test_a_new_format_can_stand_beside_the_two_built_in_ones(tmp_path: Path, programs: list[dict[str, Any]]) -> None:
-    register_format(own4())
-    assert "own4" in formats and timed_formats(["own4", "fp8"]) == ("bf16", "fp8", "own4")
-    config = SnipConfig(**SCHEDULE, formats=("fp4", "own4", "fp8"), target_fp4_fraction=0.9)
-    run = train(tmp_path, config, max_steps=ONE_REFRESH)
-    assert options_of(programs[-1]) == {("fp8", "own4", "fp4")}
-    assert set(run.refreshes[0]["divergence"]) == {"fp4", "own4", "fp8"}
-    # Both count towards the target, and the cheaper of the two is taken.
-    for group in programs[-1]["groups"]:
-        fp8, integer, fp4 = group["options"]
-        assert fp8["weight"] == 0 < integer["weight"] == fp4["weight"]
-    assert "own4" in used(final_plan(run)) and final_plan(run).fp4_fraction >= 0.9
-
-
 def test_layers_run_on_a_backend_that_knows_all_formats_of_the_run() -> None:
     class Narrow(CountingBackend):
         name = "narrow"

@@ -362,6 +362,12 @@ def test_options_that_make_bitsandbytes_updates_depend_on_others_are_refused() -
     )
 
 
+def test_states_that_cannot_be_put_together_are_refused_for_weights_in_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response, "is_sharded", lambda parameter: True)
+    message = refusal(stand_ins.AdamW([nn.Parameter(torch.ones(2, 2))]))
+    assert ": its states cannot be put together where FSDP2 shards the weights. " in message
+
+
 def test_a_package_that_steps_in_another_way_is_refused_before_training() -> None:
     class Next(stand_ins.StableAdamW):
         """Steps as a later version might."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from written_runs import random_assignments, write_run
+import pytest
+from written_runs import random_assignments, write_divergence, write_run
 
+from snip_hf.records import load
 from snip_hf.records.events import LOSS, Alarm, Retarget
 from snip_hf.records.load import load_run
 
@@ -42,3 +44,15 @@ def test_the_last_config_has_the_target_that_a_run_was_last_resumed_with(tmp_pat
             file.write(json.dumps(event.to_record()) + "\n")
     run = load_run(tmp_path)
     assert run.last_config == {**run.config, "target_fp4_fraction": 0.6}
+
+
+def test_of_many_tables_the_one_of_the_last_applied_refresh_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "_MOST_TABLES", 2)
+    write_run(tmp_path, random_assignments(5), kept=(4,))
+    for step in (100, 200, 300, 400):
+        write_divergence(tmp_path, step, {("model.layers.0.mlp.down_proj", "forward"): (1.0, 1.0)})
+    run = load_run(tmp_path)
+    assert list(run.divergences) == [100, 300, 400]
+    assert "The figure of the divergences shows 3 of 4 probes." in run.notes

@@ -101,6 +101,15 @@ def test_a_resumed_run_moves_nothing_aside(undisturbed: Run, tmp_path: Path) -> 
     assert resumed.losses == undisturbed.losses
 
 
+def test_a_line_that_a_crash_left_broken_is_cut_when_the_run_goes_on(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    record(folder)
+    with (tmp_path / "snip" / "history.jsonl").open("a") as file:
+        file.write('{"event": "refr')
+    folder.cut(1, None, START)
+    assert history(tmp_path) == [START.to_record()]
+
+
 def test_a_record_that_cannot_be_moved_aside_is_not_mixed_with_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

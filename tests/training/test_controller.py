@@ -348,12 +348,12 @@ def events(folder: Path) -> list[tuple[Any, ...]]:
     ],
 )
 def test_a_run_decides_by_the_criterion_that_its_file_of_divergences_has(
-    policy: str, granularity: str, tmp_path: Path
+    policy: str, granularity: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = fp4_config(policy=policy, granularity=granularity, target_fp4_fraction=0.5, **SCHEDULE)
     loop = Loop(config, tmp_path).run(4)
     plan = loop.controller.plan
-    assert (plan.provenance.step, plan.provenance.policy) == (2, policy)
+    assert (plan.provenance.step, plan.provenance.policy, caplog.messages) == (2, policy, [])
     assert plan.provenance.solver == ("greedy" if policy == "greedy" else FAST["solver"])
     assert 0.5 <= plan.fp4_fraction < 0.65
     step, table = read_divergence(tmp_path / "snip" / "divergence-2.json")
@@ -869,11 +869,11 @@ def test_after_a_solver_that_fails_auto_takes_the_next_one_for_good_and_warns_on
     assert said == [f"snip-hf: from now on solver='auto' uses 'highs', because: {reason}"]
 
 
-def test_a_resumed_run_may_have_another_solver(tmp_path: Path) -> None:
+def test_a_resumed_run_may_have_another_solver_and_backend(tmp_path: Path) -> None:
     first = Loop(fp4_config(**SCHEDULE | {"solver": "cbc"}), tmp_path / "first").run(3)
     assert first.controller is not None
     state = json.loads(json.dumps(first.controller.state_dict()))
-    second = Loop(fp4_config(**SCHEDULE | {"solver": "greedy"}), tmp_path / "second")
+    second = Loop(fp4_config(**SCHEDULE | {"solver": "greedy", "backend": "emulated"}), tmp_path / "second")
     assert second.controller is not None and state["pending"] is not None
     second.controller.load_state_dict(state)
     second.step = 3
@@ -1022,6 +1022,7 @@ def test_a_refresh_whose_micro_batches_nobody_captured_says_so(tmp_path: Path) -
 def test_a_loop_that_ends_before_its_first_refresh_is_told_so_once_when_it_closes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    Loop().controller.close()  # before its first step
     loop = Loop(dataclasses.replace(CONFIG, first_refresh=3))
     loop.run(2)
     assert not caplog.messages
@@ -1048,14 +1049,16 @@ def test_ties_that_could_not_hold_are_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("policy", ["snip", "fisher"])
 def test_a_probe_at_learning_rate_0_says_that_the_loss_divergence_alone_decides(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    policy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop = Loop(folder=tmp_path)
+    """Not if the policy decides by neither."""
+    loop = Loop(fp4_config(**SCHEDULE, policy=policy), tmp_path)
     loop.optimizer.param_groups[0]["lr"] = 0.0
     loop.run(4)
     assert caplog.messages == [
         "snip-hf: all weight divergences of step 2 are 0, since the learning rate is 0; only the loss divergence "
         "decides."
-    ]
+    ] * (policy == "snip")
     assert [line["status"] for line in history(tmp_path)[1:]] == ["applied"]

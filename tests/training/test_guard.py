@@ -124,6 +124,12 @@ def test_a_spike_raises_all_layers_for_a_while_and_then_the_plan_is_refreshed(
     assert run.alarms == [alarm] and run.plans[-1][1].assignment == loop.formats()
 
 
+def test_formats_that_are_raised_before_the_first_refresh_do_not_bring_it_forward(tmp_path: Path) -> None:
+    loop = Provoked(config(policy="snip", start_format="fp4", first_refresh=12), tmp_path, factors={5: 1e3}).run(12)
+    assert [alarm.step for alarm in alarms(tmp_path)] == [5]
+    assert loop.controller is not None and loop.controller.state_dict()["last_probe"] == 12
+
+
 def test_kernels_launch_by_the_raised_formats_in_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA graphs of the old formats would be replayed if the records kept their addresses."""
     monkeypatch.setattr(type(TENSOR_SCALED), "lacks", lambda self, device: None)

@@ -27,6 +27,7 @@ from snip_hf.layers.convert import convert_model
 from snip_hf.layers.run_hooks import RunMark
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Ranks
+from snip_hf.training import micro_batches
 from snip_hf.training.gradients import Clipping
 from snip_hf.training.micro_batches import StepWatch, TrainingPass, TrainingPasses
 
@@ -425,6 +426,10 @@ def test_a_pass_that_is_never_backpropagated_is_not_held() -> None:
     del outputs
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
+
+
+def test_logits_are_no_loss() -> None:
+    assert micro_batches._loss((torch.ones(2, 3, requires_grad=True),)) is None
 
 
 def test_a_bare_loss_is_a_loss(tmp_path: Path) -> None:

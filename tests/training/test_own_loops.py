@@ -319,6 +319,18 @@ def test_a_run_that_is_resumed_to_more_steps_goes_on_by_the_schedule(tmp_path: P
     assert [(step, status) for step, status, _ in outcomes(tmp_path)] == [(2, "applied"), (6, "applied")]
 
 
+def test_a_refresh_that_the_end_of_training_dropped_is_recorded_once_when_it_goes_on(tmp_path: Path) -> None:
+    first = Loop(CONFIG, tmp_path).run(3)
+    state = json.loads(json.dumps(first.controller.state_dict()))
+    first.controller.close()
+    assert [(step, status) for step, status, _ in outcomes(tmp_path)] == [(2, "kept")]
+    second = Loop(CONFIG, tmp_path)
+    second.controller.load_state_dict(state)
+    second.step = 3
+    second.run(4)
+    assert [(step, status) for step, status, _ in outcomes(tmp_path)] == [(2, "applied")]
+
+
 def test_layers_whose_states_were_moved_in_mid_run_draw_the_same_random_numbers() -> None:
     """As `module.to(device)` moves them."""
     losses = []

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -67,8 +67,8 @@ RELATIVE_STEP = 1e-3
 LEAST_STEP = 1e-5
 # If the slope over half the distance differs by more than this part, the update has a jump there.
 SMOOTH = 0.25
-# Optimizers that passed -> their number of groups then: a refresh neither tries nor logs them again.
-_tried: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+# Optimizers that passed: a refresh neither tries nor logs them again.
+_tried: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ def check_optimizer(optimizer: Any) -> list[torch.optim.Optimizer]:
 def _check(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise _refusal(optimizer, "it is not a torch.optim.Optimizer")
-    if _tried.get(optimizer) == len(optimizer.param_groups):
+    if optimizer in _tried:
         return
     if refused := refusal(optimizer):
         raise _refusal(optimizer, *refused)
@@ -306,11 +306,8 @@ def _check(optimizer: Any) -> None:
                     raise _refusal(optimizer, f"its step on a copy failed ({type(error).__name__}: {error})") from error
                 if reason:
                     raise _refusal(optimizer, reason)
-    if optimizer not in _tried:
-        logger.info(
-            "snip-hf: the update of %s is differentiated by the %s rule.", shown_name(kind), differentiation(kind)
-        )
-    _tried[optimizer] = len(optimizer.param_groups)
+    logger.info("snip-hf: the update of %s is differentiated by the %s rule.", shown_name(kind), differentiation(kind))
+    _tried.add(optimizer)
 
 
 def _refusal(optimizer: Any, reason: str, instead: str = DEFAULT) -> TypeError:

@@ -27,8 +27,6 @@ from .guard import Health
 from .refresh import PendingRefresh
 from .setup import RunParts
 
-# Fields that decide nothing but which layers are swapped.
-_CHOICE = {"skip_modules", "include_modules"}
 # Fields of the guard, which may change in mid-run.
 _GUARD = ("guard", "guard_patience")
 _NEW_PLAN = "SnipCallback(..., resume=False), or no load_state_dict in a loop of your own"
@@ -125,8 +123,7 @@ class SavedState:
         """
         fields = config.to_dict()
         different = [name for name in differences(config, self.config) if name not in (*TARGETS, *_GUARD, "solver")]
-        is_same_choice = _CHOICE.issuperset(different) and self.plan.assignment.keys() == flops.keys()
-        if different and not is_same_choice:
+        if different:
             name = different[0]
             raise ValueError(
                 f"The checkpoint was trained with {name}={self.config.get(name)!r}, this run asks for "

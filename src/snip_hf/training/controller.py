@@ -190,7 +190,6 @@ class SnipController:
         if is_probed and self._watch is None:
             self._watch = self._run.refresher.watch()
         is_read = is_probed or (self.needs_probe and not self._has_labels) or not self._forecast.is_made
-        is_read = is_read or (self._micro_batch == 0 and self._run.coverage.is_due)
         return TrainingPass(batch if is_read else {}, RandomState.now() if is_probed else None, objective)
 
     def count(self, one: TrainingPass) -> None:

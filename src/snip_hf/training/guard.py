@@ -289,8 +289,8 @@ class Guard:
             self._in_force.save()
             self._refresher.drop(step, f"the guard raised formats after step {step}")
             if policy_of(self._config).needs_probe:
-                first = 0 if self._schedule.last_probe is not None else self._schedule.first_refresh
-                self._schedule.postponed = max(step + self._config.guard_patience + 1, first)
+                calm = step + self._config.guard_patience + 1
+                self._schedule.postponed = max(calm, self._schedule.first_refresh)
         self._report(step, finding, is_left_out, changes)
 
     def restore(self, health: Health) -> None:

@@ -35,7 +35,6 @@ from ..policies.registry import config_warnings, policy_of
 from ..policies.setting import Setting, check_ties, find_stages
 from ..policies.target import check_attainable
 from ..records.run_folder import RunRecord
-from ..text import printable
 from .checks import check_guard, check_model, check_parts, check_pipeline, check_split
 from .coverage import CoverageCounter
 from .gradients import GradientSource, find_source
@@ -212,8 +211,7 @@ def find_setting(model: nn.Module, config: SnipConfig, pipeline: Ranks) -> Setti
 def name_of(model: nn.Module) -> str:
     """Returns the name that a model was loaded by, or that of its class, for plans and records."""
     name = getattr(getattr(model, "config", None), "_name_or_path", "")
-    # It may be a path, with any characters.
-    return printable(name, 4096) or type(model).__name__.removeprefix("FSDP")
+    return name or type(model).__name__.removeprefix("FSDP")
 
 
 def cost_of_all(

@@ -30,9 +30,11 @@ class Loop:
         accumulation: int = 1,
         max_norm: float = 0.5,
         dropout: float = 0.1,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        self.model: Any = tiny_llama(hidden=32, attention_dropout=dropout)
-        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.model: Any = model or tiny_llama(hidden=32, attention_dropout=dropout)
+        self.optimizer: Any = optimizer or torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.accelerator, self.accumulation, self.max_norm = accelerator, accumulation, max_norm
         if accelerator is not None:
             self.model, self.optimizer = accelerator.prepare(self.model, self.optimizer)

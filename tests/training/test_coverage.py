@@ -9,17 +9,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import own_loop
 import pytest
 import torch
 from configs import fp4_config
 from models import CHOSEN, build, text, with_images
 from small import TinyLM, tiny_llama
 from thread_ranks import on_ranks
-from tiny_runs import one_thread
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, coverage
+from snip_hf import PrecisionPlan, SnipConfig, convert_model, coverage
 from snip_hf.estimation.coverage import PassCounts
 from snip_hf.integrations.trackers import quantities_in_force
 from snip_hf.numerics.formats import FORMATS
@@ -78,25 +78,16 @@ def seeded(model: type[nn.Module]) -> nn.Module:
     return model()
 
 
-class Loop:
-    """Trains a model on batches given by their step."""
+class Loop(own_loop.Loop):
+    """Trains a model on given batches."""
 
     def __init__(self, model: nn.Module, config: SnipConfig, folder: Path | None = None) -> None:
-        self.model, self.step = model, 0
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        self.controller = SnipController(model, self.optimizer, config, output_dir=folder)
+        super().__init__(config, folder, model=model)
 
-    def run(self, *batches: Mapping[str, Tensor], captures: bool = True) -> Loop:
-        with one_thread():
-            for batch in batches:
-                self.step += 1
-                if captures:
-                    self.controller.capture(batch)
-                self.model(**batch)["loss"].backward()
-                self.controller.before_optimizer_step(self.step)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self.controller.after_step(self.step)
+    def run(self, *batches: dict[str, Tensor]) -> Loop:  # type: ignore[override]
+        for batch in batches:
+            self.batch = lambda index, batch=batch: batch  # type: ignore[method-assign]
+            super().run(self.step + 1)
         return self
 
 
@@ -292,7 +283,9 @@ def test_a_resumed_run_does_not_count_again_and_decides_the_same() -> None:
 
 
 def test_a_loop_that_captures_nothing_counts_nothing() -> None:
-    loop = Loop(seeded(SparseLM), fp4_config(policy="layer-type")).run(ids(4), captures=False)
+    loop = Loop(seeded(SparseLM), fp4_config(policy="layer-type"))
+    loop.controller.capture = lambda batch: None
+    loop.run(ids(4))
     assert loop.controller.coverage is None and loop.controller.plan.tokens is None
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
+from own_loop import Loop
 from small import tokens
-from tiny_runs import one_thread
+from tiny_runs import differing, one_thread, weights
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
@@ -21,7 +22,7 @@ from transformers import (
     T5Config,
 )
 
-from snip_hf import SnipController, convert_model, coverage, estimate_divergence, measure_divergence
+from snip_hf import convert_model, coverage, estimate_divergence, measure_divergence
 from snip_hf.estimation.batch import Batch
 from snip_hf.training.messages import tokens_of
 
@@ -77,33 +78,22 @@ def test_their_weight_divergences_are_the_measured_ones(family: str, most: float
 
 @pytest.mark.parametrize("family", ["t5", "bert", "classifier"])
 def test_they_refresh_and_resume(family: str) -> None:
-    def loop(steps: int, state: Any = None, start: Any = None) -> tuple[SnipController, Any, Any]:
+    def loop() -> Loop:
         model, batch, included = built(family)
-        if start is not None:
-            model.load_state_dict(start[0])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        controller = SnipController(model, optimizer, fp4_config(include_modules=included, **FAST))
-        if start is not None:
-            optimizer.load_state_dict(start[1])
-            controller.load_state_dict(state)
-        for step in range(controller.step + 1, steps + 1):
-            controller.capture(batch)
-            model(**batch).loss.backward()
-            controller.before_optimizer_step(step)
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.after_step(step)
-        return controller, model, optimizer
+        found = Loop(fp4_config(include_modules=included, **FAST), model=model)
+        found.batch = lambda index: batch
+        return found
 
-    with one_thread():
-        whole, model, _ = loop(2)
-        first, half, optimizer = loop(1)
-        state = json.loads(json.dumps(first.state_dict()))
-        again, resumed, _ = loop(2, state, (half.state_dict(), optimizer.state_dict()))
-    assert whole.plan.provenance.step == 1 and whole.plan.fp4_fraction >= 0.75
-    assert again.plan.assignment == whole.plan.assignment
-    weights = dict(resumed.named_parameters())
-    assert all(torch.equal(weights[name], weight) for name, weight in model.named_parameters())
+    whole, first, again = loop().run(2), loop().run(1), loop()
+    again.model.load_state_dict(first.model.state_dict())
+    again.optimizer.load_state_dict(first.optimizer.state_dict())
+    again.controller.load_state_dict(json.loads(json.dumps(first.controller.state_dict())))
+    again.step = 1
+    again.run(2)
+    plan = whole.controller.plan
+    assert plan.provenance.step == 1 and plan.fp4_fraction >= 0.75
+    assert again.controller.plan.assignment == plan.assignment
+    assert differing(weights(again.model), weights(whole.model)) == []
 
 
 def test_an_encoder_is_covered_if_it_is_named_and_sees_its_own_tokens() -> None:

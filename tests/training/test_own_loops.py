@@ -185,8 +185,7 @@ def test_if_swapped_weights_are_not_trained_the_updates_of_all_trained_parameter
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer = _with_trained_norms()
-    controller = SnipController(model, optimizer, OFTEN, output_dir=tmp_path)
-    _train(controller, optimizer, 5)
+    Loop(OFTEN, tmp_path, model=model, optimizer=optimizer).run(5)
     assert reasons(tmp_path) == {2: None, 4: None}
     totals = [line["divergence"]["fp4"]["weight"] for line in history(tmp_path)[1:]]
     assert all(total > 0 for total in totals)
@@ -197,14 +196,13 @@ def test_an_optimizer_of_nothing_in_the_model_is_said_once_at_the_start_and_cost
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "snip_hf")
-    model, optimizer = tiny_llama(hidden=32), torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
-    controller = SnipController(model, optimizer, OFTEN, output_dir=tmp_path)
+    loop = Loop(OFTEN, tmp_path, optimizer=torch.optim.AdamW([nn.Parameter(torch.zeros(2))]))
     said = (
         "snip-hf: the optimizer holds no parameter of the model (make it from those of the prepared or sharded model), "
         "so only the loss divergence decides."
     )
     assert caplog.messages[-1] == said
-    _train(controller, optimizer, 5)
+    loop.run(5)
     assert reasons(tmp_path) == {2: None, 4: None}
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [said]
 
@@ -216,18 +214,6 @@ def test_after_swapped_weights_are_frozen_in_mid_run_the_updates_of_the_others_c
     loop.run(7)
     assert reasons(tmp_path) == {2: None, 4: None, 6: None}
     assert history(tmp_path)[-1]["divergence"]["fp4"]["weight"] > 0
-
-
-def _train(controller: SnipController, optimizer: torch.optim.Optimizer, last: int) -> None:
-    with one_thread():
-        for step in range(controller.step + 1, last + 1):
-            batch = text(2, 24, step)
-            controller.capture(batch)
-            controller.model(**batch).loss.backward()
-            controller.before_optimizer_step(step)
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.after_step(step)
 
 
 # -------------------------------------------------------------------------------------------------------------- layers
@@ -297,10 +283,9 @@ def test_refreshes_whose_plan_would_be_due_after_the_last_step_are_not_run(tmp_p
 
 
 def test_a_plan_that_is_due_at_the_last_step_is_still_made(tmp_path: Path) -> None:
-    model = tiny_llama(hidden=32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    controller = SnipController(model, optimizer, CONFIG, output_dir=tmp_path, max_steps=4)
-    _train(controller, optimizer, 4)
+    loop = Loop(None)
+    loop.controller = SnipController(loop.model, loop.optimizer, CONFIG, output_dir=tmp_path, max_steps=4)
+    loop.run(4)
     assert outcomes(tmp_path) == [(2, "applied", None)]
 
 

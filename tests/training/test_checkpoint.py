@@ -108,9 +108,9 @@ def test_a_plan_for_the_old_target_that_still_waits_is_left_out(tmp_path: Path) 
 
 
 def test_before_the_first_refresh_nothing_is_asked_for(tmp_path: Path) -> None:
-    first, state = saved(1, config(), tmp_path)
-    second = resumed(state, first, config(target_fp4_fraction=0.25), tmp_path).run(4)
-    assert [(step, applied) for step, applied, _ in refreshes(tmp_path)] == [(2, 4)]
+    first, state = saved(1, config(first_refresh=3), tmp_path)
+    second = resumed(state, first, config(first_refresh=3, target_fp4_fraction=0.25), tmp_path).run(5)
+    assert [(step, applied) for step, applied, _ in refreshes(tmp_path)] == [(3, 5)]
     assert second.controller is not None and second.controller.plan.fp4_fraction < 0.5
 
 

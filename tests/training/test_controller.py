@@ -164,6 +164,8 @@ def test_the_state_continues_a_run_from_memory_and_is_not_changed_by_it() -> Non
         second.model.load_state_dict(first.model.state_dict())
         second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
         second.controller.load_state_dict(state)
+        states = [next(iter(snip_linears(loop.model).values())).snip_state for loop in (first, second)]
+        assert torch.equal(*states)
         second.step = 3
         torch.set_rng_state(generator)
         second.run(5)

@@ -44,7 +44,7 @@ class Provoked(Loop):
     def loss_of(self, batch: dict[str, Tensor]) -> Tensor:
         loss = super().loss_of(batch) * self.factors.get(self.step, 1.0)
         if self.controller is not None:
-            self.controller.note_loss(loss)
+            self.controller.note_loss(loss if self.step % 2 else loss.item())
         return loss
 
 
@@ -169,6 +169,12 @@ def test_a_gradient_that_is_not_finite_is_left_out_and_raises_what_is_broken(tmp
     assert raised == {f"model.layers.1.self_attn.{name}" for name in ("q_proj", "k_proj")}
     loop.run(6)
     assert len(alarms(tmp_path)) == 1 and all(loss == loss for loss in loop.losses)
+
+
+def test_a_step_that_is_left_out_is_not_probed(tmp_path: Path) -> None:
+    Provoked(config(), tmp_path, factors={2: float("nan")}).run(8)
+    assert [alarm.left_out for alarm in alarms(tmp_path)] == [True]
+    assert refreshes(tmp_path) == [(6, 8)]
 
 
 def test_gradients_that_are_no_longer_finite_after_the_backward_pass_are_left_out(tmp_path: Path) -> None:

@@ -133,6 +133,14 @@ def test_gradients_of_nothing_or_of_zero_were_not_clipped() -> None:
     assert factor(model, watch) == 1.0
 
 
+def test_a_gradient_that_a_loop_removes_was_not_clipped() -> None:
+    model = a_model()
+    watch = watch_of(model)
+    model(**tokens())["loss"].backward()
+    next(iter(snip_linears(model).values())).weight.grad = None
+    assert factor(model, watch) == 1.0
+
+
 @pytest.mark.parametrize("reentrant", [None, True, False])
 @pytest.mark.parametrize("watch_first", [True, False])
 def test_changes_of_gradients_by_a_wrapper_at_the_end_of_the_backward_pass_are_not_clipping(
@@ -400,6 +408,8 @@ def test_the_first_pass_that_counts_is_the_batch_of_the_probe() -> None:
     batch = controller._watch.batch
     assert torch.equal(batch.kwargs["input_ids"], real["input_ids"])
     assert torch.equal(batch.random_state.cpu, state)
+    controller.close()
+    assert hooked(model) == set()
 
 
 def test_outside_a_step_nothing_counts() -> None:

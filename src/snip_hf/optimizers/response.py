@@ -437,7 +437,7 @@ def _parts(optimizer: Any) -> Iterator[Any]:
     several = optimizer if isinstance(optimizer, list | tuple | dict) else getattr(optimizer, "optimizers", None)
     if isinstance(several, Mapping):
         several = list(several.values())
-    if not isinstance(several, list | tuple) or not several:
+    if not isinstance(several, list | tuple):
         yield optimizer
         return
     for one in several:

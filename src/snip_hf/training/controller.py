@@ -210,9 +210,9 @@ class SnipController:
         if not self._forecast.is_made:
             how = self.compiled or how_compiled(self.model)
             self._forecast.make(how, one.seen or tokens_of(one.batch))
-        if self._micro_batch == 0 and self._watch is not None and one.random_state is not None:
-            self._watch.take(one)
         if self._micro_batch == 0:
+            if self._watch is not None:
+                self._watch.take(one)
             self._run.coverage.take(one)
         self._micro_batch += 1
 

@@ -300,13 +300,11 @@ class GradientSource:
             return None
         return "the optimizer holds no parameter of the model (make it from those of the prepared or sharded model)"
 
-    def why_no_update(self, layers: Iterable[SnipLayer]) -> str:
+    def why_no_update(self) -> str:
         """Returns why the next updates do not depend on the gradients, which are not 0."""
         groups = groups_of(self._optimizer)
         if all(float(group.get("lr", 1.0)) == 0 for group in groups if group["params"]):
             return "the learning rate is 0"
-        if not any(layer.weight.detach().any() for layer in layers):
-            return "the swapped weights are all 0"
         return "the optimizer's updates do not depend on the gradients"
 
 

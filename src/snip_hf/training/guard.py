@@ -198,8 +198,6 @@ class StepMeter(BackwardEnd):
 
     def _take_local(self) -> tuple[float | None, float | None, list[str]]:
         """Returns this rank's loss, its share of the squared norm, and its layers that are not finite."""
-        if self._norms is None and self._hooks:  # a loop that sets gradients without a backward pass
-            self.note()
         losses, norms, parameters = self._losses, self._norms, self._parameters
         self._losses, self._norms, self._parameters = [], None, []
         total = [torch.stack([one.to(losses[0].device).reshape(()) for one in losses]).sum()] if losses else []
@@ -300,7 +298,7 @@ class Guard:
     def _concerned(self, broken: Collection[str]) -> list[str]:
         """Returns the layers to raise: the broken ones and those that share formats with them, or all."""
         layers = list(self._in_force.plan.assignment)
-        if not broken or len(broken) == len(layers):
+        if not broken:
             return layers
         groups = [group for group in siblings(self._in_force.setting) if not set(broken).isdisjoint(group)]
         tied = {name for group in groups for name in group}

@@ -222,7 +222,7 @@ class Refresher:
             self._log.warning(
                 "snip-hf: all weight divergences of step %d are 0, since %s; only the loss divergence decides.",
                 step,
-                self._source.why_no_update(layers.values()),
+                self._source.why_no_update(),
             )
         if self._finds_ties:
             self.tie(table.ties)

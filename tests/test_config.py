@@ -134,7 +134,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         {"target_fp4_fraction": ((1, 0), (8, 0.5)), "formats": ("fp8", "bf16")},
         "target_fp4_fraction=0.5 cannot be met with the formats ('fp8', 'bf16'): none of them rounds both "
         "operands to at most 4 bits. Add one that does, e.g. 'fp4', or set target_linear_speedup with rates, or "
-        "target_fp4_fraction=0.",
+        "policy='uniform-fp8'.",
     ),
     (
         {"target_fp4_fraction": ((1, 0.9), (8, 0.5)), "target_linear_speedup": 2.0, "rates": "ideal"},
@@ -219,19 +219,19 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         {"formats": ("fp4-pqt", "nvfp4", "fp8"), "policy": "random"},
         "target_fp4_fraction=0.75 cannot be met with the formats ('fp4-pqt', 'fp8'): none of them rounds both "
         "operands to at most 4 bits. Add one that does, e.g. 'fp4', or set target_linear_speedup with rates, or "
-        "target_fp4_fraction=0.",
+        "policy='uniform-fp4-pqt'.",
     ),
     (
         {"formats": ("fp8", "bf16"), "target_fp4_fraction": 0.1},
         "target_fp4_fraction=0.1 cannot be met with the formats ('fp8', 'bf16'): none of them rounds both "
         "operands to at most 4 bits. Add one that does, e.g. 'fp4', or set target_linear_speedup with rates, or "
-        "target_fp4_fraction=0.",
+        "policy='uniform-fp8'.",
     ),
     (
         {"formats": ("fp8", "bf16")},
         "target_fp4_fraction=0.75 cannot be met with the formats ('fp8', 'bf16'): none of them rounds both "
         "operands to at most 4 bits. Add one that does, e.g. 'fp4', or set target_linear_speedup with rates, or "
-        "target_fp4_fraction=0.",
+        "policy='uniform-fp8'.",
     ),
     (
         {"formats": ("fp4", "int9")},

@@ -268,11 +268,12 @@ class SnipConfig(_NamedFields):
     start_format: str | None = _field(
         None,
         'Format of every GEMM until the first plan is applied: one of `formats`, or "bf16" (not quantized). None '
-        "means the most precise of `formats`.",
+        "means the most precise of `formats`. Has no effect under a policy without a probe.",
     )
     first_refresh: int | None = _field(
         None,
-        "Step of the first probe. None means 100, or a tenth of the run's steps if that is less, but at least 10.",
+        "Step of the first probe. None means 100, or a tenth of the run's steps if that is less, but at least 10. A "
+        "policy without a probe starts at step 1; for a later start give `target_fp4_fraction` a schedule.",
         _INTEGER,
     )
     refresh_every: int | None = _field(
@@ -516,7 +517,7 @@ class SnipConfig(_NamedFields):
             raise ValueError(
                 f"target_fp4_fraction={share!r} cannot be met with the formats {used!r}: none of them rounds both "
                 f"operands to at most 4 bits. Add one that does, e.g. {example!r}, or set target_linear_speedup with "
-                "rates, or target_fp4_fraction=0."
+                f"rates, or policy='uniform-{self.least_precise}'."
             )
 
     def _check_decides(self) -> None:

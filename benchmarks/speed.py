@@ -53,6 +53,7 @@ from shared.timing import (
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from snip_hf import SnipCallback, SnipConfig
+from snip_hf.training.gradients import GRAPH_MODES
 
 LARGE, SMALL = "8B, 8 layers", "TinyLlama-1.1B"
 # Model, and options that differ. The most useful first: --minutes cuts off the end.
@@ -72,7 +73,6 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     (SMALL, {}),
 )
 OURS, TORCHAO = "snip-hf 75%", "torchao tensorwise"
-GRAPH_MODES = ("reduce-overhead", "max-autotune")
 COLUMNS = {
     "model": ("model", "{}"),
     "recipe": ("recipe", "{}"),

@@ -33,7 +33,7 @@ LATE = (
     "step's gradients by then. Call it before optimizer.step(), once the gradients are complete and clipped."
 )
 # Modes of torch.compile with CUDA graphs.
-_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 class BackwardEnd(ABC):
@@ -372,7 +372,7 @@ def _are_in_graphs(accelerator: Any) -> bool:
     """Returns True if Accelerate compiles a model of one process, so without wrappers, with CUDA graphs."""
     state = getattr(accelerator, "state", accelerator)
     mode = getattr(getattr(state, "dynamo_plugin", None), "mode", None)
-    return mode in _GRAPH_MODES and state.distributed_type == "NO"
+    return mode in GRAPH_MODES and state.distributed_type == "NO"
 
 
 def find_source(needs_gradients: bool, optimizer: Any, model: Any, accelerator: Any) -> GradientSource:

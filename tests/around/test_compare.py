@@ -26,7 +26,6 @@ from eval import arc_chats, compare, compare_scores
 from eval.paired import Paired, holm
 from eval.scoring.questions import packed
 from snip_hf.config import POLICIES
-from snip_hf.kernels.tensor_scaled import exponents, operators
 from snip_hf.numerics.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -560,23 +559,6 @@ def test_tricks_are_contenders(files: tuple[Path, Path], tmp_path: Path, monkeyp
     lines = compare.read_lines(tmp_path / "lines.jsonl")
     assert [line["share"] for line in lines] == [pytest.approx(1 / 3, abs=1e-5), 1, 1]
     assert len({line["losses"]["5"] for line in lines}) == 3
-
-
-NAMES = {"fp8-delayed-fast": True, "fp8-delayed": False}  # True: sums of backward GEMMs are fast
-
-
-def test_fast_sums_differ_from_delayed_scales_in_the_backward_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "eval.proof.fast_sums", raising=False)
-    for owner, name in ((exponents.HostView, "set_formats"), (operators, "sums_fast")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-    with restored(FORMATS):
-        compare.import_modules(["eval.proof.fast_sums"])
-        found = {name: proof("fast-sums").snip_config(name, 32) for name in ("fast", "fp8-delayed")}
-        assert {config.policy for config in found.values() if config} == {f"uniform-{name}" for name in NAMES}
-        for name, backward in NAMES.items():
-            records = exponents.Records.new(torch.device("cpu"))
-            records.view.set_formats([FORMATS[name]] * 3)
-            assert [operators.sums_fast(records.record, gemm) for gemm in range(3)] == [True, backward, backward]
 
 
 # --- scores

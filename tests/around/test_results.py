@@ -354,21 +354,78 @@ def test_speeds_at_equal_loss_are_those_of_the_lines(shares: dict[tuple[str, str
         assert written[row] == [f"{ratio:.3f}", first, "; ".join(by_laws)], row
 
 
+def paired(name: str, ours: str, other: str, step: str | None) -> Paired:
+    """Returns the differences in percent of cells from the same start; None: of the models without quantization."""
+    found = {(line["contender"], line["start"]): line for line in lines_of(name, "eval")}
+    losses = {
+        cell: line["loss_unquantized"] if step is None else line["losses"][step]
+        for cell, line in found.items()
+        if cell[0] in (ours, other)
+    }
+    starts = [start for contender, start in losses if contender == ours and (other, start) in losses]
+    return Paired.of([100 * (losses[ours, start] / losses[other, start] - 1) for start in starts])
+
+
+ORDERS = {
+    "SNIP minus `backward-first`, 75%": ("snip-75-default", "backward-first-default"),
+    "SNIP, 75%, minus all `fp8-delayed`": ("snip-75-default", "fp8-default"),
+    "SNIP, 75%, minus BF16": ("snip-75-default", "bf16"),
+    "`backward-first`, 75%, minus BF16": ("backward-first-default", "bf16"),
+    "all `fp8-delayed` minus BF16": ("fp8-default", "bf16"),
+}
+CONTINUED = {
+    "all `fp8-delayed`": "fp8-default",
+    "75% by SNIP, {mxfp4, fp8-delayed}, the default": "snip-75-default",
+    "75% by the rule `backward-first`, {mxfp4, fp8-delayed}": "backward-first-default",
+    "50% by SNIP, {fp4, fp8}": "snip-50-gemm",
+    "FP8 in tiles of 128": "fp8",
+}
+RULES = ("layer-position", "min-abs-err", "min-rel-err", "layer-type", "random", "snip-paper")
+PAPER = {
+    f"{share}% by {unit}, SNIP": f"snip-{share}-{unit.lower()}" for share in (25, 50, 75) for unit in ("GEMM", "layer")
+}
+PAPER |= {f"75% by layer, `{rule}`": rule for rule in RULES} | {"FP8": "fp8", "all FP4": "fp4"}
+PAPER |= {"67% by GEMM, SNIP": "snip-67-gemm", "75% by GEMM, `backward-first`": "backward-first"}
+PAPER['75% by GEMM, SNIP with "token-fisher"'] = "snip-75-gemm-fisher"
+TUNED = {"all `fp8-delayed`": "fp8", "50% by SNIP": "snip-50", "75% by SNIP": "snip-75", "all MXFP4": "mxfp4"}
+TUNED["75% by `backward-first`"] = "backward-first"
+
+
 def test_losses_of_the_checkpoint_are_those_of_the_lines() -> None:
     written = cells("results-policies.md", "On a real checkpoint")
-    runs = {run["contender"]: run for run in lines_of("smollm2", "eval")}
-    assert len(runs) == len(written) == 15
-    bf16 = runs["bf16"]["losses"]["1000"], runs["bf16"]["loss_unquantized"]
-    for row, found in written.items():
-        share, _, policy = row.partition(", ")
-        name = {"BF16": "bf16", "FP8": "fp8", "all FP4": "fp4"}.get(row, policy.strip("`"))
-        if policy == "SNIP":
-            percent, _, how = share.split()
-            name = f"snip-{percent[:-1]}-{how.lower()}"
-        expected = []
-        for loss, other in zip((runs[name]["losses"]["1000"], runs[name]["loss_unquantized"]), bf16, strict=True):
-            expected += [f"{loss:.3f}", "0" if name == "bf16" else f"{100 * (loss / other - 1):+.2f}"]
-        assert found == expected, row
+    heads = {"---", "{fp4, fp8}", "gap to BF16, %"}
+    assert set(written) - heads == {*ORDERS, *PAPER, *TUNED}
+    last = {row: paired("smollm2", *names, "1000") for row, names in ORDERS.items()}
+    corrected = [p for part in (slice(2), slice(2, None)) for p in holm([one.p for one in list(last.values())[part]])]
+    for (row, names), p in zip(ORDERS.items(), corrected, strict=True):
+        assert last[row].count == 8
+        losses = [str(paired("smollm2", *names, step)) for step in ("250", "500", "1000", None)]
+        assert written[row] == [*losses[:3], f"{last[row].detectable:.3f}", shown(p), losses[3]]
+    rule = paired("smollm2", "backward-first-default", "snip-75-default", "1000")
+    row = "SmolLM2-135M, 1,000 steps, {mxfp4, fp8-delayed}, eight orders"
+    assert cells("results.md", "Is a probe better than a rule?")[row][1:] == [str(rule), f"{rule.detectable:.3f}"]
+    summary = cells("results.md", "Does the loss hold?")
+    for row, name in CONTINUED.items():
+        found = paired("smollm2", name, "bf16", "1000")
+        assert summary[row][:2] == [str(found), f"{found.detectable:.{3 if found.count == 8 else 2}f}"]
+    for row, name in PAPER.items():
+        found = paired("smollm2", name, "bf16", "1000")
+        expected = [str(found.count), str(found), f"{found.detectable:.2f}"]
+        assert written[row] == [*expected, str(paired("smollm2", name, "bf16", None))]
+    for row, name in TUNED.items():
+        of_adapters = [str(paired("sft-lora", name, "bf16", step)) for step in ("270", None)]
+        assert written[row] == of_adapters + [str(paired("sft", name, "bf16", step)) for step in ("70", "270")]
+
+
+def test_losses_with_fast_sums_are_those_of_the_lines() -> None:
+    written = cells("results-loss.md", "Fast sums")
+    fast, forward, bf16 = "fast", "fp8-delayed", "bf16"
+    pairs = [(fast, forward), (fast, bf16), (forward, bf16)]
+    last = [paired("fast-sums", *names, "2700") for names in pairs]
+    corrected = [f"{shown(last[0].p)}, alone", *map(shown, holm([one.p for one in last[1:]]))]
+    for found, names, one, p in zip(written.values(), pairs, last, corrected, strict=True):
+        losses = [str(paired("fast-sums", *names, step)) for step in ("700", "1400", "2100", "2700")]
+        assert found == [*losses, f"{one.detectable:.3f}", p]
 
 
 def test_the_fidelity_on_the_checkpoint_is_that_of_the_lines() -> None:

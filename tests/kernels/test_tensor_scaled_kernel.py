@@ -116,10 +116,11 @@ def test_one_launch_writes_them_where_the_exponent_and_encoded_formats_are_known
     check(run, rising(64, 128), MXFP4, operand, GEMMS_OF[operand], -20, settled=True)
 
 
-@pytest.mark.parametrize("operand", ["activation", "weight"])
-def test_in_captures_they_do_without_knowing_that_the_forward_gemm_s_format_has_blocks(operand: str, run: Run) -> None:
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_in_captures_they_do_without_knowing_that_the_formats_have_blocks(operand: str, run: Run) -> None:
+    row_gemm, _ = GEMMS_OF[operand]
     for formats in (MXFP4, ("fp8-delayed", "mxfp4", "mxfp4")):
-        for gemms in (GEMMS_OF[operand], (0, -1)):
+        for gemms in (GEMMS_OF[operand], (row_gemm, -1)):
             check(run, rising(70, 66), formats, operand, gemms, 3, settled=True, captured=True)
 
 

@@ -433,8 +433,7 @@ def test_graphs_of_torch_compile_launch_what_the_plan_needs(monkeypatch: pytest.
     torch._dynamo.reset()
     fast: nn.Module = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
     replayed = []
-    delayed_forward = ("fp8-delayed", *MXFP4[1:])
-    plans = [MXFP4] * 4 + [("fp8-tensor",) * 3] * 2 + [MXFP4] * 2 + [delayed_forward] * 2
+    plans = [MXFP4] * 4 + [("fp8-tensor",) * 3] * 2 + [MXFP4] * 2 + [("fp8-delayed",) * 3] * 2
     for number, formats in enumerate(plans):
         for one in (layer, twin):
             one.set_formats(dict(zip(GEMMS, formats, strict=True)))
@@ -445,7 +444,7 @@ def test_graphs_of_torch_compile_launch_what_the_plan_needs(monkeypatch: pytest.
         assert torch.equal(record_of(layer)[:, : LARGEST + 1], record_of(twin)[:, : LARGEST + 1])
         replayed.append(len(captured) == before)
     # A launch per operand and direction is captured when facts are new. The plan of old comes back without a capture,
-    # and another block format of the forward GEMM needs none.
+    # and `fp8-delayed` needs none.
     assert replayed[-4:] == [True] * 4 and not all(replayed[:4]) and not replayed[4]
     assert (False, True) in captured and (True, False) in captured
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0

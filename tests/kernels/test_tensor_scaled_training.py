@@ -65,9 +65,12 @@ def test_losses_in_cuda_graphs_are_those_without(
 class Plans(TrainerCallback):
     """Changes formats between steps, and counts the graphs that torch.compile has captured by then."""
 
-    forward: ClassVar[dict[int, str]] = {4: "fp8-delayed", 6: "mxfp4"}
-    """Step -> the format of the first decoder layer's forward GEMMs after it."""
-    backward_at = 8
+    changes: ClassVar[dict[int, dict[str, str]]] = {
+        4: {"forward": "fp8-delayed"},
+        6: {"forward": "mxfp4", "grad_input": "fp8-delayed", "grad_weight": "fp8-delayed"},
+        8: {"grad_input": "fp8-tensor"},
+    }
+    """Step -> the formats of the first decoder layer's linears after it, where they change."""
 
     def __init__(self, captured: list[Any]) -> None:
         self._captured, self.counts = captured, {}
@@ -76,13 +79,11 @@ class Plans(TrainerCallback):
         step = state.global_step
         self.counts[step] = len(self._captured)
         for name, layer in snip_linears(kwargs["model"]).items():
-            if "layers.0." in name and step in self.forward:
-                layer.set_formats(layer.formats | {"forward": self.forward[step]})
-            if "layers.0." in name and step == self.backward_at:
-                layer.set_formats(layer.formats | {"grad_input": "fp8-delayed"})
+            if "layers.0." in name and step in self.changes:
+                layer.set_formats(layer.formats | self.changes[step])
 
 
-def test_a_plan_for_forward_gemms_captures_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_in_the_default_formats_captures_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
 
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")

@@ -242,8 +242,8 @@ class Facts(NamedTuple):
     """True if its scales need a separate launch, or its blocks are counted in this step. A graph that is replayed under
     all plans needs the launch in any case; one that torch.compile captures counts no blocks."""
     in_blocks: bool
-    """True if both GEMMs are known to have block formats. In a captured graph that of the forward GEMM is unknown,
-    since the graph is replayed under other plans, too (`HostView.facts`)."""
+    """True if both GEMMs are known to have block formats. Unknown in a captured graph, which is replayed under other
+    plans, too (`HostView.facts`)."""
 
 
 def facts_of(record: Tensor, operand: int, gemms: tuple[int, int], counts: bool) -> Facts:
@@ -253,8 +253,8 @@ def facts_of(record: Tensor, operand: int, gemms: tuple[int, int], counts: bool)
         return Facts(record[operand], True, False)
     captured = is_captured(record)
     needs_launch = serves_all_plans(record, view) if captured else counts and view.counts_now
-    in_blocks = view.are_in_blocks(gemms) and not (captured and 0 in gemms)
-    return Facts(view.rows[operand], needs_launch or not view.is_settled(operand, gemms), in_blocks)
+    needs_launch = needs_launch or not view.is_settled(operand, gemms)
+    return Facts(view.rows[operand], needs_launch, view.are_in_blocks(gemms) and not captured)
 
 
 def find_scales(
@@ -368,15 +368,15 @@ def _launch_matrices(
 
 def sums_fast(record: Tensor | None, gemm: int) -> bool:
     """Returns True if partial sums of a layer's GEMM stay in the tensor cores' 14 bits over the whole contraction,
-    instead of 128 elements of it: if its format is known to be a block format, or in the forward GEMM a delayed one,
-    as in torchao (docs/log/2026-11.md has the errors).
+    instead of 128 elements of it: if its format is known to be a block format or a delayed one (docs/log/2026-11.md has
+    the errors, docs/results-loss.md the losses).
 
     False while a graph is captured that is replayed under all plans.
     """
     view = None if record is None else view_of(record)
     if record is None or view is None or (is_captured(record) and serves_all_plans(record, view)):
         return False
-    return view.in_blocks[gemm] if gemm else view.follows[gemm]
+    return view.follows[gemm]
 
 
 @torch.library.impl(_library, "tensor_scaled_product", "CompositeExplicitAutograd")

@@ -57,48 +57,6 @@ _LATEST_FIRST_REFRESH = 100
 _PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"formats": ("fp4", "fp8"), "granularity": "layer", "ties": (), "objective": "paper"},
 }
-# Removed presets -> what to use instead.
-_REMOVED_PRESETS = {
-    "layer": "use SnipConfig(granularity='layer')",
-    "gemm": "use SnipConfig()",
-    "hopper": "use SnipConfig()",
-}
-
-_OWN_WEIGHTS = "register a policy whose cost weighs the divergences differently (docs/policies.md)"
-# Removed and renamed fields -> what to use instead.
-REMOVED_FIELDS = {
-    "expert_groups": "remove it; all experts of a projection share one format (docs/models.md)",
-    "refresh_on_drift": "plans are refreshed every `refresh_every` steps; lower it to refresh more often",
-    "drift_every": "plans are refreshed every `refresh_every` steps; lower it to refresh more often",
-    "switching_cost": "raise refresh_every to change plans less often",
-    "estimate_memory": "raise refresh_every to change plans less often, or probes to make estimates less noisy",
-    "probe_memory_mib": "lower probe_tokens to use less memory; by default a probe fits into that of a training step",
-    "solver_gap": "remove it; the solver always stops at a relative gap of 1e-4",
-    "rank_timeout": "remove it; ranks wait 600 seconds for each other, and solver_time_limit longer for a plan",
-    "loss_divergence_factor": _OWN_WEIGHTS,
-    "weight_divergence_factor": _OWN_WEIGHTS,
-    "loss_weight": _OWN_WEIGHTS,
-    "weight_weight": _OWN_WEIGHTS,
-    "guard_spike": "remove it; a spike is always more than 6 standard deviations above the mean",
-    "guard_window": "remove it; the guard always compares with the last 128 healthy steps",
-    "guard_noise": "remove it; guard='raise' adds no noise, it only raises the formats of layers",
-    "guard_failures": "a callback can go back to a checkpoint (docs/reliability.md, Rolling back)",
-    "cost": "use budget",
-    "cost_file": "use timing_file",
-    "cost_tokens": "use timing_tokens",
-    "loss_form": "use loss_estimator",
-    "plan": "use fixed_plan",
-}
-# A field and a removed value -> what to use instead.
-_REMOVED_VALUES = {
-    ("guard", "watch"): "set guard='raise', which also raises formats, or log loss and gradient norm yourself",
-    ("guard", "roll-back"): (
-        "set guard='raise'; a callback can go back to a checkpoint (docs/reliability.md, Rolling back)"
-    ),
-    ("objective", "horizon"): "set objective='additive', whose plans trained as well",
-    ("loss_estimator", "taylor"): "set loss_estimator='token-fisher', which is the same without the first-order part",
-    ("loss_estimator", "norm"): "set loss_estimator='saliency', or policy='snip-paper' for the paper's norms",
-}
 
 _CHOICES = {
     "granularity": Granularity,
@@ -195,7 +153,7 @@ def _field(default: Any, help: str, reader: _ArgumentReader | None = None) -> An
 
 
 class _NamedFields:
-    """Refuses removed and unknown fields. In a base class, so that the signature of `SnipConfig` lists the fields."""
+    """Refuses unknown fields. In a base class, so that the signature of `SnipConfig` lists the fields."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -204,8 +162,6 @@ class _NamedFields:
             raise TypeError(f"Got {args[0]!r} without the name of its field; write e.g. SnipConfig({_EXAMPLE}).")
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
-            if name in REMOVED_FIELDS:
-                raise TypeError(f"The SnipConfig field {name!r} was removed: {REMOVED_FIELDS[name]}.")
             if name not in names:
                 guess = did_you_mean(name, names)
                 raise TypeError(f"{cls.__name__} has no field {name!r}.{guess} docs/config.md lists all of them.")
@@ -405,8 +361,6 @@ class SnipConfig(_NamedFields):
             value = getattr(self, name)
             if value in known or (value is None and name == "granularity"):
                 continue
-            if (name, value) in _REMOVED_VALUES:
-                raise ValueError(f"{name}={value!r} was removed: {_REMOVED_VALUES[name, value]}.")
             guess = did_you_mean(value, known)
             if name == "policy" and value in _PRESETS:
                 guess = f" {value!r} is a preset: SnipConfig.preset({value!r})."
@@ -579,10 +533,8 @@ class SnipConfig(_NamedFields):
         Raises:
             ValueError: the name is unknown, or a value is invalid.
         """
-        if name in _REMOVED_PRESETS:
-            raise ValueError(f"The preset {name!r} was removed: {_REMOVED_PRESETS[name]}.")
-        if not isinstance(name, str) or name not in _PRESETS:
-            raise ValueError(f"Unknown preset {name!r}{choices(_PRESETS, did_you_mean(str(name), _PRESETS))}")
+        if name not in _PRESETS:
+            raise ValueError(f"Unknown preset {name!r}{choices(_PRESETS, did_you_mean(name, _PRESETS))}")
         return cls(**(_PRESETS[name] | changes))
 
     @classmethod

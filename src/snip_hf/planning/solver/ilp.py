@@ -150,10 +150,8 @@ def _hull(costs: Sequence[float], weights: Sequence[float]) -> list[int]:
     return hull
 
 
-def _cover(units: Sequence[Unit], goal: float) -> tuple[list[int], float, float]:
-    """Least cost at which the weights of one option per unit sum to at least `goal`.
-
-    Returns the map, the LP bound, and the price of weight there: cost per weight of the step that reaches the goal.
+def _cover(units: Sequence[Unit], goal: float) -> tuple[list[int], float]:
+    """Map and LP bound of the least cost at which the weights of one option per unit sum to at least `goal`.
 
     The multiple-choice knapsack's linear relaxation walks along the units' hulls by growing cost per weight; only its
     last step is cut. In place of that cut step the cheapest single change that reaches the goal is taken, then changes
@@ -168,11 +166,10 @@ def _cover(units: Sequence[Unit], goal: float) -> tuple[list[int], float, float]
             more_cost, more_weight = costs[b] - costs[a], weights[b] - weights[a]
             steps.append((more_cost / more_weight, u, position, b, more_cost, more_weight))
     need = goal - math.fsum(unit.weights[pick] for unit, pick in zip(units, picks, strict=True))
-    cut = price = 0.0
-    for slope, u, _, option, more_cost, more_weight in sorted(steps):
+    cut = 0.0
+    for _, u, _, option, more_cost, more_weight in sorted(steps):
         if need <= 0:
             break
-        price = slope
         if more_weight >= need:
             cut = more_cost * (need / more_weight)
             break
@@ -205,37 +202,16 @@ def _cover(units: Sequence[Unit], goal: float) -> tuple[list[int], float, float]
             picks[u] = option
             need -= gain
             changed.add(u)
-    return picks, bound, price
+    return picks, bound
 
 
-def greedy(part: Part) -> tuple[list[int], float, float]:
-    """Map, bound and price (`_cover`), in milliseconds; without a constraint the cheapest option of each unit."""
+def greedy(part: Part) -> tuple[list[int], float]:
+    """Map and bound, in milliseconds; without a constraint the cheapest option of each unit."""
     if part.minimum is not None:
         # Half of the tolerance, so that rounding in the sums does not force one more step.
         return _cover(part.units, part.minimum - part.tolerance / 2)
     picks = [min(range(len(unit.costs)), key=unit.costs.__getitem__) for unit in part.units]
-    return picks, math.fsum(min(unit.costs) for unit in part.units), 0.0
-
-
-def hopeless_options(part: Part, incumbent: Sequence[int], price: float) -> list[set[int]]:
-    """The options of each unit that are in no map of less cost than the incumbent.
-
-    A map that meets the minimum costs at least L = price * minimum + sum over units of the least (cost - price *
-    weight), and with an option that is dearer than its unit's least one by d, at least L + d (Lagrange). Of five
-    options per unit about one is left in most units, and exact solvers take a fifth of the time or less. Programs with
-    at most two options are fast as they are: they stay whole.
-    """
-    reduced = [
-        [cost - price * weight for cost, weight in zip(unit.costs, unit.weights, strict=True)] for unit in part.units
-    ]
-    least = [min(costs) for costs in reduced]
-    rounding = 1e-9 * math.fsum(max(map(abs, unit.costs)) for unit in part.units)
-    goal = (part.minimum or 0.0) - part.tolerance
-    slack = part.total(incumbent) - math.fsum(least) - price * goal + rounding
-    return [
-        {option for option, cost in enumerate(costs) if len(costs) > 2 and cost - floor > slack}
-        for costs, floor in zip(reduced, least, strict=True)
-    ]
+    return picks, math.fsum(min(unit.costs) for unit in part.units)
 
 
 # ------------------------------------------------------------------------------------------------ exact solvers
@@ -260,11 +236,11 @@ class Scaled:
         return [self.columns[max(columns, key=x.__getitem__)][1] for columns in self.unit_columns]
 
 
-def _scale(part: Part, raised: float, incumbent: Sequence[int], hopeless: Sequence[set[int]]) -> Scaled:
+def _scale(part: Part, raised: float, incumbent: Sequence[int]) -> Scaled:
     """Counts costs from each unit's cheapest option; costs and weights sum to SCALED_SUM.
 
-    An option that costs more than the whole incumbent is left out, as `hopeless` ones are: one huge cost would
-    press all others below the solver's tolerances. `raised` is added to the minimum.
+    An option that costs more than the whole incumbent is left out: one huge cost would press all others below the
+    solver's tolerances. `raised` is added to the minimum.
     """
     floors = [min(unit.costs) for unit in part.units]
     offset = math.fsum(floors)
@@ -272,11 +248,7 @@ def _scale(part: Part, raised: float, incumbent: Sequence[int], hopeless: Sequen
     columns: list[tuple[int, int]] = []
     unit_columns = []
     for u, unit in enumerate(part.units):
-        left = [
-            (u, option)
-            for option, cost in enumerate(unit.costs)
-            if option not in hopeless[u] and cost - floors[u] <= limit
-        ]
+        left = [(u, option) for option, cost in enumerate(unit.costs) if cost - floors[u] <= limit]
         unit_columns.append(range(len(columns), len(columns) + len(left)))
         columns += left
     costs = [part.units[u].costs[option] - floors[u] for u, option in columns]
@@ -338,16 +310,14 @@ def highs(scaled: Scaled, time_limit: float, relative_gap: float) -> Answer:
 _SOLVERS: dict[str, Callable[[Scaled, float, float], Answer]] = {"cbc": cbc, "highs": highs}
 
 
-def _solve_exactly(
-    part: Part, solver: str, incumbent: list[int], hopeless: list[set[int]], gap: float, deadline: float
-) -> Answer:
+def _solve_exactly(part: Part, solver: str, incumbent: list[int], gap: float, deadline: float) -> Answer:
     """Runs an exact solver; the bound is in the part's own costs. Demands more if the map misses the minimum.
 
     Solvers take 0.999999 for 1, so the rounded map may fall short of a minimum that they report as met.
     """
     raised, bounds = 0.0, []
     for _ in range(3):
-        scaled = _scale(part, raised, incumbent, hopeless)
+        scaled = _scale(part, raised, incumbent)
         picks, bound = _SOLVERS[solver](scaled, max(deadline - time.perf_counter(), 0.1), gap)
         bounds.append(scaled.unscaled(bound))
         if picks is None:
@@ -361,11 +331,10 @@ def _solve_exactly(
 
 def _solve_part(part: Part, solver: str, gap: float, deadline: float) -> tuple[list[int], float, bool]:
     """The better of hull-greedy's and the exact solver's map, the better bound, and whether the map is the latter's."""
-    picks, bound, price = greedy(part)
+    picks, bound = greedy(part)
     if solver == "greedy" or part.minimum is None:
         return picks, bound, False
-    hopeless = hopeless_options(part, picks, price)
-    exact, exact_bound = _solve_exactly(part, solver, picks, hopeless, gap, deadline)
+    exact, exact_bound = _solve_exactly(part, solver, picks, gap, deadline)
     is_better = exact is not None and part.total(exact) <= part.total(picks)
     return exact if exact is not None and is_better else picks, max(bound, exact_bound), is_better
 

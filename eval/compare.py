@@ -630,20 +630,17 @@ def release(device: torch.device) -> None:
 def differences(config: Config, lines: Sequence[Line], contender: str, against: str, step: int) -> list[float]:
     """Returns the paired differences of the held-out loss, in percent, of the seeds that both have.
 
-    Only cells of the same start and device are paired. A seed in which one of the two diverged has no difference.
+    Only cells of the same start and device are paired: the last such pair of a seed. A pair in which one of the two
+    diverged has no difference.
     """
-    by_key = {line["key"]: line for line in lines}
     found = []
     for seed in config.seeds:
-        pair = [by_key.get(config.cell_key(name, seed)) for name in (contender, against)]
-        if None in pair:
-            continue
-        one, other = pair
-        if (one["start"], one["device"]) != (other["start"], other["device"]):
-            continue
-        losses = [line["losses"].get(str(step)) for line in (one, other)]
-        if None not in losses:
-            found.append(100 * (losses[0] / losses[1] - 1))
+        keys = [config.cell_key(name, seed) for name in (contender, against)]
+        one, other = ({(line["start"], line["device"]): line for line in lines if line["key"] == key} for key in keys)
+        if both := [origin for origin in one if origin in other]:
+            losses = [cells[both[-1]]["losses"].get(str(step)) for cells in (one, other)]
+            if None not in losses:
+                found.append(100 * (losses[0] / losses[1] - 1))
     return found
 
 

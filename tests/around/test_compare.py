@@ -309,6 +309,16 @@ def test_cells_of_other_starts_or_devices_and_diverged_ones_are_not_paired(files
     assert "| snip | - | 0 | - | - | - | - | 0 |\n" in compare.report(config, lines[:2])
 
 
+def test_a_seed_with_two_starts_is_paired_within_the_last_start_that_both_have(files: tuple[Path, Path]) -> None:
+    config, lines = compare.load_config(files[0]), compare.read_lines(files[1])
+    old = [{**line, "start": "other", "losses": {"5": 9.0}} for line in lines if line["seed"] == 3]
+    expected = compare.differences(config, lines, "snip", "bf16", 5)
+    for both in (old + lines, old + lines[:3] + old[:2] + lines[3:]):
+        assert compare.differences(config, both, "snip", "bf16", 5) == expected
+    assert compare.differences(config, [*lines[:2], *old], "snip", "bf16", 5) == [0.0]
+    assert compare.differences(config, [*lines[:2], *old[2:]], "snip", "bf16", 5) == []
+
+
 def test_contenders_name_policies_of_imported_modules(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

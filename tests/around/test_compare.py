@@ -431,6 +431,8 @@ def test_the_planned_comparisons_are_fresh_and_share_their_reference() -> None:
     assert probe.cell_key("bf16", 8) == frontier.cell_key("bf16", 8)
     assert len(smollm2.contenders) == 20 and smollm2.snip_config("snip-paper", 0).target_fp4_fraction == 0.75
     assert all(orders.cell_key(name, 2) == smollm2.cell_key(name, 2) for name in smollm2.contenders)
+    shares = proof("smollm2-shares")
+    assert len(shares.contenders) == 7 and shares.cell_key("snip-75", 2) == orders.cell_key("snip-75-default", 2)
     for name in ("sft", "sft-lora", "moe"):
         assert proof(name).seeds == list(range(8))
 

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eval import arc_chats, compare, compare_scores
 from eval.paired import Paired, holm
 from eval.scoring.questions import packed
+from snip_hf import quantize
 from snip_hf.config import POLICIES
 from snip_hf.numerics.formats import FORMATS
 
@@ -568,6 +569,9 @@ def test_tricks_are_contenders(files: tuple[Path, Path], tmp_path: Path, monkeyp
         options = ["--cache", f"{files[1]}.cache", "--seeds", "3", "--only", *own, "--override"]
         options += [f"contenders={json.dumps(own)}", "training.measure_at=[]", "snip.formats=[mxfp4, fp8-delayed]"]
         assert run(files[0], tmp_path / "lines.jsonl", *options) == 0
+        gradient = 1e-7 * torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
+        error = quantize(gradient, "mxfp4-ue5m3-tensor", "gradient", seed=0) - gradient
+        assert error.norm() < 0.2 * gradient.norm()
     lines = compare.read_lines(tmp_path / "lines.jsonl")
     assert [line["share"] for line in lines] == [pytest.approx(1 / 3, abs=1e-5), 1, 1]
     assert len({line["losses"]["5"] for line in lines}) == 3

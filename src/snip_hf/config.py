@@ -6,9 +6,7 @@ docs/config.md repeats it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import math
 from argparse import ArgumentTypeError
 from collections import Counter
@@ -67,19 +65,9 @@ _CHOICES = {
     "solver": Solver,
     "guard": Guard,
 }
-# Field -> smallest value, and the expectation for error messages.
-_AT_LEAST: dict[str, tuple[int, str]] = {
-    "refresh_every": (1, "at least 1"),
-    "first_refresh": (1, "None or at least 1"),
-    "apply_delay": (0, "at least 0"),
-    "probes": (1, "at least 1"),
-    "probe_tokens": (128, "None or at least 128 (one tile)"),
-    "probe_batch_tokens": (128, "None or at least 128 (one tile)"),
-    "timing_tokens": (1, "None or at least 1"),
-    "stages": (1, "None, a number of at least 1, or lists of names"),
-    "guard_patience": (1, "at least 1"),
-    "seed": (0, "at least 0"),
-}
+# Field -> smallest value.
+_AT_LEAST = {"refresh_every": 1, "first_refresh": 1, "apply_delay": 0, "timing_tokens": 1, "stages": 1, "seed": 0}
+_AT_LEAST |= {"probes": 1, "probe_tokens": 128, "probe_batch_tokens": 128, "guard_patience": 1}
 # Advice at the end of the error about a wrong type.
 _ADVICE = {
     "formats": " For example formats=('mxfp4', 'fp8-delayed').",
@@ -107,7 +95,7 @@ class _ArgumentReader:
         if self.takes_none and _is_none(text):
             return None
         try:
-            return json.loads(text) if text.startswith("[") else self.read(text)
+            return self.read(text)
         except ValueError as error:
             raise ArgumentTypeError(f"{text!r} is not valid; expected {self.form}.") from error
 
@@ -131,18 +119,16 @@ def _reader(form: str, read: Callable[[str], Any], takes_none: bool = False) -> 
     return _ArgumentReader(f"{form}, or none" if takes_none else form, read, takes_none)
 
 
-_NAMES = _reader("a,b for two names, or lists in JSON", _items)
+_NAMES = _reader("a,b for two names", _items)
 _INTEGER = _reader("an integer", int, takes_none=True)
 _NUMBER = _reader("a number", float, takes_none=True)
-_SHARES = _reader("0.75, or 1:0.9,800:0.5 as STEP:SHARE, or lists in JSON", _read_shares, takes_none=True)
+_SHARES = _reader("0.75, or 1:0.9,800:0.5 as STEP:SHARE", _read_shares, takes_none=True)
 _STAGES = _reader(
-    "a number, or a,b;c,d for two lists, or lists in JSON",
+    "a number, or a,b;c,d for two lists",
     lambda text: int(text) if text.lstrip("+-").isdigit() else _lists(text),
     takes_none=True,
 )
-_TIES = _reader(
-    "auto, or a,b;c,d for two lists, or lists in JSON", lambda text: _lists(text) if "," in text or not text else text
-)
+_TIES = _reader("auto, or a,b;c,d for two lists", lambda text: _lists(text) if "," in text or not text else text)
 
 
 def _field(default: Any, help: str, reader: _ArgumentReader | None = None) -> Any:
@@ -388,10 +374,10 @@ class SnipConfig(_NamedFields):
         self._set("target_fp4_fraction", DEFAULT_FP4_FRACTION if fraction is None and speedup is None else fraction)
 
     def _check_numbers(self) -> None:
-        for name, (least, expected) in _AT_LEAST.items():
+        for name, least in _AT_LEAST.items():
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
-                raise ValueError(f"{name}={value!r} is too small; expected {expected}.")
+                raise ValueError(f"{name}={value!r} is too small; expected at least {least}.")
         if self.refresh_every is not None and self.apply_delay > self.refresh_every:
             raise ValueError(
                 f"apply_delay={self.apply_delay} is larger than refresh_every={self.refresh_every}; a plan must be "
@@ -423,11 +409,8 @@ class SnipConfig(_NamedFields):
         for name in formats:
             check_format(name, "formats")
         ordered = tuple(sorted(dict.fromkeys(formats), key=lambda name: FORMATS[name].bits))
-        if len(ordered) < len(formats):
-            raise ValueError(f"formats={formats!r} names a format twice; expected {ordered!r}.")
-        bits = [FORMATS[name].bits for name in formats]
-        if bits != sorted(bits):
-            raise ValueError(f"formats={formats!r} is not ordered from least to most precise; expected {ordered!r}.")
+        if formats != ordered:
+            raise ValueError(f"formats={formats!r} are not distinct, least precise first; expected {ordered!r}.")
         if self.start_format is None:
             self._set("start_format", self.most_precise)
         starts = dict.fromkeys([*formats, UNQUANTIZED.name])
@@ -445,14 +428,12 @@ class SnipConfig(_NamedFields):
         if self.fixed_plan is not None:
             return
         if not policy.aims_at_share:
-            useless: dict[str, Any] = {"decides": self.decides} if self.decides != ALL else {}
-            if self.target_linear_speedup is not None:
-                useless |= {"target_linear_speedup": self.target_linear_speedup}
-            for name, value in useless.items():
-                raise ValueError(
-                    f"{name}={value!r} with policy={self.policy!r} has no effect: that policy has no target. Leave it "
-                    "out, or choose a policy with a target (docs/policies.md)."
-                )
+            for name, unset in (("decides", ALL), ("target_linear_speedup", None)):
+                if getattr(self, name) != unset:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} with policy={self.policy!r} has no effect: that policy has no "
+                        "target. Leave it out, or choose a policy with a target (docs/policies.md)."
+                    )
             return
         if self.decides != ALL:
             self._check_decides()
@@ -465,7 +446,8 @@ class SnipConfig(_NamedFields):
         if self.target_linear_speedup is not None:
             _check_speedup(self.target_linear_speedup, self.rates, used, measured)
             return
-        share = largest_share(self.target_fp4_fraction)
+        target = self.target_fp4_fraction
+        share = max(share for _, share in target) if isinstance(target, tuple) else target
         if share and not any(FORMATS[name].counts_as_fp4 for name in used):
             example = next(name for name, format in FORMATS.items() if format.counts_as_fp4)
             raise ValueError(
@@ -494,8 +476,11 @@ class SnipConfig(_NamedFields):
         return _LATEST_FIRST_REFRESH if max_steps is None else max(10, min(_LATEST_FIRST_REFRESH, max_steps // 10))
 
     def target_at(self, step: int) -> float | None:
-        """Returns the target FP4 share of a plan made at a step; None if the target is a speed-up."""
-        return share_at(self.target_fp4_fraction, step)
+        """Returns the target FP4 share of a plan made at a step (0: before training); None without one."""
+        target = self.target_fp4_fraction
+        if not isinstance(target, tuple):
+            return target
+        return next(share for begins, share in reversed(target) if begins <= max(step, 1))
 
     def at_step(self, step: int) -> SnipConfig:
         """Returns the config with the target FP4 share of a plan made at a step."""
@@ -541,14 +526,18 @@ class SnipConfig(_NamedFields):
     def from_dict(cls, values: Mapping[str, Any] | None) -> SnipConfig:
         """Builds a config from plain YAML or JSON data, with lists instead of tuples.
 
-        Also converts what YAML misreads: `off` as false, `1e-3` and `none` as text, and an empty document as None.
+        Also converts what YAML misreads: `off` as false, `none` as text, and an empty document as None.
 
         Raises:
             TypeError, ValueError: as `SnipConfig`.
         """
         if not isinstance(values, Mapping | None):
             raise TypeError(f"SnipConfig.from_dict got a {type(values).__name__}; expected fields and their values.")
-        return cls(**{name: _as_meant(value, _TYPES.get(name, "")) for name, value in (values or {}).items()})
+        meant = dict(values or {})
+        for name, annotation in _TYPES.items():
+            if "None" in annotation and _is_none(meant.get(name)):
+                meant[name] = None
+        return cls(**meant)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for `from_dict` and JSON."""
@@ -597,19 +586,7 @@ def read_shares(value: Any) -> tuple[Share, ...] | None:
     return shares if isinstance(shares, tuple) else None
 
 
-def share_at(value: float | tuple[Share, ...] | None, step: int) -> float | None:
-    """Returns the target FP4 share at an optimizer step; step 0 (before training) counts as step 1."""
-    if not isinstance(value, tuple):
-        return value
-    return next(share for begins, share in reversed(value) if begins <= max(step, 1))
-
-
-def largest_share(value: float | tuple[Share, ...] | None) -> float:
-    """Returns the largest target FP4 share of a run; 0 without one."""
-    return max(share for _, share in value) if isinstance(value, tuple) else value or 0.0
-
-
-def shares_text(value: float | tuple[Share, ...] | None, spec: str = "g") -> str:
+def shares_text(value: float | tuple[Share, ...], spec: str = "g") -> str:
     """Describes a share, or a schedule of shares such as "0.9 from step 1, 0.5 from step 800".
 
     Args:
@@ -617,17 +594,15 @@ def shares_text(value: float | tuple[Share, ...] | None, spec: str = "g") -> str
         spec: format specification of a share.
     """
     if not isinstance(value, tuple):
-        return format(value or 0.0, spec)
+        return format(value, spec)
     return ", ".join(f"{format(share, spec)} from step {step}" for step, share in value)
 
 
-def mean_share(value: float | tuple[Share, ...] | None, steps: int) -> float:
+def mean_share(shares: tuple[Share, ...], steps: int) -> float:
     """Returns the mean target share over the steps 1 to `steps` (at least 1)."""
-    if not isinstance(value, tuple):
-        return value or 0.0
-    ends = [min(begins - 1, steps) for begins, _ in value[1:]] + [steps]
-    begins = [min(begins - 1, steps) for begins, _ in value]
-    return sum(share * (end - begin) for (_, share), begin, end in zip(value, begins, ends, strict=True)) / steps
+    ends = [min(begins - 1, steps) for begins, _ in shares[1:]] + [steps]
+    begins = [min(begins - 1, steps) for begins, _ in shares]
+    return sum(share * (end - begin) for (_, share), begin, end in zip(shares, begins, ends, strict=True)) / steps
 
 
 def _check_type(name: str, value: object, annotation: str) -> None:
@@ -652,20 +627,9 @@ def _check_type(name: str, value: object, annotation: str) -> None:
         )
 
 
-def _is_none(text: str) -> bool:
-    return text.strip().lower() in ("none", "null", "~")
-
-
-def _as_meant(value: Any, annotation: str) -> Any:
-    """Converts what YAML reads as text: None, and numbers such as 1e-3."""
-    if not isinstance(value, str):
-        return value
-    if "None" in annotation and _is_none(value):
-        return None
-    if "float" in annotation:
-        with contextlib.suppress(ValueError):
-            return float(value)
-    return value
+def _is_none(value: object) -> bool:
+    """True for the text of None on command lines and, without quotes, in YAML."""
+    return isinstance(value, str) and value.strip().lower() == "none"
 
 
 def _as_lists(value: Any) -> Any:

@@ -75,13 +75,8 @@ def pipeline_times(plan: PrecisionPlan, micro_batches: int | None = None) -> Pip
 
     Args:
         micro_batches: per step; None means four times the number of stages.
-
-    Raises:
-        ValueError: fewer than one micro-batch.
     """
     count = MICRO_BATCHES_PER_STAGE * len(plan.stages) if micro_batches is None else micro_batches
-    if count < 1:
-        raise ValueError(f"micro_batches is {count}, expected at least 1; it is the number per optimizer step.")
     measured = plan.times if plan.is_timed else None
     reference = REFERENCE.name if measured is None else measured.reference
     times = linear_times(plan.executed, plan.formats | {reference}, "ideal", measured)

@@ -51,7 +51,7 @@ def run_report(
         out_dir: folder for the figures. None: RUN_DIR/snip.
         micro_batches: micro-batches per step, for the predicted times of a pipeline.
 
-    Raises the errors of `load_recorded` and `pipeline_model.pipeline_times`.
+    Raises the errors of `load_recorded`.
     """
     run = load_recorded(run_dir)
     print_run(run, Console(), micro_batches)

@@ -241,7 +241,7 @@ def test_inspect_of_a_broken_plan_or_model_is_one_line_and_2(
     plan_path.write_text(plan_path.read_text()[:200])
     assert main(["inspect", str(plan_path)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"snip-hf: {plan_path} is not a usable precision plan: it is not valid JSON")
+    assert error.startswith(f"snip-hf: {plan_path} cannot be used as a precision plan: it is not valid JSON")
     assert error.count("\n") == 1
     assert main(["inspect", str(tmp_path / "none.json")]) == 2
     assert capsys.readouterr().err == (

@@ -283,7 +283,7 @@ def test_a_repository_without_a_plan_is_refused_with_the_files_looked_for(hub: H
     with pytest.raises(FileNotFoundError, match=r"There is no folder 'org/none' here, and no repository of this name"):
         load_plan("org/none", api=client(hub))
     hub.repositories[NAME].files["snip/plan.json"] = b'{"kind": "of tomorrow"}'
-    with pytest.raises(ValueError, match=r"plan\.json is not a usable precision plan: kind is 'of tomorrow'"):
+    with pytest.raises(ValueError, match=r"plan\.json cannot be used as a precision plan: kind is 'of tomorrow'"):
         load_plan(NAME, api=client(hub))
 
 

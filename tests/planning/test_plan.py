@@ -242,7 +242,7 @@ def test_a_file_that_is_no_plan_is_refused_with_its_name_the_field_and_a_way_out
     path.write_text(text)
     with pytest.raises(ValueError) as caught:
         PrecisionPlan.load(path)
-    assert str(caught.value) == f"{path} is not a usable precision plan: {message} {ADVICE}"
+    assert str(caught.value) == f"{path} cannot be used as a precision plan: {message} {ADVICE}"
 
 
 def test_apply_sets_every_gemm_of_every_layer_by_exact_name() -> None:

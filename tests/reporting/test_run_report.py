@@ -258,7 +258,7 @@ def test_files_that_cannot_be_used_are_named_in_notes(tmp_path: Path) -> None:
     (tmp_path / "snip" / "divergence-7.json").write_text('{"step": 7}')
     (tmp_path / "trainer_state.json").write_text("[]")
     notes = load_run(tmp_path).notes
-    assert notes[0].startswith(f"plan.json cannot be used: {tmp_path}/snip/plan.json is not a usable precision plan:")
+    assert notes[0].startswith(f"plan.json cannot be used: {tmp_path}/snip/plan.json cannot be used as a")
     assert notes[1] == "divergence-7.json cannot be used and is left out: it has no entry 'schema_version'."
     assert notes[3].startswith("trainer_state.json cannot be used and is left out: ")
 

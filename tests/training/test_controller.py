@@ -665,13 +665,13 @@ def test_a_plan_file_that_is_none_is_refused_by_field_path_and_what_was_expected
 
     expected = "Expected a plan that a run wrote (OUTPUT_DIR/snip/plan.json) or `PrecisionPlan.save`."
     advice = f"Restore the file or let a run write it again. {expected}"
-    start = f"fixed_plan: {path} is not a usable precision plan: "
+    start = f"fixed_plan: {path} cannot be used as a precision plan: "
     cut = said(text[:500])
     assert cut.startswith(f"{start}it is not valid JSON, perhaps truncated (line ") and cut.endswith(advice)
     assert said("[1]") == f"{start}the document is a list of 1, expected an object. {advice}"
     assert said("{}") == f"{start}kind is None, expected 'snip-hf precision plan'. {advice}"
     unknown = said(text.replace('"fp8"', '"fp9"', 1))
-    assert unknown.startswith(f"fixed_plan: {path} cannot be read: Unknown format 'fp9' for assignment['model.layers.")
+    assert unknown.startswith(f"{start}Unknown format 'fp9' for assignment['model.layers.")
     missing = said(text, folder)
     assert missing.startswith(f"fixed_plan={str(folder)!r} cannot be read: ") and missing.endswith(expected)
 

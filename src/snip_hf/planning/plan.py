@@ -24,10 +24,10 @@ from ..json_io import SCHEMA_VERSION, from_json, read_json, short, write_json_at
 from ..layers.state import GRAD_WEIGHT, snip_linears
 from ..numerics.formats import FORMATS, UNQUANTIZED, check_format
 from ..numerics.gemms import GEMMS, Assignment
-from ..registry import UnknownName
 from ..text import printable
 
 KIND = "snip-hf precision plan"
+_COMPARE = "Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
 # Characters of a path that an error shows.
 _MAX_PATH = 4096
 
@@ -287,16 +287,15 @@ class PrecisionPlan:
         """Raises KeyError unless the plan names exactly these layers, those that a model has."""
         present = list(dict.fromkeys(layers))
         missing, unexpected = self.mismatches(present)
-        advice = "Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
         if missing:
             raise KeyError(
                 f"The plan has no entry for layer {missing[0]!r} (it names {len(self.assignment)} layers, "
-                f"e.g. {next(iter(unexpected or self.assignment))!r}). {advice}"
+                f"e.g. {next(iter(unexpected or self.assignment))!r}). {_COMPARE}"
             )
         if unexpected:
             raise KeyError(
                 f"The plan names layer {unexpected[0]!r}, which is not a swapped layer of the model (it has "
-                f"{len(present)}, e.g. {next(iter(present), None)!r}). {advice}"
+                f"{len(present)}, e.g. {next(iter(present), None)!r}). {_COMPARE}"
             )
 
     def check_sizes(self, flops: Work) -> None:
@@ -306,8 +305,7 @@ class PrecisionPlan:
             if planned[GEMMS[0]] != row[GEMMS[0]]:
                 raise ValueError(
                     f"The plan is for a layer {layer!r} of {planned[GEMMS[0]]:g} FLOPs per token, the model's has "
-                    f"{row[GEMMS[0]]:g}. Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
-                    "to compare."
+                    f"{row[GEMMS[0]]:g}. {_COMPARE}"
                 )
 
     def with_flops(self, flops: Work) -> PrecisionPlan:
@@ -385,14 +383,9 @@ class PrecisionPlan:
         """
         try:
             return cls.from_dict(read_json(path))
-        except UnknownName as error:
-            raise UnknownName(
-                f"{printable(path, _MAX_PATH)} cannot be read: {error} Otherwise, restore the file or let a run "
-                "write it again."
-            ) from error
         except ValueError as error:
             raise ValueError(
-                f"{printable(path, _MAX_PATH)} is not a usable precision plan: {error} Restore the file or let a "
+                f"{printable(path, _MAX_PATH)} cannot be used as a precision plan: {error} Restore the file or let a "
                 "run write it again."
             ) from error
 

@@ -22,7 +22,6 @@ from ..policies.registry import policy_of, rule_assignment
 from ..policies.setting import Setting
 from ..records.events import Changes, RefreshBegun, Start, installed_versions
 from ..records.run_folder import RunRecord
-from ..registry import UnknownName
 
 _EXPECTED_PLAN = "Expected a plan that a run wrote (OUTPUT_DIR/snip/plan.json) or `PrecisionPlan.save`."
 
@@ -254,8 +253,6 @@ def _read(path: str) -> PrecisionPlan:
         return PrecisionPlan.load(path)
     except OSError as error:
         raise ValueError(f"fixed_plan={path!r} cannot be read: {error}. {_EXPECTED_PLAN}") from error
-    except UnknownName as error:
-        raise UnknownName(f"fixed_plan: {error}") from error
     except ValueError as error:
         raise ValueError(f"fixed_plan: {error} {_EXPECTED_PLAN}") from error
 

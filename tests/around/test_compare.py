@@ -415,9 +415,11 @@ def proof(name: str) -> compare.Config:
     return compare.load_config(ROOT / "eval" / "proof" / f"{name}.yaml")
 
 
-@pytest.mark.parametrize("name", ["probe", "smollm2"])
-def test_the_committed_lines_are_of_todays_configs(name: str) -> None:
-    config = proof(name)
+@pytest.mark.parametrize(
+    ("name", "of"), [("probe", "probe"), ("smollm2", "smollm2-orders"), ("sft", "sft"), ("sft-lora", "sft-lora")]
+)
+def test_the_committed_lines_are_of_todays_configs(name: str, of: str) -> None:
+    config = proof(of)
     with gzip.open(ROOT / "eval" / "results" / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
         for line in map(json.loads, lines):
             assert line["key"] == config.cell_key(line["contender"], line["seed"])

@@ -318,7 +318,8 @@ class SnipConfig(_NamedFields):
         if self.guard is False:  # type: ignore[comparison-overlap]  # YAML's off without quotes
             self._set("guard", "off")
         for name, annotation in _TYPES.items():
-            _check_type(name, getattr(self, name), annotation)
+            if name not in _CHOICES:
+                _check_type(name, getattr(self, name), annotation)
         self._check_choices()
         self._check_granularity()
         self._check_target()
@@ -347,7 +348,7 @@ class SnipConfig(_NamedFields):
             value = getattr(self, name)
             if value in known or (value is None and name == "granularity"):
                 continue
-            guess = did_you_mean(value, known)
+            guess = did_you_mean(str(value), known)
             if name == "policy" and value in _PRESETS:
                 guess = f" {value!r} is a preset: SnipConfig.preset({value!r})."
             listing, advice = (POLICIES.listing, _REGISTER_FIRST) if name == "policy" else (None, "")
@@ -606,8 +607,6 @@ def mean_share(shares: tuple[Share, ...], steps: int) -> float:
 
 
 def _check_type(name: str, value: object, annotation: str) -> None:
-    if name in _CHOICES:
-        annotation = "str | None" if "None" in annotation else "str"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     fits = (
         ("None" in annotation and value is None)
@@ -617,11 +616,7 @@ def _check_type(name: str, value: object, annotation: str) -> None:
         or ("tuple" in annotation and isinstance(value, list | tuple))
     )
     if not fits:
-        expected = annotation
-        if name in _CHOICES:
-            expected = " or ".join(map(repr, get_args(_CHOICES[name]))) + (" or None" if "None" in annotation else "")
-        elif name == "target_fp4_fraction":
-            expected = "a number from 0 to 1, or None"
+        expected = "a number from 0 to 1, or None" if name == "target_fp4_fraction" else annotation
         raise TypeError(
             f"{name}={value!r} has type {type(value).__name__}; expected {expected}.{_ADVICE.get(name, '')}"
         )

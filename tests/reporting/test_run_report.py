@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import random
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ from rich.console import Console
 from written_runs import KINDS, random_assignments, write_divergence, write_losses, write_run
 
 from snip_hf.costs.timing import Machine, MeasuredCost
+from snip_hf.estimation.table import LAYER
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.records.load import load_run
 from snip_hf.registry import UnknownName
 from snip_hf.reporting.figures import divergence_figure, plan_figure, write_figures
-from snip_hf.reporting.run_report import print_run, run_report
+from snip_hf.reporting.run_report import other_shares, print_run, run_report
 from snip_hf.reporting.tables import stage_table
 
 
@@ -606,3 +608,17 @@ def test_reasons_are_those_of_the_last_refresh_that_was_applied(tmp_path: Path) 
     for step in (100, 200):
         write_divergence(tmp_path, step, {(layer, gemm): (0.1, 0.3) for layer in assignments[0] for gemm in GEMMS})
     assert "Why (probe of step 100;" in printed(tmp_path)
+
+
+def test_other_shares_cost_what_their_best_plans_would(tmp_path: Path) -> None:
+    layers = random_assignments(2)
+    write_run(tmp_path, layers)
+    costs = {(layer, gemm): float(gemm in ("forward", LAYER)) for layer in layers[0] for gemm in (*GEMMS, LAYER)}
+    write_divergence(tmp_path, 100, {key: (cost, cost) for key, cost in costs.items()})
+    # Backward GEMMs are two thirds of the FLOPs, and cost nothing here.
+    (sentence,) = other_shares(load_run(tmp_path))
+    assert ": 0.0 at 25.0%, 0.0 at 50.0%, 0.0 at 66.6%, " in sentence
+    at_75, at_90 = map(float, re.findall(r"([0-9.]+) at (?:75|90)", sentence))
+    assert 20 < at_75 < at_90 < 100 and sentence in joined(printed(tmp_path))
+    write_divergence(tmp_path, 100, dict.fromkeys(costs, (0.0, 0.0)))
+    assert not other_shares(load_run(tmp_path))

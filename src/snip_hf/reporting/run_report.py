@@ -17,9 +17,10 @@ from ..estimation.table import LAYER
 from ..layers.labels import LayerLabels
 from ..numerics.formats import FORMATS
 from ..planning.program import problem
+from ..planning.solver.ilp import solve
 from ..policies.registry import criterion_cost
 from ..policies.setting import Setting
-from ..policies.target import describe_target
+from ..policies.target import describe_target, least_sum
 from ..records.load import Run, load_recorded, thinned
 from .facts import (
     alarm_sentences,
@@ -36,6 +37,7 @@ from .tables import name_text, new_table, number, plan_table, print_cost, print_
 _MOST_ROWS = 20
 _MOST_REFRESHES = 200
 _MOST_REASONS = 64
+_SHARES = (0.25, 0.5, 0.666, 0.75, 0.9)
 
 Content = Table | Text
 """A table, or a sentence."""
@@ -120,12 +122,13 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         say(console, "plan.json has no times of GEMMs: no plan was decided by them yet, or the file is lost.")
     notes = list(run.notes)
     try:
-        reasons = reason_table(run)
+        reasons, shares = reason_table(run), other_shares(run)
     except (ValueError, TypeError) as error:  # a config of another version, or an invalid one
         notes.append(f"The table of reasons is missing: {error}")
     else:
         if reasons is not None:
             console.print(reasons)
+        _say_some(console, shares)
     _say_some(console, [f"Note: {note}" for note in notes])
 
 
@@ -186,16 +189,9 @@ def _price(tie: list[list[dict[str, Any]]]) -> float:
     return float(cost / gain) if gain > 0 else 0.0
 
 
-def reason_table(run: Run) -> Table | None:
-    """Returns a table with the price of the least precise format for each group, per share of FLOPs or time.
-
-    The price is the extra cost over the most precise format. With two formats, the groups of a stage with the lowest
-    prices get the least precise format, as far as whole groups fit the target. Returns None if the last applied refresh
-    has no table of divergences, or if the times behind its decision are missing.
-
-    Raises:
-        ValueError, TypeError: the run's config is not a valid `SnipConfig`.
-    """
+def _last_decision(run: Run) -> tuple[int, Setting, dict[str, Any]] | None:
+    """Returns probe step, input and integer program of the last applied refresh; None if there is none, or its table of
+    divergences or the times behind it are missing."""
     step = max((refresh.step for refresh in run.refreshes if refresh.applied_step is not None), default=None)
     if step is None or step not in run.divergences:
         return None
@@ -205,10 +201,48 @@ def reason_table(run: Run) -> Table | None:
     # The probe may have found other ties than those of the start.
     ties_in_force = {"ties": (plan.provenance.config or run.config).get("ties")}
     config = SnipConfig.from_dict({**run.config, **ties_in_force})
-    setting = Setting(config, plan.flops, plan.stages, plan.measured, plan.tokens)
-    table_of_step = run.divergences[step]
-    divergences = {(row.layer, row.gemm): row for row in table_of_step.rows if row.format == run.formats[0]}
-    program = problem(setting.at_step(step), table_of_step)
+    setting = Setting(config, plan.flops, plan.stages, plan.measured, plan.tokens).at_step(step)
+    return step, setting, problem(setting, run.divergences[step])
+
+
+def other_shares(run: Run) -> list[str]:
+    """Returns a sentence on what other shares would cost by the last estimates: the objective of the best plan, less
+    that at 0%, in percent of the same at 100% (ours). [] without a `_last_decision` or under another kind of target.
+
+    Raises:
+        ValueError, TypeError: the run's config is not a valid `SnipConfig`.
+    """
+    if (decision := _last_decision(run)) is None or decision[1].config.target_linear_speedup is not None:
+        return []
+    step, setting, program = decision
+    found = {}
+    for share in sorted({0.0, *_SHARES, least_sum(setting), 1.0}):
+        constraints = [{**stage, "minimum": share} for stage in program["constraints"]]
+        found[share] = solve({**program, "constraints": constraints, "solver": "greedy"})["objective"]
+    least, whole = found.pop(0.0), found.pop(1.0)
+    if whole is None or whole <= least:  # some GEMMs cannot run in FP4, or nothing costs anything
+        return []
+    costs = ", ".join(f"{100 * (cost - least) / (whole - least):.1f} at {share:.1%}" for share, cost in found.items())
+    return [
+        f"Estimated cost of other shares in FP4, in percent of that of 100% (probe of step {step}): {costs}. Where it "
+        "rises steeply, the share before is the better one (docs/choosing.md)."
+    ]
+
+
+def reason_table(run: Run) -> Table | None:
+    """Returns a table with the price of the least precise format for each group, per share of FLOPs or time.
+
+    The price is the extra cost over the most precise format. With two formats, the groups of a stage with the lowest
+    prices get the least precise format, as far as whole groups fit the target. Returns None without a `_last_decision`.
+
+    Raises:
+        ValueError, TypeError: the run's config is not a valid `SnipConfig`.
+    """
+    if (decision := _last_decision(run)) is None:
+        return None
+    step, setting, program = decision
+    plan, config = plan_in_force(run), setting.config
+    divergences = {(row.layer, row.gemm): row for row in run.divergences[step].rows if row.format == run.formats[0]}
     stage_of = {group: row["name"] for row in program["constraints"] for group in row["groups"]}
     options, work = {group["name"]: group["options"] for group in program["groups"]}, setting.executed
     running = [group for group in options if any(work[layer][gemm] > 0 for layer, gemm in setting.members(group))]

@@ -443,15 +443,15 @@ MUTANTS = (
         "tests/kernels/test_tensor_scaled_exponents.py",
     ),
     Mutant(
-        "graphs-of-other-backward-formats",
-        "return self.follows, self.in_blocks[1:], self.known",
+        "graphs-of-other-formats",
         "return self.follows, self.known",
+        "return self.known",
         "tests/kernels/test_tensor_scaled_exponents.py",
     ),
     Mutant(
-        "graphs-know-forward-blocks",
-        "in_blocks = view.are_in_blocks(gemms) and not (captured and 0 in gemms)",
-        "in_blocks = view.are_in_blocks(gemms)",
+        "graphs-know-blocks",
+        "view.are_in_blocks(gemms) and not captured)",
+        "view.are_in_blocks(gemms))",
         "tests/kernels/test_tensor_scaled_exponents.py",
     ),
     Mutant(

@@ -134,7 +134,7 @@ def test_kernels_launch_by_the_raised_formats_in_the_next_step(tmp_path: Path, m
     """CUDA graphs of the old formats would be replayed if the records kept their addresses."""
     monkeypatch.setattr(type(TENSOR_SCALED), "lacks", lambda self, device: None)
     monkeypatch.setattr(type(TENSOR_SCALED), "fails", lambda self, format, device: None)
-    mxfp4 = config(formats=("mxfp4", "fp8-delayed"), backend="tensor-scaled", policy="uniform-mxfp4")
+    mxfp4 = config(formats=("mxfp4", "fp8-tensor"), backend="tensor-scaled", policy="uniform-mxfp4")
     loop = Provoked(mxfp4, tmp_path, factors={9: 1e3})
 
     def records() -> list[Any]:
@@ -143,7 +143,7 @@ def test_kernels_launch_by_the_raised_formats_in_the_next_step(tmp_path: Path, m
     loop.run(8)
     before = {one.record.data_ptr() for one in records()}
     loop.run(9)
-    assert used(loop) == {"fp8-delayed"}
+    assert used(loop) == {"fp8-tensor"}
     assert all(one.view.packed == one.view.facts for one in records())
     assert before.isdisjoint(one.record.data_ptr() for one in records())
 

@@ -87,16 +87,14 @@ def test_formats_are_named_by_their_file_a_backend_s_kernels_policies_and_preset
     assert {file for file in found if not file.startswith("policies/")} == OF_FORMATS
 
 
-def test_backends_are_named_by_their_own_files_and_a_preset_alone() -> None:
-    found = places(set(BACKENDS))
-    assert found.pop("config.py") == {"hopper"}  # the removed preset
-    assert set(found) == OF_BACKENDS
+def test_backends_are_named_by_their_own_files_alone() -> None:
+    assert set(places(set(BACKENDS))) == OF_BACKENDS
 
 
-def test_policies_are_named_in_policies_as_the_default_and_in_one_piece_of_advice_alone() -> None:
+def test_policies_are_named_in_policies_and_as_the_default_alone() -> None:
     # "snip" is also the name of folders, keys and an implementation of experts.
     found = places({name for name in POLICIES if name not in FORMATS and name != "snip"})
-    assert found.pop("config.py") == {"greedy", "snip-paper"}  # a solver; advice about a removed loss estimator
+    assert found.pop("config.py") == {"greedy"}  # a solver
     assert found.pop("text.py") == {"layer-position"}
     assert [file for file in found if not file.startswith("policies/")] == []
     assert {"random", "fisher", "kl", "hessian-trace", "backward-first"} <= set().union(*found.values())

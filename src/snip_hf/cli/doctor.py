@@ -294,7 +294,7 @@ def _speed(model: Any, backend: Backend, has_adapters: bool, has_fp4: bool) -> s
     )
     speeds, cards = describe_speeds([measured[nearest]]), "an H200" if has_adapters else "H100s and H200s"
     # As measured, docs/results-speed.md; with adapters all FP8 was not.
-    none = "" if has_fp4 else f" (yours: none, which {'was not measured' if has_adapters else 'is up to 8% slower'})"
+    none = "" if has_fp4 else f" (yours: none, which {'was not measured' if has_adapters else 'was up to 8% slower'})"
     return (
         f"{speeds} times compiled BF16, as measured at 75% in 4 bits{none} and hidden size {nearest} (yours: {hidden}) "
         f"on {cards}. Set bf16=True and torch_compile=True, with at least {least_tokens(hidden):,} tokens per "

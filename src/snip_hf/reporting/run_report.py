@@ -224,8 +224,8 @@ def other_shares(run: Run) -> list[str]:
         return []
     costs = ", ".join(f"{100 * (cost - least) / (whole - least):.1f} at {share:.1%}" for share, cost in found.items())
     return [
-        f"Estimated cost of other shares in FP4, in percent of that of 100% (probe of step {step}): {costs}. Where it "
-        "rises steeply, the share before is the better one (docs/choosing.md)."
+        f"Estimated cost of other shares in FP4, in percent of the cost at 100% (probe of step {step}): {costs} "
+        "(docs/choosing.md)."
     ]
 
 

@@ -220,7 +220,7 @@ def other_shares(run: Run) -> list[str]:
         constraints = [{**stage, "minimum": share} for stage in program["constraints"]]
         found[share] = solve({**program, "constraints": constraints, "solver": "greedy"})["objective"]
     least, whole = found.pop(0.0), found.pop(1.0)
-    if whole is None or whole <= least:  # some GEMMs cannot run in FP4, or nothing costs anything
+    if whole is None or whole <= least:  # no format has 4 bits, or nothing costs anything
         return []
     costs = ", ".join(f"{100 * (cost - least) / (whole - least):.1f} at {share:.1%}" for share, cost in found.items())
     return [

@@ -215,8 +215,8 @@ def other_shares(run: Run) -> list[str]:
     if (decision := _last_decision(run)) is None or decision[1].config.target_linear_speedup is not None:
         return []
     step, setting, program = decision
-    found = {}
-    for share in sorted({0.0, *_SHARES, least_sum(setting), 1.0}):
+    found, own = {}, least_sum(setting)
+    for share in sorted({0.0, *(share for share in _SHARES if abs(share - own) > 0.005), own, 1.0}):
         constraints = [{**stage, "minimum": share} for stage in program["constraints"]]
         found[share] = solve({**program, "constraints": constraints, "solver": "greedy"})["objective"]
     least, whole = found.pop(0.0), found.pop(1.0)
@@ -224,7 +224,7 @@ def other_shares(run: Run) -> list[str]:
         return []
     costs = ", ".join(f"{100 * (cost - least) / (whole - least):.1f} at {share:.1%}" for share, cost in found.items())
     return [
-        f"Estimated cost of other shares in FP4, in percent of the cost at 100% (probe of step {step}): {costs} "
+        f"Estimated cost of other targets, in percent of the cost at 100% (probe of step {step}): {costs} "
         "(docs/choosing.md)."
     ]
 

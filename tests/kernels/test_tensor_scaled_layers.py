@@ -263,6 +263,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SNIP = {"formats": ("mxfp4", "fp8-delayed"), "policy": "uniform-mxfp4", "backend": NAME}
 UNIFORM = [f"uniform-{name}" for name in SNIP["formats"]]
+TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Run:
@@ -313,9 +314,17 @@ class TestRun:
         for reentrant in (True, False):
             assert Run(wraps=partial(checkpoint_activations, reentrant=reentrant)).train(2) == expected
 
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+    def test_checkpointed_layers_with_ties_compile_to_one_graph(self) -> None:
+        def wraps(model: Any) -> None:
+            checkpoint_activations(model, reentrant=False)
+            torch._dynamo.reset()
+            model.model.layers[0] = torch.compile(model.model.layers[0], backend="aot_eager", fullgraph=True)
+
+        assert Run(wraps, ties=TIES).train(2) == pytest.approx(Run().train(2), rel=1e-3)
+
     def test_ties_change_no_loss(self) -> None:
-        ties = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-        assert Run(ties=ties).train(2) == Run().train(2)
+        assert Run(ties=TIES).train(2) == Run().train(2)
 
     @pytest.mark.parametrize("policy", UNIFORM)
     def test_a_resumed_run_goes_on_bit_for_bit_outside_the_range_too(

@@ -67,9 +67,9 @@ def one_by_one(mlp: nn.Module, x: Tensor) -> Tensor:
 class Graphs:
     """Compiles as `aot_eager` does, and holds what came out: first forward, then backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, **more: Any) -> None:
         self.all: list[torch.fx.GraphModule] = []
-        self.backend = aot_autograd(fw_compiler=self._note, bw_compiler=self._note)
+        self.backend = aot_autograd(fw_compiler=self._note, bw_compiler=self._note, **more)
 
     def _note(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         self.all.append(graph)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
-from kernels.test_gated_layers import WITH_FP8, check, linears, mlp_of, one_by_one, trained
+from functorch.compile import min_cut_rematerialization_partition
+from kernels.test_gated_layers import WITH_FP8, Graphs, check, linears, mlp_of, one_by_one, trained
 from kernels.test_hopper_layers import assert_close, gradients, layer_of, linear, randn
 from models import batch
 from operator_calls import assert_same
@@ -315,13 +316,18 @@ class TestRun:
             assert Run(wraps=partial(checkpoint_activations, reentrant=reentrant)).train(2) == expected
 
     @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-    def test_checkpointed_layers_with_ties_compile_to_one_graph(self) -> None:
+    def test_compiled_checkpointed_layers_are_one_graph_that_saves_no_activation(self) -> None:
+        graphs = Graphs(partition_fn=min_cut_rematerialization_partition)
+
         def wraps(model: Any) -> None:
             checkpoint_activations(model, reentrant=False)
             torch._dynamo.reset()
-            model.model.layers[0] = torch.compile(model.model.layers[0], backend="aot_eager", fullgraph=True)
+            model.model.layers[0] = torch.compile(model.model.layers[0], backend=graphs.backend, fullgraph=True)
 
         assert Run(wraps, ties=TIES).train(2) == pytest.approx(Run().train(2), rel=1e-3)
+        (outputs,) = graphs.all[0].graph.output_node().args
+        made = [node.meta["val"].dtype for node in outputs if node is not None and node.op != "placeholder"]
+        assert made == [BF16, torch.uint8]  # the result, and the state of random numbers
 
     def test_ties_change_no_loss(self) -> None:
         assert Run(ties=TIES).train(2) == Run().train(2)

@@ -20,6 +20,7 @@ from torch.nn import functional
 from ..numerics.formats import NumberFormat, format_of_code
 from ..numerics.gemms import GEMMS
 from .backend import Backend, Layer
+from .checkpointing import compile_checkpoints
 from .emulated import EMULATED
 from .linear import Gradients, kept_for_backward, linear_function
 
@@ -297,9 +298,7 @@ class TensorCoreBackend(Backend):
 
     def share_inputs(self, layers: Mapping[str, Layer], groups: Sequence[Sequence[str]]) -> None:
         """Lets the layers of each group quantize a common input once while they have the same formats."""
-        # A TiedInput is written in the forward pass. Under activation checkpointing torch.compile otherwise leaves such
-        # decoder layers uncompiled, since it does not repeat the writes in the backward pass; nothing there needs them.
-        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+        compile_checkpoints()
         for group in groups:
             tied = TiedInput(len(group))
             for name in group:

@@ -1,0 +1,39 @@
+"""What torch.compile needs to know to recompute layers of this library under activation checkpointing."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch._higher_order_ops.wrap import TagActivationCheckpoint
+from torch.fx import GraphModule
+
+
+@cache
+def compile_checkpoints() -> None:
+    """Lets torch.compile take checkpointed decoder layers as one graph, and recompute all of it in the backward pass.
+
+    Both changes hold for the whole process, as in torchtitan, which makes the first.
+    """
+    # Tied inputs are noted in Python, which torch.compile does not repeat in the backward pass. Nothing there reads the
+    # notes. Otherwise such layers run uncompiled.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    # Up to torch 2.12 what lies in an autograd function was saved.
+    if hasattr(TagActivationCheckpoint, "tag_nodes"):
+        tag_nodes = TagActivationCheckpoint.tag_nodes
+
+        def tag_all_nodes(graph: GraphModule, is_sac: bool) -> GraphModule:
+            graph = tag_nodes(graph, is_sac)
+            _tag_forward_passes(graph)
+            return graph
+
+        TagActivationCheckpoint.tag_nodes = staticmethod(tag_all_nodes)
+
+
+def _tag_forward_passes(graph: GraphModule) -> None:
+    """Tags the operations in the forward passes of autograd functions like the functions themselves."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply):
+        forward: Any = getattr(graph, node.args[0].target)
+        for inner in forward.graph.nodes:
+            inner.meta |= {key: node.meta[key] for key in ("recompute", "ac_graph_id")}

@@ -281,7 +281,7 @@ def frontier() -> str:
     shown = {
         "all in `fp8-delayed`": ("all FP8, delayed scales", "0%, all `fp8-delayed`", FP8),
         "67%, {mxfp4, fp8-delayed}": ("67% in MXFP4", "67%", GREEN),
-        "75%, {mxfp4, fp8-delayed}, the default": ("75% in MXFP4, the default", "75%, the default", BLUE),
+        "75%, {mxfp4, fp8-delayed}, the default": ("75% in MXFP4", "75%", BLUE),
         "90%, {mxfp4, fp8-delayed}": ("90% in MXFP4", "90%", GREY),
         "all MXFP4": ("all MXFP4", "100%, all MXFP4", MARK),
         "75%, {fp4, fp8}, saliency, refresh every 500": ("75%, {fp4, fp8}", "", YELLOW),

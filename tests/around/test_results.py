@@ -206,7 +206,7 @@ def test_speeds_under_trl_are_those_of_the_lines() -> None:
     assert written["DPO, TinyLlama-1.1B, CUDA graphs"][:3] == [f"{bf16:.1f}", "", f"{ours:.1f}, {bf16 / ours:.3f}"]
 
 
-SHARES = {"0%, all `fp8-delayed`": "fp8-delayed", "67%": "snip-67", "75%, the default": "snip-75", "90%": "snip-90"}
+SHARES = {"0%, all `fp8-delayed`": "fp8-delayed", "67%": "snip-67", "75%": "snip-75", "90%": "snip-90"}
 SHARES["100%, all MXFP4"] = "mxfp4"
 
 
@@ -244,7 +244,7 @@ def test_losses_by_share_are_those_of_the_lines(shares: dict[tuple[str, str], li
     for (row, found), p in zip(against.items(), of_against, strict=True):
         assert written[row][5:] == [str(found), f"{found.detectable:.3f}", shown(p)]
         summary = cells("results.md", "What do 4 bits buy against FP8?")
-        place = {"67%": "67% in {mxfp4, fp8-delayed}", "100%, all MXFP4": "all MXFP4"}.get(row, row)
+        (place,) = (name for name in summary if name.startswith(row.removeprefix("100%, ")))
         assert summary[place][0] == str(found)
     for row, found in last.items():
         (place,) = (name for name in cells("results.md", "At which share?") if name.startswith(row.partition(",")[0]))
@@ -373,6 +373,15 @@ ORDERS = {
     "`backward-first`, 75%, minus BF16": ("backward-first-default", "bf16"),
     "all `fp8-delayed` minus BF16": ("fp8-default", "bf16"),
 }
+CHECKPOINT_SHARES = {
+    "50% by SNIP minus all `fp8-delayed`": ("snip-50", "fp8"),
+    "67% by SNIP minus all `fp8-delayed`": ("snip-67", "fp8"),
+    "67% by SNIP minus 50% by SNIP": ("snip-67", "snip-50"),
+    "67% by `backward-first` minus 67% by SNIP": ("backward-67", "snip-67"),
+    "all `fp8-delayed`, fast sums, minus BF16": ("fp8", "bf16"),
+    **{f"{share}% by SNIP minus BF16": (f"snip-{share}", "bf16") for share in (25, 50, 67, 75)},
+    "67% by `backward-first` minus BF16": ("backward-67", "bf16"),
+}
 CONTINUED = {
     "all `fp8-delayed`": "fp8-default",
     "75% by SNIP, {mxfp4, fp8-delayed}, the default": "snip-75-default",
@@ -387,20 +396,39 @@ PAPER = {
 PAPER |= {f"75% by layer, `{rule}`": rule for rule in RULES} | {"FP8": "fp8", "all FP4": "fp4"}
 PAPER |= {"67% by GEMM, SNIP": "snip-67-gemm", "75% by GEMM, `backward-first`": "backward-first"}
 PAPER['75% by GEMM, SNIP with "token-fisher"'] = "snip-75-gemm-fisher"
-TUNED = {"all `fp8-delayed`": "fp8", "50% by SNIP": "snip-50", "75% by SNIP": "snip-75", "all MXFP4": "mxfp4"}
-TUNED["75% by `backward-first`"] = "backward-first"
+TUNED = {
+    "75% by SNIP minus 75% by `backward-first`": ("snip-75", "backward-first"),
+    "75% by SNIP minus all `fp8-delayed`": ("snip-75", "fp8"),
+    "50% by SNIP minus all `fp8-delayed`": ("snip-50", "fp8"),
+    "all `fp8-delayed` minus BF16": ("fp8", "bf16"),
+    "50% by SNIP minus BF16": ("snip-50", "bf16"),
+    "75% by SNIP minus BF16": ("snip-75", "bf16"),
+    "75% by `backward-first` minus BF16": ("backward-first", "bf16"),
+    "all MXFP4 minus BF16": ("mxfp4", "bf16"),
+}
+
+
+def differences(
+    name: str, rows: dict[str, tuple[str, str]], step: str, planned: int
+) -> dict[str, tuple[str, str, str]]:
+    """Returns each row's difference, the detectable one and p after Holm; the first rows are the planned family."""
+    found = [paired(name, *names, step) for names in rows.values()]
+    corrected = [p for part in (found[:planned], found[planned:]) for p in holm([one.p for one in part])]
+    return {
+        row: (str(one), f"{one.detectable:.3f}", shown(p)) for row, one, p in zip(rows, found, corrected, strict=True)
+    }
 
 
 def test_losses_of_the_checkpoint_are_those_of_the_lines() -> None:
     written = cells("results-policies.md", "On a real checkpoint")
-    heads = {"---", "{fp4, fp8}", "gap to BF16, %"}
-    assert set(written) - heads == {*ORDERS, *PAPER, *TUNED}
-    last = {row: paired("smollm2", *names, "1000") for row, names in ORDERS.items()}
-    corrected = [p for part in (slice(2), slice(2, None)) for p in holm([one.p for one in list(last.values())[part]])]
-    for (row, names), p in zip(ORDERS.items(), corrected, strict=True):
-        assert last[row].count == 8
-        losses = [str(paired("smollm2", *names, step)) for step in ("250", "500", "1000", None)]
-        assert written[row] == [*losses[:3], f"{last[row].detectable:.3f}", shown(p), losses[3]]
+    heads = {"---", "{fp4, fp8}", "eight orders of the data"}
+    assert set(written) - heads == {*CHECKPOINT_SHARES, *ORDERS, *PAPER}
+    tables = (("smollm2-shares", CHECKPOINT_SHARES, 4, 4), ("smollm2", ORDERS, 2, 8))
+    for lines, rows, planned, count in tables:
+        for row, last in differences(lines, rows, "1000", planned).items():
+            assert paired(lines, *rows[row], "1000").count == count
+            first, second, whole = (str(paired(lines, *rows[row], step)) for step in ("250", "500", None))
+            assert written[row] == [first, second, *last, whole]
     rule = paired("smollm2", "backward-first-default", "snip-75-default", "1000")
     row = "SmolLM2-135M, 1,000 steps, {mxfp4, fp8-delayed}, eight orders"
     assert cells("results.md", "Is a probe better than a rule?")[row][1:] == [str(rule), f"{rule.detectable:.3f}"]
@@ -412,9 +440,15 @@ def test_losses_of_the_checkpoint_are_those_of_the_lines() -> None:
         found = paired("smollm2", name, "bf16", "1000")
         expected = [str(found.count), str(found), f"{found.detectable:.2f}"]
         assert written[row] == [*expected, str(paired("smollm2", name, "bf16", None))]
-    for row, name in TUNED.items():
-        of_adapters = [str(paired("sft-lora", name, "bf16", step)) for step in ("270", None)]
-        assert written[row] == of_adapters + [str(paired("sft", name, "bf16", step)) for step in ("70", "270")]
+
+
+def test_losses_of_instruction_tuning_are_those_of_the_lines() -> None:
+    written = cells("results-policies.md", "Instruction tuning")
+    assert list(written) == list(TUNED)
+    for row, last in differences("sft", TUNED, "270", 3).items():
+        assert paired("sft", *TUNED[row], "270").count == 8
+        of_adapters = [str(paired("sft-lora", *TUNED[row], step)) for step in ("270", None)]
+        assert written[row] == [str(paired("sft", *TUNED[row], "70")), *last, *of_adapters]
 
 
 def test_estimates_by_share_are_those_of_the_lines(shares: dict[tuple[str, str], list[float]]) -> None:

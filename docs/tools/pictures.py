@@ -207,7 +207,7 @@ def numbers(table: str, row: str) -> list[float]:
 
 
 def at_speed(speed: float) -> float:
-    return round(70 + 800 * (speed - 0.98), 1)
+    return round(70 + 780 * (speed - 0.98), 1)
 
 
 def along(step: int) -> float:
@@ -281,8 +281,7 @@ def frontier() -> str:
     shown = {
         "all in `fp8-delayed`": ("all FP8, delayed scales", "0%, all `fp8-delayed`", FP8),
         "67%, {mxfp4, fp8-delayed}": ("67% in MXFP4", "67%", GREEN),
-        "75%, {mxfp4, fp8-delayed}, the default": ("75% in MXFP4", "75%", BLUE),
-        "90%, {mxfp4, fp8-delayed}": ("90% in MXFP4", "90%", GREY),
+        "75%, {mxfp4, fp8-delayed}": ("75% in MXFP4", "75%", BLUE),
         "all MXFP4": ("all MXFP4", "100%, all MXFP4", MARK),
         "75%, {fp4, fp8}, saliency, refresh every 500": ("75%, {fp4, fp8}", "", YELLOW),
         "all FP4": ("all FP4", "", FP4),

@@ -63,20 +63,6 @@ def test_gaps_of_full_runs_are_those_of_the_lines(row: str, losses: dict[tuple[s
     assert written == expected
 
 
-def test_speeds_of_the_earlier_default_formats_are_those_of_the_lines() -> None:
-    with gzip.open(ROOT / "benchmarks/results/speed_trainer.jsonl.gz", "rt", encoding="utf-8") as lines:
-        runs = [run for run in map(json.loads, lines) if run["commit"] == "c78620b"]
-    expected = []
-    for model in (runs[:5], runs[5:]):  # BF16 ran first and last
-        bf16 = (model[0]["step_ms"] + model[-1]["step_ms"]) / 2
-        for run in model[:-1]:
-            step = bf16 if run["recipe"] == "BF16" else run["step_ms"]
-            expected.append((f"{step:.1f}", f"{bf16 / step:.3f}".removesuffix(".000")))
-    table = section("results-speed.md", "The earlier default formats")
-    rows = [line.replace("*", "").split("|") for line in table.splitlines() if line.startswith("|")][2:]
-    assert [(row[2].strip(), row[3].strip()) for row in rows] == expected
-
-
 def lines_of(name: str, folder: str = "benchmarks") -> list[dict[str, Any]]:
     with gzip.open(ROOT / folder / f"results/{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
@@ -88,96 +74,126 @@ def cells(page: str, heading: str) -> dict[str, list[str]]:
     return {first.strip(): [cell.strip() for cell in others] for first, *others in rows[2:]}
 
 
-def times_and_speeds(steps: Sequence[float], bf16: float) -> tuple[str, str]:
-    """Returns the cells of a table: milliseconds, and how many times as fast as BF16."""
-    return ", ".join(f"{one:.1f}" for one in steps), ", ".join(f"{bf16 / one:.3f}" for one in steps)
+def cells_of_tables(page: str, heading: str) -> list[dict[str, list[str]]]:
+    """Returns the tables of a section: the first column -> the others."""
+    tables = [part.partition("\n\n")[0] for part in section(page, heading).split("\n|---|")[1:]]
+    rows = [[line.replace("*", "").split("|")[1:-1] for line in table.splitlines()[1:]] for table in tables]
+    return [{first.strip(): [cell.strip() for cell in others] for first, *others in table} for table in rows]
+
+
+def current(model: str) -> list[dict[str, Any]]:
+    return [run for run in lines_of("speed_shares") if (run["model"], run["commit"]) == (model, "fe61c8e4")]
+
+
+def most(run: dict[str, Any]) -> float:
+    """Returns the peak with a refresh."""
+    return float(max(run["peak_gib"], run.get("refresh_peak_gib", 0)))
+
+
+def bf16_of(runs: Sequence[dict[str, Any]], key: str = "step_ms") -> float:
+    return statistics.median(run[key] for run in runs if run["recipe"] == "BF16")
 
 
 def test_speeds_through_the_trainer_are_those_of_the_lines() -> None:
-    runs, written = lines_of("speed_shares"), cells("results-speed.md", "Through the Trainer, H200")
-    names = {"0%, all `fp8-delayed`": "snip-hf 0%", "67%": "snip-hf 67%", "75%, the default": "snip-hf 75%"}
-    names |= {"90%": "snip-hf 90%", "100%, all MXFP4": "snip-hf 100%", "torchao tensorwise FP8": "torchao tensorwise"}
+    written = cells_of_tables("results-speed.md", "Through the Trainer, H200")[0]
+    names = {"0%, all `fp8-delayed`": "snip-hf 0%", "50%, the default": "snip-hf 50%", "67%": "snip-hf 66.6%"}
+    names |= {"75%": "snip-hf 75%", "100%, all MXFP4": "snip-hf 100%", "torchao tensorwise FP8": "torchao tensorwise"}
     assert list(written) == ["BF16, first and last", *names]
     for model, at in (("8B, 8 layers", 0), ("TinyLlama-1.1B", 5)):
-        own = {run["recipe"]: run for run in runs if run["model"] == model}
-        both = [run for run in runs if (run["model"], run["recipe"]) == (model, "BF16")]
-        bf16, peak = (statistics.median(run[key] for run in both) for key in ("step_ms", "peak_gib"))
+        runs = current(model)
+        own, bf16, peak = {run["recipe"]: run for run in runs}, bf16_of(runs), bf16_of(runs, "peak_gib")
         torchao = own["torchao tensorwise"]["step_ms"]
-        steps = ", ".join(f"{run['step_ms']:.1f}" for run in both)
+        steps = ", ".join(f"{run['step_ms']:.1f}" for run in runs if run["recipe"] == "BF16")
         assert written["BF16, first and last"][at : at + 3] == [steps, "1", f"{torchao / bf16:.3f}"]
         for row, recipe in names.items():
             run = own[recipe]
             ratios = [f"{other / run['step_ms']:.3f}".removesuffix(".000") for other in (bf16, torchao)]
-            memory = [f"{max(run['peak_gib'], run.get('refresh_peak_gib', 0)) / peak:.3f}"] if at == 0 else []
+            memory = [f"{most(run) / peak:.3f}"] if at == 0 else []
             refresh = f"{run['refresh_ms'] / bf16:.1f}" if "refresh_ms" in run else ""
             expected = [f"{run['step_ms']:.1f}", *ratios, *memory, refresh]
             assert written[row][at : at + len(expected)] == expected, row
+    summary = cells("results.md", "What do 4 bits buy against FP8?")
+    assert set(summary) == set(names)
+    assert all(row[1:] == [written[name][at] for at in (1, 3, 6)] for name, row in summary.items())
 
 
-DELAYED = {
-    "75% in MXFP4, 25% in `fp8-tensor`": ("0e89e583", "snip-hf 75%", "fp8-tensor"),
-    "75% in MXFP4, 25% in `fp8-delayed`": ("0e89e583", "snip-hf 75%", "fp8-delayed"),
-    "all in `fp8-delayed`": ("0e89e583", "snip-hf 0%", "fp8-delayed"),
-    "all in MXFP4": ("0e89e583", "snip-hf 100%", "fp8-tensor"),
-    "torchao tensorwise FP8": ("0e89e583", "torchao tensorwise", "fp8-tensor"),
-    "`0e8a7800`: 75% in MXFP4, 25% in `fp8-tensor`": ("0e8a7800", "snip-hf 75%", "fp8-tensor"),
+# Row -> file, model, fields of its lines.
+EARLIER: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "8B shape, `29b1d5fe` (1)": ("speed_shares", "8B, 8 layers", {"commit": "29b1d5fe"}),
+    "8B shape, `0e89e583` (2)": ("speed_delayed", "8B, 8 layers", {"call": 1}),
+    "8B shape, {mxfp4, fp8-tensor}, `c78620b` (4)": ("speed_trainer", "8B, 8 layers", {"commit": "c78620b"}),
+    "1.1B, CUDA graphs, `29b1d5fe` (1)": ("speed_shares", "TinyLlama-1.1B", {"commit": "29b1d5fe"}),
+    "1.1B, CUDA graphs, `d04d6afd` (3)": ("speed_graphs", "TinyLlama-1.1B", {"commit": "d04d6afd"}),
+    "1.1B, `0e89e583` (2)": ("speed_delayed", "TinyLlama-1.1B", {"call": 1, "mode": None}),
+    "1.1B, `32a69b0a` (3)": ("speed_graphs", "TinyLlama-1.1B", {"call": 1, "mode": "default", "rows": None}),
+    "1.1B, {mxfp4, fp8-tensor}, `32a69b0a` (3)": (
+        "speed_graphs", "TinyLlama-1.1B", {"call": 1, "mode": "default", "rows": None}
+    ),
+    "1.1B, {mxfp4, fp8-tensor}, `c78620b` (4)": ("speed_trainer", "TinyLlama-1.1B", {"commit": "c78620b"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", EARLIER)
+def test_speeds_of_earlier_versions_are_those_of_the_lines(row: str) -> None:
+    name, model, fields = EARLIER[row]
+    runs = [run for run in lines_of(name) if run.get("model", model) == model]
+    runs = [run for run in runs if all(run.get(key) == value for key, value in fields.items())]
+    commit, bf16 = row.split("`")[1], bf16_of(runs)
+    ours = [run for run in runs if run["commit"] == commit and run["recipe"] != "BF16"]
+    other = {"fp8-delayed"} if "tensor" in row else {"fp8-tensor"}
+    written = cells_of_tables("results-speed.md", "Through the Trainer, H200")[1][row]
+    recipes = *(f"snip-hf {share}%" for share in (0, 67, 75, 90, 100)), "torchao tensorwise"
+    for cell, share in zip(written, recipes, strict=True):
+        shown = [run for run in ours if run["recipe"] == share]
+        if share in ("snip-hf 0%", "snip-hf 75%"):
+            shown = [run for run in shown if not other & {*run["formats"]}]
+        assert cell == ", ".join(f"{bf16 / run['step_ms']:.3f}" for run in shown), share
+
+
+def test_speeds_of_combinations_are_those_of_the_lines() -> None:
+    lines = [run for run in lines_of("speed_combinations") if "step_ms" in run]
+    names = {"8B, 8 layers": "8B shape", "Qwen3-4B, 12 layers": "Qwen3-4B, 12 layers", "Qwen3-0.6B": "Qwen3-0.6B"}
+    written = cells("results-speed.md", "Combinations")
+    for row, cell in written.items():
+        commit = "c9913a10" if "c9913a10" in row else "fe61c8e4"
+        runs = [run for run in lines if run["commit"] == commit and row.startswith(names.get(run["model"], "-"))]
+        case = row.partition("shape, ")[2].removesuffix(", `c9913a10`")
+        runs = [run for run in runs if run["case"].removeprefix("8 x 2,048 tokens").removeprefix(", ") == case]
+        bf16, peak, last = bf16_of(runs), bf16_of(runs, "peak_gib"), {run["recipe"]: run for run in runs}
+        both = last["torchao tensorwise"], last["snip-hf 75%"]
+        speeds, memory = ([f"{bf16 / run['step_ms']:.3f}" for run in both], [f"{most(run) / peak:.3f}" for run in both])
+        refresh = f"{both[1]['refresh_ms'] / bf16:.1f}"
+        assert cell == [f"{bf16:.1f}", *speeds, f"{peak:.1f}", *memory, refresh], row
+
+
+# Row -> file, mode of its lines.
+SHORT = {
+    "1 x 128 tokens, `32a69b0a` (1)": ("speed_graphs", "default"),
+    "1 x 128 tokens, `dabb1842`, quiet host (2)": ("step_profile", "default"),
+    "1 x 128 tokens, CUDA graphs, `dabb1842` (1)": ("speed_graphs", "reduce-overhead"),
+    "1 x 128 tokens, CUDA graphs, `dabb1842`, quiet host (2)": ("step_profile", "reduce-overhead"),
+    "1 x 128 tokens, CUDA graphs, `fe61c8e4`, beside other work (3)": ("speed_combinations", ""),
+    "1 x 64 to 256 tokens, `c9913a10`, quiet host (3)": ("speed_combinations", ""),
 }
 
 
-def test_speeds_of_delayed_scales_are_those_of_the_lines() -> None:
-    runs = [run for run in lines_of("speed_delayed") if run["call"] == 1 and "mode" not in run]
-    written = cells("results-speed.md", "FP8 with delayed scales")
-    for row, key in DELAYED.items():
-        expected = []
-        for model in ("8B, 8 layers", "TinyLlama-1.1B"):
-            own = [run for run in runs if run["model"] == model]
-            bf16 = statistics.median(run["step_ms"] for run in own if run["recipe"] == "BF16")
-            steps = [run["step_ms"] for run in own if (run["commit"], run["recipe"], run["formats"][1]) == key]
-            expected += times_and_speeds(steps, bf16)
-        assert written[row] == expected, row
-
-
-GRAPHS = {
-    "BF16, in the default mode first and last": ("BF16", "fp8-tensor"),
-    "75% in MXFP4, 25% in `fp8-tensor`": ("snip-hf 75%", "fp8-tensor"),
-    "75% in MXFP4, 25% in `fp8-delayed`": ("snip-hf 75%", "fp8-delayed"),
-    "all in `fp8-delayed`": ("snip-hf 0%", "fp8-delayed"),
-    "all in MXFP4": ("snip-hf 100%", "fp8-tensor"),
-    "torchao tensorwise FP8": ("torchao tensorwise", "fp8-tensor"),
-}
-
-
-def test_speeds_in_cuda_graphs_are_those_of_the_lines() -> None:
-    every = [run for run in lines_of("speed_graphs") if "rows" not in run]
-    written = cells("results-speed.md", "CUDA graphs")
-    for row, key in GRAPHS.items():
-        expected = []
-        for mode in ("default", "reduce-overhead"):
-            runs = [run for run in every if run["mode"] == mode]
-            bf16 = statistics.median(run["step_ms"] for run in runs if run["recipe"] == "BF16")
-            new = [run for run in runs if run["commit"] != "0e8a7800" or key[0] == "BF16"]
-            steps = [run["step_ms"] for run in new if (run["recipe"], run["formats"][1]) == key]
-            times, speeds = times_and_speeds(steps, bf16)
-            expected += [times, "1" if key[0] == "BF16" else speeds]
-        assert written[row] == expected, row
-
-
-def test_short_steps_and_steps_with_a_wait_in_cuda_graphs_are_those_of_the_lines() -> None:
-    written = cells("results-speed.md", "CUDA graphs")
-    runs = lines_of("speed_graphs")
-    short = {(run["mode"], run["recipe"]): run.get("step_ms", run["mean_step_ms"]) for run in runs if "rows" in run}
-    names = {"BF16": "BF16", "75% in MXFP4": "snip-hf 75%", "torchao tensorwise FP8": "torchao tensorwise"}
-    for name, recipe in names.items():
-        row = written[f"1 x 128 tokens: {name}"]
-        for mode, at in (("default", 0), ("reduce-overhead", 2)):
-            step, bf16 = short.get((mode, recipe)), short[mode, "BF16"]
-            expected = ["", ""] if step is None else [f"{step:.1f}", "1" if name == "BF16" else f"{bf16 / step:.3f}"]
-            assert row[at : at + 2] == expected, (name, mode)
-    (awaited,) = (run["step_ms"] for run in runs if run["recipe"].endswith(", wait"))
-    (bf16,) = (run["step_ms"] for run in runs if run["recipe"] == "BF16" and run["call"] == 2)
-    assert written["8 x 2,048, with a wait per step: 75% in MXFP4"][2:] == [
-        f"{awaited:.1f}", f"{bf16 / awaited:.3f} times BF16 without a wait"
-    ]  # fmt: skip
+@pytest.mark.parametrize("row", SHORT)
+def test_short_steps_are_those_of_the_lines(row: str) -> None:
+    name, mode = SHORT[row]
+    runs = [run for run in lines_of(name) if run.get("commit") == row.split("`")[1] and "error" not in run]
+    runs = [run for run in runs if run.get("rows") == 1 or run.get("case", "").startswith("1 x")]
+    runs = [run for run in runs if run["model"] == "TinyLlama-1.1B" and run.get("mode", "") == mode]
+    steps: dict[str, list[float]] = {}
+    for run in runs:
+        step = run.get("alone_ms") or run.get("step_ms") or run["mean_step_ms"]
+        steps.setdefault(run["recipe"], []).append(step)
+    bf16 = steps["BF16"]
+    base = bf16[-1] if "64 to 256" in row else statistics.median(bf16)
+    expected = [", ".join(f"{step:.1f}" for step in bf16)]
+    for recipe in ("snip-hf 75%", "torchao tensorwise"):
+        expected.append(", ".join(f"{step:.1f}, {base / step:.3f}" for step in steps.get(recipe, [])))
+    written = [cell.removesuffix(" of the last") for cell in cells("results-speed.md", "CUDA graphs")[row]]
+    assert [cell for cell in written if "fails" not in cell] == expected[: 2 if "64 to 256" in row else 3]
 
 
 def test_speeds_under_trl_are_those_of_the_lines() -> None:
@@ -244,8 +260,8 @@ def test_losses_by_share_are_those_of_the_lines(shares: dict[tuple[str, str], li
     for (row, found), p in zip(against.items(), of_against, strict=True):
         assert written[row][5:] == [str(found), f"{found.detectable:.3f}", shown(p)]
         summary = cells("results.md", "What do 4 bits buy against FP8?")
-        (place,) = (name for name in summary if name.startswith(row.removeprefix("100%, ")))
-        assert summary[place][0] == str(found)
+        if row != "90%":
+            assert summary[row][0] == str(found)
     for row, found in last.items():
         (place,) = (name for name in cells("results.md", "At which share?") if name.startswith(row.partition(",")[0]))
         assert cells("results.md", "At which share?")[place][2] == str(found)
@@ -291,19 +307,17 @@ def test_a_probe_and_a_rule_compare_as_in_the_lines() -> None:
 
 EQUAL_LOSS = {
     "all in `fp8-delayed`": ("fp8-delayed", "snip-hf 0%"),
-    "67%, {mxfp4, fp8-delayed}": ("snip-67", "snip-hf 67%"),
-    "75%, {mxfp4, fp8-delayed}, the default": ("snip-75", "snip-hf 75%"),
-    "90%, {mxfp4, fp8-delayed}": ("snip-90", "snip-hf 90%"),
+    "67%, {mxfp4, fp8-delayed}": ("snip-67", "snip-hf 66.6%"),
+    "75%, {mxfp4, fp8-delayed}": ("snip-75", "snip-hf 75%"),
     "all MXFP4": ("mxfp4", "snip-hf 100%"),
 }
 
 
 def speed_with_refreshes(runs: Sequence[dict[str, Any]], recipe: str) -> float:
     """Returns how many times as fast as BF16; one refresh every 500 steps if the recipe plans."""
-    bf16 = statistics.median(run["step_ms"] for run in runs if run["recipe"] == "BF16")
     (run,) = (run for run in runs if run["recipe"] == recipe)
     refresh = 0.0 if recipe in ("snip-hf 0%", "snip-hf 100%") else float(run["refresh_ms"]) / 500
-    return bf16 / (float(run["step_ms"]) + refresh)
+    return bf16_of(runs) / (float(run["step_ms"]) + refresh)
 
 
 def test_speeds_at_equal_loss_are_those_of_the_lines(shares: dict[tuple[str, str], list[float]]) -> None:
@@ -321,11 +335,9 @@ def test_speeds_at_equal_loss_are_those_of_the_lines(shares: dict[tuple[str, str
         ends = found.mean, found.mean + found.half_width, found.mean - found.half_width
         return [form.format(*(speed / math.exp(scale * end / 100) for end in ends)) for scale in scales]
 
-    machines = [
-        [run for run in lines_of("speed_shares") if run["model"] == model]
-        for model in ("8B, 8 layers", "TinyLlama-1.1B")
-    ]
-    summary, written = cells("results.md", "How fast, at equal loss?"), cells("results-speed.md", "At equal loss")
+    machines = [current(model) for model in ("8B, 8 layers", "TinyLlama-1.1B")]
+    heading = "At equal loss"
+    summary, written = cells("results.md", "How fast, at equal loss?"), cells("results-speed.md", heading)
     for row, (name, recipe) in EQUAL_LOSS.items():
         found = gap(shares[name, "2700"], bf16)
         ends = found.mean, found.mean - found.half_width, found.mean + found.half_width
@@ -337,21 +349,13 @@ def test_speeds_at_equal_loss_are_those_of_the_lines(shares: dict[tuple[str, str
             expected += [f"{speed:.3f}", first, "; ".join(by_laws)]
         assert written[row] == expected, row
         assert summary[row][:4] == [*expected[1:3], *expected[4:6]], row
-    delayed = [run for run in lines_of("speed_delayed") if run["model"] != "TinyLlama-1.1B" and run["call"] == 1]
-    delayed = [run for run in delayed if run["recipe"] == "BF16" or run["formats"][1] == "fp8-delayed"]
-    graphs = [run for run in lines_of("speed_graphs") if run["commit"] == "d04d6afd"]
-    graphs = [run for run in graphs if run["recipe"] == "BF16" or run["formats"][1] == "fp8-delayed"]
-    large, small = machines
     found = gap(shares["snip-75", "2700"], shares["fp8-delayed", "2700"])
-    for row, runs in (
-        ("8B shape", large),
-        ("8B shape, the second machine", delayed),
-        ("TinyLlama-1.1B", small),
-        ("TinyLlama-1.1B, the second machine", graphs),
-    ):
+    for row, runs in zip(("8B shape", "TinyLlama-1.1B"), machines, strict=True):
         ratio = speed_with_refreshes(runs, "snip-hf 75%") / speed_with_refreshes(runs, "snip-hf 0%")
         first, *by_laws = after_more_steps(ratio, found, "{:.3f} ({:.3f} to {:.3f})")
         assert written[row] == [f"{ratio:.3f}", first, "; ".join(by_laws)], row
+    half = [speed_with_refreshes(runs, "snip-hf 50%") / speed_with_refreshes(runs, "snip-hf 0%") for runs in machines]
+    assert "The default, 50%, is then {:.3f} and {:.3f} times as".format(*half) in section("results-speed.md", heading)
 
 
 def paired(name: str, ours: str, other: str, step: str | None) -> Paired:

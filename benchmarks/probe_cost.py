@@ -196,6 +196,7 @@ def settings(options: argparse.Namespace, formats: str, loss_estimator: str) -> 
     """Returns the configuration of a run that refreshes at its first step."""
     given = {name: getattr(options, name) for name in ("probe_batch_tokens", "probe_tokens")}
     return SnipConfig(
+        target_fp4_fraction=0.75,
         start_format="bf16",
         first_refresh=1,
         refresh_every=1000,

@@ -1,7 +1,7 @@
 """Measures steps of TRL's trainers on one GPU: SFT, DPO and GRPO, with a line per run as it ends.
 
-The recipes are BF16, torchao's tensorwise FP8, and `SnipConfig` with its defaults, whose first plan is applied before
-the timed steps. All recipes time the same steps. Models are untrained Llamas on random tokens:
+The recipes are BF16, torchao's tensorwise FP8, and SNIP at 75%, whose first plan is applied before the timed steps.
+All recipes time the same steps. Models are untrained Llamas on random tokens:
 
     SFT, packing        packs of 2,048 tokens, four documents each; torch's varlen FlashAttention
     SFT, LoRA           the same with adapters of rank 16 on all linears of the blocks
@@ -113,7 +113,7 @@ def train(task: str, model_name: str, recipe: str, options: argparse.Namespace) 
     if recipe == TORCHAO:
         llamas.TORCHAO[recipe](model)
     clock = Clock(device)
-    config = SnipConfig(first_refresh=PROBE, apply_delay=DELAY, refresh_every=steps.stop)
+    config = SnipConfig(target_fp4_fraction=0.75, first_refresh=PROBE, apply_delay=DELAY, refresh_every=steps.stop)
     ours = [SnipCallback(config)] if recipe == OURS else []
     loss, _ = train_by(partial(trainer_for, task, model, options, [*ours, clock]))
     times = clock.milliseconds()

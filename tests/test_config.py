@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from snip_hf.config import _CHOICES, _TYPES, POLICIES, RATES, SnipConfig, mean_share, shares_text
+from snip_hf.config import _CHOICES, _TYPES, DEFAULT_FP4_FRACTION, POLICIES, RATES, SnipConfig, mean_share, shares_text
 from snip_hf.numerics.formats import FORMATS
 
 REPOSITORY = Path(__file__).parents[1]
@@ -56,7 +56,7 @@ OTHER: dict[str, Any] = {
 # For all of them at once: a speed-up excludes a share, and a table of rates measured times.
 ONE_BUDGET = {"target_linear_speedup": None, "rates": None}
 
-EXAMPLE = "e.g. 0.75, or ((1, 0.9), (800, 0.5)): 0.9 from step 1 on, 0.5 from step 800 on"
+EXAMPLE = "e.g. 0.5, or ((1, 0.9), (800, 0.5)): 0.9 from step 1 on, 0.5 from step 800 on"
 OWN_POLICY = (
     " A policy of your own is registered first: by `register_policy` of `snip_hf.policies.registry`, or by `--import "
     "MODULE` on the command line."
@@ -68,7 +68,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         (
             {"target_fp4_fraction": value},
             f"target_fp4_fraction={value} is outside 0..1; it is the share of the linear FLOPs "
-            "that run in FP4, e.g. 0.75.",
+            "that run in FP4, e.g. 0.5.",
         )
         for value in (-0.01, 1.01, 75, float("nan"), float("inf"))
     ),
@@ -125,7 +125,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         (
             {"target_fp4_fraction": ((1, 0.5), (8, value))},
             f"target_fp4_fraction[1]={value!r} is outside 0..1; it is the share of the linear FLOPs that run in FP4, "
-            "e.g. 0.75.",
+            "e.g. 0.5.",
         )
         for value in (-0.01, 1.01, 75, float("nan"), float("inf"))
     ),
@@ -216,7 +216,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"formats": ("fp4-pqt", "nvfp4", "fp8"), "policy": "random"},
-        "target_fp4_fraction=0.75 cannot be met with the formats ('fp4-pqt', 'fp8'): none of them rounds both "
+        "target_fp4_fraction=0.5 cannot be met with the formats ('fp4-pqt', 'fp8'): none of them rounds both "
         "operands to at most 4 bits. Add one that does, e.g. 'fp4', or set target_linear_speedup with rates, or "
         "policy='uniform-fp4-pqt'.",
     ),
@@ -228,7 +228,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"formats": ("fp8", "bf16")},
-        "target_fp4_fraction=0.75 cannot be met with the formats ('fp8', 'bf16'): none of them rounds both "
+        "target_fp4_fraction=0.5 cannot be met with the formats ('fp8', 'bf16'): none of them rounds both "
         "operands to at most 4 bits. Add one that does, e.g. 'fp4', or set target_linear_speedup with rates, or "
         "policy='uniform-fp8'.",
     ),
@@ -451,9 +451,9 @@ def test_an_unknown_field_is_refused_with_the_closest_one() -> None:
 
 def test_a_value_without_its_name_is_refused_with_what_to_write() -> None:
     with pytest.raises(TypeError) as error:
-        SnipConfig(0.75)  # type: ignore[call-arg, misc]
+        SnipConfig(0.5)  # type: ignore[call-arg, misc]
     assert str(error.value) == (
-        "Got 0.75 without the name of its field; write e.g. SnipConfig(target_fp4_fraction=0.75)."
+        "Got 0.5 without the name of its field; write e.g. SnipConfig(target_fp4_fraction=0.5)."
     )
 
 
@@ -467,6 +467,7 @@ def test_the_preset_differs_from_the_default_in_what_its_page_says() -> None:
     values = {
         "formats": ["fp4", "fp8"],
         "start_format": "fp8",
+        "target_fp4_fraction": 0.75,
         "granularity": "layer",
         "ties": [],
         "objective": "paper",
@@ -553,7 +554,7 @@ def test_without_refreshes_any_delay_is_allowed() -> None:
 
 def test_the_defaults_are_those_of_the_contract() -> None:
     assert SnipConfig().to_dict() == {
-        "target_fp4_fraction": 0.75,
+        "target_fp4_fraction": 0.5,
         "target_linear_speedup": None,
         "rates": None,
         "budget": "flops",
@@ -603,8 +604,8 @@ def test_values_that_yaml_reads_differently_are_taken_as_meant(values: Any, expe
 THREE = ("fp4", "fp8", "bf16")
 
 
-def test_without_either_budget_three_quarters_of_the_flops_are_in_fp4() -> None:
-    assert SnipConfig().target_fp4_fraction == SnipConfig(target_fp4_fraction=None).target_fp4_fraction == 0.75
+def test_without_either_budget_the_share_is_the_default() -> None:
+    assert SnipConfig().target_fp4_fraction == SnipConfig(target_fp4_fraction=None).target_fp4_fraction == 0.5
 
 
 def test_a_speed_up_takes_the_place_of_the_share() -> None:
@@ -685,7 +686,7 @@ def test_a_share_is_attainable_where_any_of_the_formats_counts() -> None:
 
 def test_rates_alone_only_report() -> None:
     config = SnipConfig(rates="h100")
-    assert (config.target_fp4_fraction, config.target_linear_speedup) == (0.75, None)
+    assert (config.target_fp4_fraction, config.target_linear_speedup) == (DEFAULT_FP4_FRACTION, None)
 
 
 def test_every_table_says_where_its_figures_come_from() -> None:

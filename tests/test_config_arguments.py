@@ -12,8 +12,9 @@ import yaml
 from transformers import HfArgumentParser
 
 from snip_hf import SnipConfig
+from snip_hf.config import DEFAULT_FP4_FRACTION
 
-SHARES = "0.75, or 1:0.9,800:0.5 as STEP:SHARE, or none"
+SHARES = "0.5, or 1:0.9,800:0.5 as STEP:SHARE, or none"
 STAGES = "a number, or a,b;c,d for two lists, or none"
 
 
@@ -32,7 +33,7 @@ def test_without_arguments_the_config_is_the_default() -> None:
         ("target_fp4_fraction", "0.5", 0.5),
         ("target_fp4_fraction", "1:0.9,800:0.5", ((1, 0.9), (800, 0.5))),
         ("target_fp4_fraction", " 1 : 0.9 , 800 : 0.5 ", ((1, 0.9), (800, 0.5))),
-        ("target_fp4_fraction", "none", 0.75),  # as SnipConfig(target_fp4_fraction=None)
+        ("target_fp4_fraction", "none", DEFAULT_FP4_FRACTION),  # as SnipConfig(target_fp4_fraction=None)
         ("stages", "2", 2),
         ("stages", "none", None),
         ("stages", "layers.0.a,layers.0.b;layers.1.a", (("layers.0.a", "layers.0.b"), ("layers.1.a",))),

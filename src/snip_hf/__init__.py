@@ -24,8 +24,7 @@ With a `Trainer`, use one callback:
 
     from snip_hf import SnipCallback, SnipConfig
 
-    config = SnipConfig(target_fp4_fraction=0.75)
-    trainer = Trainer(model, args, train_dataset=data, callbacks=[SnipCallback(config)])
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[SnipCallback(SnipConfig())])
     trainer.train()
 
 In any other loop, call a `SnipController` at three points of each step: `capture` before a forward pass,

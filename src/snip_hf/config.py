@@ -48,12 +48,18 @@ ALL, FORWARD = "all", "forward"
 # The value of `ties` that finds tied linears in the model.
 AUTO_TIES = "auto"
 # The target if none is given.
-DEFAULT_FP4_FRACTION = 0.75
+DEFAULT_FP4_FRACTION = 0.5
 # Step of the first probe in long runs.
 _LATEST_FIRST_REFRESH = 100
 
 _PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"formats": ("fp4", "fp8"), "granularity": "layer", "ties": (), "objective": "paper"},
+    "paper": {
+        "formats": ("fp4", "fp8"),
+        "target_fp4_fraction": 0.75,
+        "granularity": "layer",
+        "ties": (),
+        "objective": "paper",
+    },
 }
 
 _CHOICES = {
@@ -77,8 +83,8 @@ _ADVICE = {
     "skip_modules": " For example skip_modules=('*.q_proj',), with the comma, or ['*.q_proj'].",
     "include_modules": " For example include_modules=('model.vision_tower.*',), with the comma, or a list.",
 }
-_EXAMPLE = "target_fp4_fraction=0.75"
-_SHARES_EXAMPLE = "e.g. 0.75, or ((1, 0.9), (800, 0.5)): 0.9 from step 1 on, 0.5 from step 800 on"
+_EXAMPLE = "target_fp4_fraction=0.5"
+_SHARES_EXAMPLE = "e.g. 0.5, or ((1, 0.9), (800, 0.5)): 0.9 from step 1 on, 0.5 from step 800 on"
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,7 @@ def _reader(form: str, read: Callable[[str], Any], takes_none: bool = False) -> 
 _NAMES = _reader("a,b for two names", _items)
 _INTEGER = _reader("an integer", int, takes_none=True)
 _NUMBER = _reader("a number", float, takes_none=True)
-_SHARES = _reader("0.75, or 1:0.9,800:0.5 as STEP:SHARE", _read_shares, takes_none=True)
+_SHARES = _reader("0.5, or 1:0.9,800:0.5 as STEP:SHARE", _read_shares, takes_none=True)
 _STAGES = _reader(
     "a number, or a,b;c,d for two lists",
     lambda text: int(text) if text.lstrip("+-").isdigit() else _lists(text),
@@ -170,9 +176,9 @@ class SnipConfig(_NamedFields):
 
     target_fp4_fraction: float | tuple[Share, ...] | None = _field(
         None,
-        "Minimum share (0..1) of the linear FLOPs that runs in formats of at most 4 bits. None means 0.75, or no "
-        "share if `target_linear_speedup` is given. Pairs of a step and a share change it during the run: "
-        "((1, 0.9), (800, 0.5)).",
+        "Minimum share (0..1) of the linear FLOPs that runs in formats of at most 4 bits. None means "
+        f"{DEFAULT_FP4_FRACTION}, or no share if `target_linear_speedup` is given. Pairs of a step and a share change "
+        "it during the run: ((1, 0.9), (800, 0.5)).",
         _SHARES,
     )
     formats: tuple[str, ...] = _field(
@@ -674,7 +680,7 @@ def _check_share(share: float | None, place: str = "") -> None:
     if share is not None and not 0 <= share <= 1:
         raise ValueError(
             f"target_fp4_fraction{place}={share!r} is outside 0..1; it is the share of the linear FLOPs that run in "
-            "FP4, e.g. 0.75."
+            "FP4, e.g. 0.5."
         )
 
 

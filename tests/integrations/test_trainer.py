@@ -637,12 +637,12 @@ def test_a_run_that_ends_before_its_first_plan_says_so(tmp_path: Path, caplog: p
 def test_fields_outside_a_config_are_refused_with_what_to_write() -> None:
     for refused, expected in {
         lambda: SnipCallback({"seed": 1}): (  # type: ignore[arg-type]
-            "Got a dict for config; expected a SnipConfig, e.g. SnipConfig(target_fp4_fraction=0.75), or "
+            "Got a dict for config; expected a SnipConfig, e.g. SnipConfig(target_fp4_fraction=0.5), or "
             "SnipConfig.from_dict(...) for a dict."
         ),
         lambda: SnipCallback(target_fp4_fraction=0.5): (
             "SnipCallback has no argument 'target_fp4_fraction'; fields of the config go into SnipConfig, e.g. "
-            "SnipCallback(SnipConfig(target_fp4_fraction=0.75))."
+            "SnipCallback(SnipConfig(target_fp4_fraction=0.5))."
         ),
     }.items():
         with pytest.raises(TypeError) as caught:

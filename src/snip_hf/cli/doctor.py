@@ -52,7 +52,7 @@ _PARALLELISM = {
     "BF16; or use a policy without a probe",
     "refused": "pp_size: use fsdp_size, tp_size or torch.distributed.pipelining; nn.DataParallel: use DDP",
 }
-_MAX_LINE = 400
+_MAX_LINE = 500
 
 # Yields the lines of a section and appends problems to the list.
 Section = Callable[[list[str]], Iterator[str]]
@@ -201,7 +201,6 @@ def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, probl
     from ..config import SnipConfig
     from ..kernels.backend import select_backend, why_emulated
     from ..layers.selection import check_patterns, describe_unswapped, skip_reasons, weight_matrices
-    from ..numerics.formats import FORMATS
     from ..policies.registry import policy_of
     from ..policies.target import describe_target
     from ..training.plan_in_force import formats_in_use
@@ -221,8 +220,7 @@ def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, probl
             "(docs/adapters.md)"
         )
     yield f"target: {describe_target(config.to_dict()) or 'none'}"
-    policy = policy_of(config)
-    probes = policy.needs_probe
+    probes = policy_of(config).needs_probe
     if not probes:
         yield "probes: none, and no solver"
     reasons = skip_reasons(model, config)
@@ -238,9 +236,7 @@ def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, probl
     backend = select_backend(config.backend, device, formats)
     why = why_emulated(device, formats) if backend.is_emulation else None
     yield f"formats: {', '.join(formats)} by {backend.name}{f': {why}' if why else ''}"
-    is_fp4 = any(FORMATS[name].counts_as_fp4 for name in formats)
-    has_fp4 = is_fp4 and not (policy.aims_at_share and config.target_fp4_fraction == 0)
-    yield f"speed: {_speed(model, backend, lora is not None, has_fp4)}"
+    yield f"speed: {_speed(model, backend, lora is not None)}"
     yield f"attention: {_attention(model, probes)}"
     for verdict, kinds in _PARALLELISM.items():
         yield f"parallelism, {verdict}: {kinds}"
@@ -270,7 +266,7 @@ def _attention(model: Any, probes: bool) -> str:
     return f"{own}; probes use {plain} if the model trains under {others}"
 
 
-def _speed(model: Any, backend: Backend, has_adapters: bool, has_fp4: bool) -> str:
+def _speed(model: Any, backend: Backend, has_adapters: bool) -> str:
     """Returns the speed that the backend had for the nearest hidden size that was measured, and its conditions."""
     from ..kernels.backend import BACKENDS
     from ..training.messages import describe_slowdown, describe_speeds, least_tokens
@@ -293,12 +289,12 @@ def _speed(model: Any, backend: Backend, has_adapters: bool, has_fp4: bool) -> s
         "have one shape (docs/troubleshooting.md)"
     )
     speeds, cards = describe_speeds([measured[nearest]]), "an H200" if has_adapters else "H100s and H200s"
-    # As measured, docs/results-speed.md; with adapters all FP8 was not.
-    none = "" if has_fp4 else f" (yours: none, which {'was not measured' if has_adapters else 'was up to 8% slower'})"
+    # As measured, docs/results-speed.md; with adapters no other share was.
+    others = "" if has_adapters else " (in the default formats 50% was 2 to 3% slower, 0% up to 8%)"
     return (
-        f"{speeds} times compiled BF16, as measured at 75% in 4 bits{none} and hidden size {nearest} (yours: {hidden}) "
-        f"on {cards}. Set bf16=True and torch_compile=True, with at least {least_tokens(hidden):,} tokens per "
-        f"micro-batch{graphs if hidden < max(measured) else ''}"
+        f"{speeds} times compiled BF16, as measured at 75% in 4 bits{others} and hidden size {nearest} (yours: "
+        f"{hidden}) on {cards}. Set bf16=True and torch_compile=True, with at least {least_tokens(hidden):,} tokens "
+        f"per micro-batch{graphs if hidden < max(measured) else ''}"
     )
 
 

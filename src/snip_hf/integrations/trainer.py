@@ -62,7 +62,7 @@ class SnipCallback(TrainerCallback):
         for name in unknown:
             raise TypeError(
                 f"SnipCallback has no argument {name!r}; fields of the config go into SnipConfig, e.g. "
-                "SnipCallback(SnipConfig(target_fp4_fraction=0.75))."
+                "SnipCallback(SnipConfig(target_fp4_fraction=0.5))."
             )
         self.config = SnipConfig() if config is None else config
         check_config(self.config)

@@ -18,7 +18,7 @@ parser.add_argument("data", help="JSON lines with prompt, chosen and rejected, o
 parser.add_argument("output", type=Path, help="goes on from its last checkpoint")
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--batch", type=int, default=4, help="pairs per micro-batch and process")
-parser.add_argument("--share", type=float, default=0.75, help="of the linear FLOPs in FP4")
+parser.add_argument("--share", type=float, default=0.5, help="of the linear FLOPs in FP4")
 parser.add_argument("--reference", default="policy", choices=("policy", "high"), help="arithmetic of the reference")
 options = parser.parse_args()
 logging.basicConfig(format="%(message)s")

@@ -275,7 +275,7 @@ def test_a_plan_that_names_no_reference_counts_time_in_fp8() -> None:
 
 def loop_of(folder: Path | None = None, **config: Any) -> Any:
     """A loop that plans by measured times."""
-    return Loop(fp4_config(**{**SCHEDULE, "budget": "measured", **config}), folder)
+    return Loop(fp4_config(**{**SCHEDULE, "budget": "measured", "target_fp4_fraction": 0.75, **config}), folder)
 
 
 def test_one_rank_measures_for_all_that_hold_the_same_layers(

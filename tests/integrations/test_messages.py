@@ -49,7 +49,12 @@ def test_a_run_with_log_level_info_says_what_it_begins_with_each_refresh_and_wha
 ) -> None:
     stderr = standard_error(monkeypatch)
     with one_thread():
-        train(tmp_path, fp4_config(start_format="bf16", **SCHEDULE), max_steps=5, log_level="info")
+        train(
+            tmp_path,
+            fp4_config(start_format="bf16", target_fp4_fraction=0.75, **SCHEDULE),
+            max_steps=5,
+            log_level="info",
+        )
     text = stderr.getvalue()
     begin = text[text.index("snip-hf: training under SNIP.") :].splitlines()[1:8]
     assert begin == [

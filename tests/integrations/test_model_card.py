@@ -67,7 +67,7 @@ def test_the_section_tells_policy_target_share_config_arithmetic_device_and_sour
     config = SnipConfig(refresh_every=77).to_dict()
     text = section(plan("fp4", "fp4", "fp8", config=config), device="Some GPU [a]")
     rows = dict(re.findall(r"^\| (.+?) \| (.*) \|$", text, re.MULTILINE))
-    assert rows["policy"] == "`snip`" and rows["target"] == "at least 75.0% of the linears' FLOPs in FP4"
+    assert rows["policy"] == "`snip`" and rows["target"] == "at least 50.0% of the linears' FLOPs in FP4"
     assert rows["attained by the plan in force"] == ("66.7% of the linear FLOPs in FP4 (not a reduction of FLOPs)")
     assert rows["formats"] == "FP4 66.7%, FP8 33.3% of the linear FLOPs"
     assert rows["arithmetic"].startswith("emulated: ") and rows["trained on"] == "Some GPU \\[a\\]"

@@ -27,6 +27,7 @@ from snip_hf import (
     estimate_divergence,
     restore_model,
 )
+from snip_hf.config import DEFAULT_FP4_FRACTION
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.selection import skip_reasons
 from snip_hf.layers.state import plain_name, snip_linears
@@ -146,7 +147,7 @@ def test_the_frozen_base_is_planned_by_what_its_errors_do_to_the_adapters_update
 ) -> None:
     finished = run(tmp_path, adapted(method), max_steps=4)
     (line,) = finished.refreshes
-    assert line["status"] == "applied" and line["fp4_fraction"] >= 0.75
+    assert line["status"] == "applied" and line["fp4_fraction"] >= DEFAULT_FP4_FRACTION
     assert line["divergence"]["fp4"]["weight"] > line["divergence"]["fp8"]["weight"] > 0
     plan = finished.callback.controller.plan  # type: ignore[union-attr]
     assert list(plan.assignment) == BARE
@@ -160,7 +161,7 @@ def test_by_gemm_the_program_has_no_gradient_of_a_frozen_weight(tmp_path: Path) 
     finished = run(tmp_path, adapted(), config, max_steps=4)
     (line,) = finished.refreshes
     assert line["status"] == "applied"
-    assert all(share >= 0.75 for share in line["stage_fp4_fractions"])
+    assert all(share >= DEFAULT_FP4_FRACTION for share in line["stage_fp4_fractions"])
     assert not [cell for cell in line["changes"] if cell.endswith(":grad_weight")]
     assignment = finished.callback.controller.plan.assignment  # type: ignore[union-attr]
     for index in range(2):
@@ -173,7 +174,7 @@ def test_by_gemm_the_program_has_no_gradient_of_a_frozen_weight(tmp_path: Path) 
 def test_other_policies_work_on_a_frozen_base(policy: str, tmp_path: Path) -> None:
     schedule = SCHEDULE if policy in ("fisher", "min-abs-err") else {}
     finished = run(tmp_path, adapted(), fp4_config(policy=policy, **schedule), max_steps=4)
-    assert finished.callback.controller.plan.fp4_fraction >= 0.75  # type: ignore[union-attr]
+    assert finished.callback.controller.plan.fp4_fraction >= DEFAULT_FP4_FRACTION  # type: ignore[union-attr]
 
 
 def test_a_resumed_run_is_the_whole_run_to_the_bit(tmp_path: Path) -> None:
@@ -419,7 +420,7 @@ def test_grad_inputs_in_front_of_the_first_adapter_count_nothing(tmp_path: Path)
     first = {f"model.layers.0.self_attn.{name}_proj" for name in "qkv"}
     idle = {"forward": 1.0, "grad_input": 0.0}
     assert plan.tokens == {name: idle if name in first else 1.0 for name in BARE}
-    assert plan.fp4_fraction >= 0.75
+    assert plan.fp4_fraction >= DEFAULT_FP4_FRACTION
     work = [
         (plan.assignment[name][gemm], flops)
         for name, row in plan.flops.items()

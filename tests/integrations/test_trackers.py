@@ -34,7 +34,7 @@ from snip_hf.integrations.trackers import quantities_in_force, quantities_of, st
 from snip_hf.kernels.emulated import Emulated
 from snip_hf.records.events import Alarm, Coverage, Refresh, Retarget
 
-CONFIG = fp4_config(start_format="bf16", **SCHEDULE)
+CONFIG = fp4_config(start_format="bf16", target_fp4_fraction=0.75, **SCHEDULE)
 STEPS = 5
 # The plan of step 2 is applied after step 4.
 SHARES = [(1, 0.0), (2, 0.0), (3, 0.0), (4, 0.754), (5, 0.754)]

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from snip_hf import PrecisionPlan, SnipCallback, SnipConfig, SnipController, convert_model
+from snip_hf.config import DEFAULT_FP4_FRACTION
 from snip_hf.estimation.table import LAYER
 from snip_hf.integrations import trainer as trainer_module
 from snip_hf.layers.state import snip_linears
@@ -170,7 +171,7 @@ def test_every_stage_attains_the_target_and_the_figures_are_those_of_the_plan(ru
     assert line["fp4_fraction"] == saved.fp4_fraction
     assert len(saved.stages) == 2
     for line in run.refreshes:
-        assert all(0.75 <= share < 1 for share in line["stage_fp4_fractions"])
+        assert all(DEFAULT_FP4_FRACTION <= share < 1 for share in line["stage_fp4_fractions"])
 
 
 def test_the_divergence_file_holds_every_choice_and_sums_to_the_historys_figures(run: Run) -> None:

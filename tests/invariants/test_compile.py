@@ -27,6 +27,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config, Trainer
 
 from snip_hf import SnipCallback, SnipController
+from snip_hf.config import DEFAULT_FP4_FRACTION
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.linear import SnipLinear
 from snip_hf.layers.state import set_step, snip_linears
@@ -171,7 +172,7 @@ def test_refreshes_of_a_plain_loop_compile_nothing(tmp_path: Path) -> None:
     with one_graph():
         losses, controller = run(True, tmp_path / "compiled")
     assert controller.plan.provenance.step == 6
-    assert 0.75 <= controller.plan.fp4_fraction < 1
+    assert DEFAULT_FP4_FRACTION <= controller.plan.fp4_fraction < 1
     assert controller.plan.assignment == eager.plan.assignment
     assert losses == pytest.approx(expected, rel=1e-4)
 

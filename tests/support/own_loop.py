@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from snip_hf import SnipConfig, SnipController
 from snip_hf.layers.state import snip_linears
 
-CONFIG = fp4_config(**SCHEDULE)
+CONFIG = fp4_config(target_fp4_fraction=0.75, **SCHEDULE)
 
 
 class Loop:

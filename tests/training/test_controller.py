@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, is_probing
+from snip_hf.config import DEFAULT_FP4_FRACTION
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.kernels.backend import BACKENDS, register_backend
 from snip_hf.kernels.emulated import Emulated
@@ -149,7 +150,7 @@ def test_a_controller_without_a_folder_writes_nothing(tmp_path: Path, monkeypatc
     loop = Loop(fp4_config(**SCHEDULE))
     loop.controller.start()
     loop.run(4)
-    assert loop.controller.plan.fp4_fraction >= 0.75
+    assert loop.controller.plan.fp4_fraction >= DEFAULT_FP4_FRACTION
     assert list(tmp_path.iterdir()) == []
 
 
@@ -989,7 +990,7 @@ def test_frozen_linears_get_formats_too_and_have_no_grad_weight(tmp_path: Path) 
     loop.run(4)
     (line,) = history(tmp_path)[1:]
     assert line["status"] == "applied"
-    assert line["fp4_fraction"] >= 0.75
+    assert line["fp4_fraction"] >= DEFAULT_FP4_FRACTION
     plan = loop.controller.plan
     for table in (plan.flops, plan.assignment):
         assert list(table["model.layers.0.mlp.up_proj"]) == ["forward", "grad_input"]

@@ -253,7 +253,7 @@ def build_parser() -> Parser:
         type=_setting,
         default=[],
         metavar="FIELD=VALUE",
-        help="fields of SnipConfig that differ from their defaults, as in YAML: target_fp4_fraction=0.5",
+        help="fields of SnipConfig that differ from their defaults, as in YAML: target_fp4_fraction=0.75",
     )
     doctor.add_argument(
         "--lora",

@@ -387,11 +387,12 @@ CHECKPOINT_SHARES = {
     "67% by `backward-first` minus BF16": ("backward-67", "bf16"),
 }
 CONTINUED = {
-    "all `fp8-delayed`": "fp8-default",
-    "75% by SNIP, {mxfp4, fp8-delayed}, the default": "snip-75-default",
-    "75% by the rule `backward-first`, {mxfp4, fp8-delayed}": "backward-first-default",
-    "50% by SNIP, {fp4, fp8}": "snip-50-gemm",
-    "FP8 in tiles of 128": "fp8",
+    "all `fp8-delayed`": ("smollm2-shares", "fp8"),
+    "50% by SNIP, the default": ("smollm2-shares", "snip-50"),
+    "67% by SNIP": ("smollm2-shares", "snip-67"),
+    "67% by the rule `backward-first`": ("smollm2-shares", "backward-67"),
+    "75% by SNIP": ("smollm2", "snip-75-default"),
+    "75% by the rule `backward-first`": ("smollm2", "backward-first-default"),
 }
 RULES = ("layer-position", "min-abs-err", "min-rel-err", "layer-type", "random", "snip-paper")
 PAPER = {
@@ -433,13 +434,21 @@ def test_losses_of_the_checkpoint_are_those_of_the_lines() -> None:
             assert paired(lines, *rows[row], "1000").count == count
             first, second, whole = (str(paired(lines, *rows[row], step)) for step in ("250", "500", None))
             assert written[row] == [first, second, *last, whole]
-    rule = paired("smollm2", "backward-first-default", "snip-75-default", "1000")
-    row = "SmolLM2-135M, 1,000 steps, {mxfp4, fp8-delayed}, eight orders"
-    assert cells("results.md", "Is a probe better than a rule?")[row][1:] == [str(rule), f"{rule.detectable:.3f}"]
+    rules = {
+        "SmolLM2-135M, 1,000 steps, {mxfp4, fp8-delayed}, eight orders": (
+            "smollm2",
+            "backward-first-default",
+            "snip-75-default",
+        ),
+        "the same at 67%, four orders": ("smollm2-shares", "backward-67", "snip-67"),
+    }
+    for row, names in rules.items():
+        found = paired(*names, "1000")
+        assert cells("results.md", "Is a probe better than a rule?")[row][1:] == [str(found), f"{found.detectable:.3f}"]
     summary = cells("results.md", "Does the loss hold?")
-    for row, name in CONTINUED.items():
-        found = paired("smollm2", name, "bf16", "1000")
-        assert summary[row][:2] == [str(found), f"{found.detectable:.{3 if found.count == 8 else 2}f}"]
+    for row, (lines, name) in CONTINUED.items():
+        found = paired(lines, name, "bf16", "1000")
+        assert summary[row] == [str(found.count), str(found), f"{found.detectable:.3f}", "yes"]
     for row, name in PAPER.items():
         found = paired("smollm2", name, "bf16", "1000")
         expected = [str(found.count), str(found), f"{found.detectable:.2f}"]

@@ -30,11 +30,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import speed
 import torch
 from shared import llamas
 from shared.lines import append_line, origin_of
 from shared.timing import BF16, mark, milliseconds_between, release
-from speed import train_by, trainer_for
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
@@ -63,20 +63,7 @@ Span = tuple[float, float, str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=llamas.SHAPES, default="TinyLlama-1.1B")
-    parser.add_argument("--recipes", nargs="+", choices=llamas.RECIPES, default=[BF16, "snip-hf MXFP4"])
-    parser.add_argument("--rows", type=int, default=8, help="sequences per step (default 8)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence (default 2048)")
-    parser.add_argument("--profiled", type=int, default=3, help="steps under the profiler (default 3)")
-    parser.add_argument("--trainer", action="store_true", help="through the Trainer, with its defaults")
-    parser.add_argument("--mode", help='with --trainer: of torch.compile, such as "reduce-overhead" for CUDA graphs')
-    parser.add_argument("--refresh", action="store_true", help="a step that probes, at 75% by SNIP")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--host", type=int, default=0, help="print this many functions of the host")
-    parser.add_argument("--output", type=Path, help="JSONL file; lines are added")
-    options = parser.parse_args()
-    options.device = torch.device("cuda")
+    options = parse()
     recipes = [BF16, refreshing(options)] if options.refresh else options.recipes
     source, bf16_ms = origin_of(options.device), 0.0
     for recipe in recipes:
@@ -90,6 +77,23 @@ def main() -> None:
             line["bf16_steps"] = round(line["extra_ms"] / bf16_ms, 2)
         print(json.dumps(line), flush=True)
         append_line(options.output, {**line, **source})
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the options, and beside them the defaults of `speed.py`, which its `trainer_for` reads."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=llamas.SHAPES, default="TinyLlama-1.1B")
+    parser.add_argument("--recipes", nargs="+", choices=llamas.RECIPES, default=[BF16, "snip-hf MXFP4"])
+    parser.add_argument("--rows", type=int, default=8, help="sequences per step (default 8)")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence (default 2048)")
+    parser.add_argument("--profiled", type=int, default=3, help="steps under the profiler (default 3)")
+    parser.add_argument("--trainer", action="store_true", help="through the Trainer, with its defaults")
+    parser.add_argument("--mode", help='with --trainer: of torch.compile, such as "reduce-overhead" for CUDA graphs')
+    parser.add_argument("--refresh", action="store_true", help="a step that probes, at 75%% by SNIP")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--host", type=int, default=0, help="print this many functions of the host")
+    parser.add_argument("--output", type=Path, help="JSONL file; lines are added")
+    return parser.parse_args(arguments, namespace=speed.parse([]))
 
 
 def refreshing(options: argparse.Namespace) -> SnipConfig:
@@ -248,14 +252,14 @@ class Steps(TrainerCallback):
 
 def in_trainer(recipe: str | SnipConfig, window: Window, options: argparse.Namespace) -> None:
     """Trains through the Trainer, with its defaults except for precision and compilation."""
-    options.steps, options.accumulate = window.total, 1
+    options.steps = window.total
     model = llamas.build_model(llamas.SHAPES[options.model], options.length, options.seed, options.device)
     if isinstance(recipe, str) and recipe in llamas.TORCHAO:
         llamas.TORCHAO[recipe](model)
     if isinstance(recipe, str) and recipe in llamas.OURS:
         recipe = llamas.recipe_config(recipe, options.device, options.seed)
     ours = [SnipCallback(recipe)] if isinstance(recipe, SnipConfig) else []
-    train_by(partial(trainer_for, model, options, [*ours, Steps(window)]))
+    speed.train_by(partial(speed.trainer_for, model, options, [*ours, Steps(window)]))
 
 
 if __name__ == "__main__":

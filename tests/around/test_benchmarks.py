@@ -329,6 +329,17 @@ def test_trainers_of_trl_are_timed_under_the_same_steps(
 # --- profile
 
 
+def test_a_profile_has_all_options_that_its_trainer_reads(
+    tiny_llamas: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = step_profile.parse(["--model", "tiny", "--trainer", "--rows", "2", "--length", "16"])
+    options.device = torch.device("cpu")
+    trainers: list[Any] = []
+    monkeypatch.setattr(speed, "train_by", lambda make: trainers.append(make(str(tmp_path))))
+    step_profile.in_trainer("BF16", step_profile.Window(options), options)
+    assert trainers[0].args.max_steps == 15 and len(trainers[0].train_dataset) == 30
+
+
 def test_kernels_are_added_up_by_kind_and_waits_lie_between_them() -> None:
     spans = [(0.0, 10.0, "scales_kernel"), (10.0, 30.0, "encode_kernel"), (34.0, 84.0, "nvjet_sm90_qqtst_256x128")]
     found = step_profile.by_kind(spans, steps=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from rank_runs import Following, OneOfTwo, OneProcess, found_by
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[OneOfTwo]:
     """Returns rank -> name -> what two ranks found."""
-    folder = tmp_path_factory.mktemp("two")
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers
     return [OneOfTwo(rank, folder) for rank in (0, 1)]
 
 

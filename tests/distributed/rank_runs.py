@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from devices import FAILURES, NCCL
+from filelock import FileLock
 from rank_cases import CASES, SHARDED, SHARED
 from rank_processes import TAIL, Ended, assert_succeeded, start_ranks
 from slow_cases import slow_but
@@ -38,7 +39,7 @@ class OneProcess(dict[str, dict[str, Any]]):
 
 
 class OneOfTwo(dict[str, dict[str, Any]]):
-    """Name -> what one of two ranks found. All runs of a group are made at once, for both ranks."""
+    """Name -> what one of two ranks found. All runs of a group are made at once, for both ranks and all workers."""
 
     def __init__(self, rank: int, folder: Path) -> None:
         super().__init__()
@@ -47,8 +48,9 @@ class OneOfTwo(dict[str, dict[str, Any]]):
     def __missing__(self, name: str) -> dict[str, Any]:
         group = "more" if name in CASES["more"] else "two"
         folder = self._folder / group
-        if not folder.exists():
-            assert_succeeded(start_ranks("run_trainings.py", folder, group, folder=folder))
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                assert_succeeded(start_ranks("run_trainings.py", folder, group, folder=folder))
         self.update(found_by(self._rank, folder))
         return self[name]
 

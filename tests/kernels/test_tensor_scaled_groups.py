@@ -330,7 +330,7 @@ def test_a_model_trains_as_emulated(model: Any, compiles: bool, everywhere: None
         optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
         controller = SnipController(built, optimizer, fp4_config(**{**SNIP, "backend": name}))
         assert {layer.snip_backend.name for layer in snip_linears(built).values()} == {name}
-        for layer in built.model.layers if compiles else ():
+        for layer in built.model.layers if compiles and name != "emulated" else ():
             layer.compile(backend="aot_eager", fullgraph=True)
         found = losses[name] = []
         for step in (1, 2):

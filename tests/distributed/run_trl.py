@@ -1,6 +1,6 @@
 """Trains under TRL's trainers on all ranks, saves, and goes on from the checkpoint. Started by the tests.
 
-Argument: a folder, for rank<N>.pt with {case: {"whole" and "resumed": what `_found` notes}}.
+Argument: a folder, for rank<N>.pt with {case: {"whole" and, if one of `RESUMED`, "resumed": what `_found` notes}}.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ CASES = {
     "SFT in shards of packs": Case("SFT", shards=True, has_packs=True),
     "SFT in shards of parts": Case("SFT", shards=True, has_parts=True),
 }
+RESUMED = ("SFT", "DPO", "DPO of adapters", "DPO in shards of adapters", "SFT in shards of parts")
 SAVED = 3
 """The step of the checkpoint, in the middle of a refresh."""
 STEPS = 8
@@ -100,8 +101,8 @@ def main() -> None:
         dist.barrier()
         found[case] = {"whole": train(own, case, str(own / "model"))}
         dist.barrier()
-        checkpoint = own / f"checkpoint-{SAVED}"
-        found[case]["resumed"] = train(own, case, str(own / "model"), checkpoint)
+        if case in RESUMED:
+            found[case]["resumed"] = train(own, case, str(own / "model"), own / f"checkpoint-{SAVED}")
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ from tiny_runs import differing
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
-from run_trl import CASES
+from run_trl import CASES, RESUMED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # all cases, where cores are shared
 Found = list[dict[str, dict[str, Any]]]
@@ -84,7 +84,7 @@ def test_plans_of_a_frozen_base_have_no_grad_weight(case: str, two: Found) -> No
     }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", RESUMED)
 def test_a_resumed_run_goes_on_to_the_bit_on_each_rank(case: str, two: Found) -> None:
     for rank, found in enumerate(two):
         whole, resumed = found[case]["whole"], found[case]["resumed"]

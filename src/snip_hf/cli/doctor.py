@@ -289,7 +289,7 @@ def _speed(model: Any, backend: Backend, has_adapters: bool) -> str:
         "have one shape (docs/troubleshooting.md)"
     )
     speeds, cards = describe_speeds([measured[nearest]]), "an H200" if has_adapters else "H100s and H200s"
-    # As measured, docs/results-speed.md; with adapters no other share was.
+    # As measured, docs/results-speed.md; with adapters 50% and 0% were not.
     others = "" if has_adapters else " (in the default formats on an H200 50% was 2 to 3% slower, 0% 2 to 4%)"
     return (
         f"{speeds} times compiled BF16, as measured at 75% in 4 bits{others} and hidden size {nearest} (yours: "

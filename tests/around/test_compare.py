@@ -438,6 +438,10 @@ def test_the_planned_comparisons_are_fresh_and_share_their_reference() -> None:
     assert all(orders.cell_key(name, 2) == smollm2.cell_key(name, 2) for name in smollm2.contenders)
     shares = proof("smollm2-shares")
     assert len(shares.contenders) == 7 and shares.cell_key("snip-75", 2) == orders.cell_key("snip-75-default", 2)
+    default, on_checkpoint = proof("default"), proof("smollm2-default")
+    assert min(default.seeds) > 43 and min(on_checkpoint.seeds) > max(orders.seeds)
+    assert default.snip_config("snip", 44).target_fp4_fraction == DEFAULT_FP4_FRACTION
+    assert list(default.contenders) == list(on_checkpoint.contenders)
     for name in ("sft", "sft-lora", "moe"):
         assert proof(name).seeds == list(range(8))
 

@@ -327,7 +327,8 @@ class TestRun:
         assert Run(wraps, ties=TIES).train(2) == pytest.approx(Run().train(2), rel=1e-3)
         (outputs,) = graphs.all[0].graph.output_node().args
         made = [node.meta["val"].dtype for node in outputs if node is not None and node.op != "placeholder"]
-        assert made == [BF16, torch.uint8]  # the result, and the state of random numbers
+        # Up to torch 2.13 the state of random numbers is saved, too.
+        assert [dtype for dtype in made if dtype != torch.uint8] == [BF16]
 
     def test_ties_change_no_loss(self) -> None:
         assert Run(ties=TIES).train(2) == Run().train(2)

@@ -19,7 +19,7 @@ def compile_checkpoints() -> None:
     # Tied inputs are noted in Python, which torch.compile does not repeat in the backward pass. Nothing there reads the
     # notes. Otherwise such layers run uncompiled.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    # Up to torch 2.12 tensors inside an autograd function were saved instead of recomputed.
+    # torch 2.11 saves tensors inside autograd functions instead of recomputing them; torch 2.13 does not.
     if hasattr(TagActivationCheckpoint, "tag_nodes"):
         tag_nodes = TagActivationCheckpoint.tag_nodes
 

@@ -34,13 +34,14 @@ SHARED = {
     "fp4-seed-1": Training({"policy": "uniform-fp4", "seed": 1}, "sgd", steps=1),
 }
 _LATER = SCHEDULE | {"first_refresh": 3, "refresh_every": 2, "start_format": "bf16"}
+_CONV1D = _LATER | {"granularity": "gemm", "target_fp4_fraction": 0.75}
 _OF_EXPERTS = _LATER | {"granularity": "gemm", "target_fp4_fraction": 0.5}
 SHARDED = {
     "fsdp2-adamw": Training(_LATER, "adamw", wrapper="fsdp2", steps=6),
     "ddp-adamw": Training(_LATER, "adamw", steps=6),
     "ddp-views-adamw": Training(_LATER, "adamw", wrapper="ddp-views", steps=6),
-    "fsdp2-conv1d": Training(_LATER | {"granularity": "gemm"}, "sgd", wrapper="fsdp2", steps=6, is_conv1d=True),
-    "ddp-conv1d": Training(_LATER | {"granularity": "gemm"}, "sgd", steps=6, is_conv1d=True),
+    "fsdp2-conv1d": Training(_CONV1D, "sgd", wrapper="fsdp2", steps=6, is_conv1d=True),
+    "ddp-conv1d": Training(_CONV1D, "sgd", steps=6, is_conv1d=True),
     "fsdp2-experts": Training(_OF_EXPERTS, "sgd", wrapper="fsdp2", steps=6, is_mixture=True),
     "ddp-experts": Training(_OF_EXPERTS, "sgd", steps=6, is_mixture=True),
     "fsdp2-sgd-gemm-accumulated-clipped": replace(SHARED["sgd-gemm-accumulated-clipped"], wrapper="fsdp2"),

@@ -1,4 +1,4 @@
-"""What torch.compile needs to know to recompute layers of this library under activation checkpointing."""
+"""Lets torch.compile recompute layers of this library under activation checkpointing."""
 
 from __future__ import annotations
 
@@ -7,33 +7,27 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
-from torch.fx import GraphModule
 
 
 @cache
 def compile_checkpoints() -> None:
     """Lets torch.compile take checkpointed decoder layers as one graph, and recompute all of it in the backward pass.
 
-    Both changes hold for the whole process, as in torchtitan, which makes the first.
+    Both changes hold for the whole process. torchtitan makes the first, too.
     """
     # Tied inputs are noted in Python, which torch.compile does not repeat in the backward pass. Nothing there reads the
     # notes. Otherwise such layers run uncompiled.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     # torch 2.11 saves tensors inside autograd functions instead of recomputing them; torch 2.13 does not.
     if hasattr(TagActivationCheckpoint, "tag_nodes"):
-        tag_nodes = TagActivationCheckpoint.tag_nodes
+        tag_nodes, function = TagActivationCheckpoint.tag_nodes, torch.ops.higher_order.autograd_function_apply
 
-        def tag_all_nodes(graph: GraphModule, is_sac: bool) -> GraphModule:
+        def tag_all_nodes(graph: Any, is_sac: bool) -> Any:
+            """Tags the operations in the forward passes of autograd functions like the functions themselves."""
             graph = tag_nodes(graph, is_sac)
-            _tag_forward_passes(graph)
+            for node in graph.graph.find_nodes(op="call_function", target=function):
+                for inner in getattr(graph, node.args[0].target).graph.nodes:
+                    inner.meta |= {key: node.meta[key] for key in ("recompute", "ac_graph_id")}
             return graph
 
         TagActivationCheckpoint.tag_nodes = staticmethod(tag_all_nodes)
-
-
-def _tag_forward_passes(graph: GraphModule) -> None:
-    """Tags the operations in the forward passes of autograd functions like the functions themselves."""
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply):
-        forward: Any = getattr(graph, node.args[0].target)
-        for inner in forward.graph.nodes:
-            inner.meta |= {key: node.meta[key] for key in ("recompute", "ac_graph_id")}

@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", action="store_true", help="profile steps by kind of kernel")
     parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--mode", default="default", help='of torch.compile, such as "reduce-overhead" for CUDA graphs')
     parser.add_argument("--output", type=Path, help="JSONL file; lines are added")
     parser.add_argument("--worker", metavar="KIND", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -87,7 +88,11 @@ def on_cuda() -> bool:
 def run_case(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Runs the processes of a case and returns the lines of rank 0."""
     processes, kind = case.split(":")
-    given = ["--model", options.model, *(f"--{name}={getattr(options, name)}" for name in ("rows", "length", "steps"))]
+    given = [
+        "--model",
+        options.model,
+        *(f"--{name}={getattr(options, name)}" for name in ("rows", "length", "steps", "mode")),
+    ]
     given += [f"--seed={options.seed}", "--worker", kind]
     given += [f"--{name}" for name in ("eager", "profile") if getattr(options, name)]
     with tempfile.TemporaryDirectory() as folder:
@@ -128,6 +133,7 @@ def train(recipe: str, kind: str, options: argparse.Namespace, device: torch.dev
     median = median_step(training, first_timed, options.steps)
     return {
         "recipe": recipe,
+        "mode": options.mode,
         "step_ms": median,
         "refresh_s": refresh if controller else None,
         "refresh_steps": round(1e3 * refresh / median, 2) if controller else None,
@@ -144,7 +150,7 @@ def begin(recipe: str, kind: str, options: argparse.Namespace, device: torch.dev
         convert_model(model, config)
     if not options.eager:
         for layer in model.model.layers:
-            layer.compile()
+            layer.compile(mode=options.mode)
     wrapped, optimizer = wrap(model, kind, device)
     controller = None if recipe == RECIPES[0] else SnipController(wrapped, optimizer, config)
     return Training(wrapped, optimizer, controller, batch_of_rank(options, device), device)

@@ -113,6 +113,7 @@ class SnipController:
         self._source.attach(self._before_optimizer_step)
         self._layers.share_inputs(run.in_force.setting)
         self._schedule.warn_if_too_short()
+        self._schedule.warn_of_late_shares()
         run.refresher.warn_if_untrained()
         self._layers.claim()
 

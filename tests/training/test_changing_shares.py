@@ -194,6 +194,9 @@ def test_a_rule_makes_its_plan_again_without_a_probe(
     assert refreshes(tmp_path) == [(3, 3, 0.75), (5, 5, 0.5)]
     assert PrecisionPlan.load(tmp_path / "snip" / "plan.json").provenance.step == 5
     assert "plan for the share of step 5 applied" in caplog.text
+    printed = io.StringIO()
+    print_run(load_run(tmp_path), Console(file=printed, width=120))
+    assert "New plans" in printed.getvalue() and "Refreshes" not in printed.getvalue()
     fraction = [refresh.fp4_fraction for refresh in load_run(tmp_path).refreshes]
     assert fraction[0] > fraction[1] >= 0.5
 

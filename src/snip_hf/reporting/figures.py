@@ -110,7 +110,7 @@ def plan_figure(run: Run) -> Figure:
         panel.set_xlabel("optimizer step")
         panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         if kept:
-            marks = panel.plot(kept, [-0.5] * len(kept), "kx", clip_on=False, label="refresh that kept the plan")
+            marks = panel.plot(kept, [-0.5] * len(kept), "kx", clip_on=False, label="plan kept")
     entries = [FORMATS[name] for name in shown]
     handles: list[Artist] = [Patch(facecolor=x.colour, edgecolor="0.4", label=x.label) for x in entries]
     figure.legend(handles=[*handles, *marks], loc="outside lower center", ncols=4, frameon=False)

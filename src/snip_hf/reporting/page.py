@@ -177,9 +177,9 @@ def _speed(run: Run) -> str:
     return _NOTHING if speedup is None else f"{speedup:.3f} times BF16's ({plan.speed_source})"
 
 
-def _refreshes(run: Run) -> str:
+def _plans(run: Run) -> str:
     applied = sum(refresh.applied_step is not None for refresh in run.refreshes)
-    return f"{applied:,} applied, {len(run.refreshes) - applied:,} kept" if run.refreshes else _NOTHING
+    return f"{applied:,} new, {len(run.refreshes) - applied:,} kept" if run.refreshes else _NOTHING
 
 
 def _seconds(run: Run) -> str:
@@ -213,7 +213,7 @@ _ROWS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("Coverage", _coverage),
     ("Speed of the linears", _speed),
     ("Last step", lambda run: f"{run.last_step:,}"),
-    ("Refreshes", _refreshes),
+    ("Plans", _plans),
     ("Seconds in all", _seconds),
     ("Solver", _solvers),
 )

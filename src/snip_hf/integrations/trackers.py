@@ -24,10 +24,10 @@ from transformers.integrations.integration_utils import (
 
 from ..estimation.coverage import Coverage
 from ..planning.plan import PrecisionPlan, forward_shares
+from ..python_state import Wrapped
 from ..records.events import Alarm, Counted, Event, Refresh, Retarget, Start
 from ..text import printable
 from ..training.controller import SnipController
-from .trainer_loss import Wrapped
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Trackers:
     def close(self) -> None:
         """Undoes `open`."""
         if self._logging is not None:
-            self._logging.close()
+            self._logging.remove()
         self._trainer = self._logging = None
 
     def note(self, event: Event) -> None:

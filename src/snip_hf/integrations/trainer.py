@@ -18,6 +18,7 @@ from ..layers.convert import keep_states_apart, restore_model
 from ..layers.run_hooks import RunMark, marks_on
 from ..layers.state import snip_linears
 from ..parallel.sharding import gather_ahead, unwrap
+from ..python_state import Wrapped
 from ..records.run_folder import Tracker, check_tracker
 from ..text import WITHOUT_PROBE
 from ..training.checks import check_launch, check_trainer
@@ -29,7 +30,7 @@ from .messages import follow_transformers
 from .reference_model import AS_POLICY, ReferenceModel, check_reference, find_reference, give_back
 from .state_files import StateFiles, load_state, output_folder
 from .trackers import Trackers
-from .trainer_loss import ADVICE, LossSeam, Wrapped, computes_loss, find_trainer
+from .trainer_loss import ADVICE, LossSeam, computes_loss, find_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +268,7 @@ class SnipCallback(TrainerCallback):
         self._logs.close()
         for seam in (self._seam, self._losses):
             if seam is not None:
-                seam.close()
+                seam.remove()
         self._seam = self._reference = self._losses = None
         if self.controller is not None:
             self._mark.remove(self.controller.model)

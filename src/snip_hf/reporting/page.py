@@ -26,8 +26,8 @@ from .facts import plan_in_force, policy_text
 from .figures import Losses, figures_of, loss_figure, png
 from .run_report import Content, run_contents
 
-# Maximum lengths of a cell, a sentence and a config value; maximum number of lines on versions and numbers.
-_CELL, _SENTENCE, _VALUE, _MOST_LINES = 200, 2000, 2000, 60
+# Maximum lengths of a cell, a sentence and a config value.
+_CELL, _SENTENCE, _VALUE = 200, 2000, 2000
 _NOTHING = "-"
 
 
@@ -79,7 +79,7 @@ def _shown(name: str, run: Run, with_losses: bool) -> dict[str, Any]:
         "seed": printable(run.config.get("seed", "not recorded")),
         "code": config_code(run.config),
         "config": "\n".join(printable(line, _VALUE) for line in config.splitlines()),
-        "facts": [printable(f"{fact}: {value}") for fact, value in list(run.facts.items())[:_MOST_LINES]],
+        "facts": [printable(f"{fact}: {value}") for fact, value in run.facts.items()],
     }
 
 

@@ -97,9 +97,7 @@ class SnipCallback(TrainerCallback):
         check_launch(self.config, AcceleratorState())
         compile_by_regions(self.config, args, AcceleratorState())
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         # A callback that was added later got no on_init_end.
         check_trainer(args)
         follow_transformers(args)
@@ -161,24 +159,18 @@ class SnipCallback(TrainerCallback):
                 )
             self._seam = LossSeam(trainer, self._passes, self._reference)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._is_restored:
             return
         self._logs.begin(self._running())
         assert self._passes is not None
         self._passes.is_open = True
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Before the loss of the next micro-batch, which may first run other compiled models (TRL).
         self._running().keep_gradients()
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._is_restored:
             return
         controller = self._running()
@@ -201,9 +193,7 @@ class SnipCallback(TrainerCallback):
             self._reference.follow()
         self._logs.flush(args, state, control)
 
-    def on_push_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             prepare_push(Path(str(args.output_dir)), self._running())
 

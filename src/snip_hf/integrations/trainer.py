@@ -25,7 +25,7 @@ from ..training.checks import check_launch, check_trainer
 from ..training.controller import SnipController
 from ..training.micro_batches import TrainingPasses
 from .compilation import compile_by_regions
-from .hub import prepare_push, tag_model
+from .hub import complete_card, tag_model
 from .messages import follow_transformers
 from .reference_model import AS_POLICY, ReferenceModel, check_reference, find_reference, give_back
 from .state_files import StateFiles, load_state, output_folder
@@ -195,7 +195,9 @@ class SnipCallback(TrainerCallback):
 
     def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            prepare_push(Path(str(args.output_dir)), self._running())
+            controller = self._running()
+            tag_model(controller.model, controller.plan)
+            complete_card(Path(str(args.output_dir)), controller)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

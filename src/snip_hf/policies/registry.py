@@ -80,13 +80,6 @@ def policy_of(config: SnipConfig) -> Policy:
     return found
 
 
-def cost_of(config: SnipConfig, table: DivergenceTable) -> Cost:
-    """Returns the function that prices a row of the table, for a policy that needs a probe."""
-    policy: Policy = POLICIES[config.policy]
-    assert policy.cost is not None
-    return policy.cost(config, table)
-
-
 def rule_assignment(setting: Setting) -> dict[str, dict[str, str]]:
     """Returns the assignment of a policy that needs no probe."""
     policy: Policy = POLICIES[setting.config.policy]

@@ -122,11 +122,6 @@ class Blackwell(Backend):
         """Quantizes weights for all passes until the next call, for both GEMMs that read them.
 
         Passes quantize sharded weights themselves, and weights that are neither FP32 nor BF16.
-
-        Args:
-            layers: the layers.
-            everything: False leaves out layers whose weight has not changed since the last call as far as torch knows
-                (it misses changes by fused optimizers and through `weight.data`).
         """
         for layer in layers.values():
             cache: Cache = layer.snip_cache

@@ -58,8 +58,7 @@ def register_rates(rates: Rates) -> Rates:
     Raises:
         ValueError: there is another table of this name.
     """
-    added: Rates = RATES.register(rates)
-    return added
+    return RATES.register(rates)
 
 
 _BUILT_IN = (

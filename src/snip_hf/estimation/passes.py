@@ -260,8 +260,7 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
             return batch.objective.loss(model, batch.kwargs)
         asks = {"use_cache": False} if "use_cache" in batch.kwargs else {}
         outputs = call(model, {**batch.kwargs, **asks})
-    loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-    return loss
+    return outputs["loss"] if isinstance(outputs, dict) else outputs[0]
 
 
 @contextmanager

@@ -145,8 +145,7 @@ class SnipLayer(nn.Module):
         if self.snip_recorder is not None:
             return self.snip_recorder(self, input, dispatch)
         if self.snip_is_plain and dispatch is None:
-            y: Tensor = self.snip_original_class.forward(self, input)
-            return y
+            return self.snip_original_class.forward(self, input)
         x = input
         bias: Tensor | None = self.bias
         if torch.is_autocast_enabled(x.device.type):
@@ -203,8 +202,7 @@ class SnipLayer(nn.Module):
         own = {"snip_recorder": None, "snip_cache": self.snip_backend.cache_of_copy(self)}
         own_state = {STATE: self.snip_state.clone()} if STATE in self._buffers else {}
         buffers = {**self._buffers, **own_state}
-        state: dict[str, Any] = super().__getstate__() | own | {"_buffers": buffers}
-        return state
+        return super().__getstate__() | own | {"_buffers": buffers}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, formats={'/'.join(self.formats.values())}"

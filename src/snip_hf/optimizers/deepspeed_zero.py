@@ -254,8 +254,7 @@ class ZeroOptimizer:
                 f"The ZeRO optimizer does not update the weight of shape {tuple(weight.shape)}; expected one of the "
                 f"{len(self._groups)} parameters that it was built with. Ask `holds` first."
             )
-        group: dict[str, Any] = self._inner.param_groups[self._group_index(weight)]
-        return group
+        return self._inner.param_groups[self._group_index(weight)]
 
     def _group_index(self, weight: Tensor) -> int:
         return self._groups[id(weight)]
@@ -320,8 +319,7 @@ class Stage3Optimizer(ZeroOptimizer):
         return self._context(group, state, own)
 
     def _group_index(self, weight: Tensor) -> int:
-        index: int = self._zero.sub_group_to_group_id[self._groups[id(partitioned(weight))]]
-        return index
+        return self._zero.sub_group_to_group_id[self._groups[id(partitioned(weight))]]
 
     def _response(self, weight: Tensor) -> Response:
         return AnalyticResponse(self.context(weight), ELEMENTWISE[self.rule])

@@ -249,8 +249,7 @@ def _rms(tensor: Tensor) -> Tensor:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor)
-    return norm
+    return torch.linalg.vector_norm(tensor)
 
 
 def schedule_free_sgd(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -160,8 +160,7 @@ def with_own_part(part: Tensor, like: Tensor) -> Tensor:
 
 def squares(tensors: Iterable[Tensor]) -> list[float]:
     """Returns the sum of squares of each tensor, in FP32. Collective if any is sharded; reads the device once."""
-    figures: list[float] = pending_squares(tensors).tolist()
-    return figures
+    return pending_squares(tensors).tolist()
 
 
 def pending_squares(tensors: Iterable[Tensor]) -> Tensor:

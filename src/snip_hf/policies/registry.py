@@ -76,8 +76,7 @@ _FIXED_PLAN = Policy(name="fixed plan", aims_at_share=False)
 
 def policy_of(config: SnipConfig) -> Policy:
     """Returns the policy of the run; with a fixed plan, one that neither probes nor has a target."""
-    found: Policy = _FIXED_PLAN if config.fixed_plan is not None else POLICIES[config.policy]
-    return found
+    return _FIXED_PLAN if config.fixed_plan is not None else POLICIES[config.policy]
 
 
 def rule_assignment(setting: Setting) -> dict[str, dict[str, str]]:

@@ -88,8 +88,7 @@ class Blackwell(Backend):
         if x.dtype != torch.bfloat16 or x.device.type != cache.device:
             return EMULATED.forward(layer, input, x, bias, ends)
         kept = cache.packed if reads_kept_weight(layer) else cache.packed.new_empty(0)
-        y: Tensor = block_scaled_linear(x, layer.matrix, bias, None, layer.snip_state, cache.codes, kept)
-        return y
+        return block_scaled_linear(x, layer.matrix, bias, None, layer.snip_state, cache.codes, kept)
 
     def gemm_call(
         self, gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor

@@ -233,8 +233,7 @@ class SolverProcess:
                 raise SolverError(
                     "infeasible", f"No plan meets all constraints ({text}). Lower the target or tie less."
                 )
-            result: SolverResult = from_json(SolverResult, reply)
-            return result
+            return from_json(SolverResult, reply)
         except ValueError as error:
             begin = output[:80].decode(errors="replace")
             raise SolverError(

@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -111,10 +111,8 @@ class Trackers:
             )
 
 
-class Log(Protocol):
-    """A function that logs numbers at a step, such as `Accelerator.log` or `wandb.log`."""
-
-    def __call__(self, values: dict[str, Any], *, step: int) -> object: ...
+Log = Callable[..., object]
+"""A function that logs numbers at a step, (values, step=...), such as `Accelerator.log` or `wandb.log`."""
 
 
 def log_to(controller: SnipController, target: Accelerator | Log) -> None:

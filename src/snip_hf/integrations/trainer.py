@@ -27,7 +27,7 @@ from ..training.micro_batches import TrainingPasses
 from .compilation import compile_by_regions
 from .hub import complete_card, tag_model
 from .messages import follow_transformers
-from .reference_model import AS_POLICY, ReferenceModel, check_reference, find_reference, give_back
+from .reference_model import AS_POLICY, ReferenceModel, check_reference, find_reference
 from .state_files import StateFiles, load_state, output_folder
 from .trackers import Trackers
 from .trainer_loss import ADVICE, LossSeam, computes_loss, find_trainer
@@ -146,7 +146,8 @@ class SnipCallback(TrainerCallback):
         """Connects the Trainer's loss, its checkpoints and its reference model."""
         assert self.controller is not None and self._passes is not None
         self._reference = find_reference(trainer, self._reference_option, self.config, self.controller)
-        self._losses = _watch_losses(trainer, self.controller)
+        if self.config.guard != "off":
+            self._losses = Wrapped(trainer, "training_step", self._note_loss)
         # Also keeps this callback alive if it is removed from the Trainer.
         self._files.follow(trainer, self.controller, functools.partial(SnipCallback.on_step_end, self))
         if self.controller.needs_probe and computes_loss(trainer):
@@ -158,6 +159,12 @@ class SnipCallback(TrainerCallback):
                     f"out, or use {WITHOUT_PROBE}."
                 )
             self._seam = LossSeam(trainer, self._passes, self._reference)
+
+    def _note_loss(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Gives the guard the raw loss of a micro-batch: the log only has averages, without non-finite values."""
+        loss = training_step(*args, **kwargs)
+        self._running().note_loss(loss)
+        return loss
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._is_restored:
@@ -220,7 +227,14 @@ class SnipCallback(TrainerCallback):
             for layer, formats in in_force.items():
                 layer.set_formats(formats)
         elif not self._is_restored:
-            give_back(controller, reference)
+            restore_model(controller.model)
+            if reference is not None:
+                reference.restore()
+            if controller.processes.everyone.is_first:
+                logger.info(
+                    "snip-hf: training has ended and the model is plain again: evaluation and generation run in its "
+                    "own precision from here on. SnipCallback(keep_formats=True) keeps the formats of the plan."
+                )
 
     def _release_ended_runs(self, model: nn.Module, state: TrainerState) -> None:
         """Releases earlier runs of this callback and on this model.
@@ -306,19 +320,3 @@ def _ends_runs(train: Callable[..., Any]) -> Callable[..., Any]:
 
 # The Trainer has no event for errors.
 Trainer.train = _ends_runs(Trainer.train)  # type: ignore[method-assign]
-
-
-def _watch_losses(trainer: Trainer, controller: SnipController) -> Wrapped | None:
-    """Passes the result of each `Trainer.training_step`, the raw loss of a micro-batch, to the guard.
-
-    The log of the Trainer only has averages, without non-finite values (`logging_nan_inf_filter`).
-    """
-    if controller.config.guard == "off":
-        return None
-
-    def note_loss(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        loss = inner(*args, **kwargs)
-        controller.note_loss(loss)
-        return loss
-
-    return Wrapped(trainer, "training_step", note_loss)

@@ -16,8 +16,8 @@ it squares them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,17 +52,8 @@ class Dispatch(NamedTuple):
         return torch.searchsorted(self.ends, torch.arange(len(self.token), device=self.ends.device), right=True)
 
 
-class ForwardRecorder(Protocol):
-    """Computes a layer's output in place of its backend, and records what it needs."""
-
-    def __call__(self, layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
-        """Returns input @ weight^T + bias; (..., I) -> (..., O).
-
-        Args:
-            layer: the layer.
-            input: (..., I); (T, I) for a layer of several matrices.
-            dispatch: assigns rows to matrices; None: the layer has one matrix.
-        """
+ForwardRecorder = Callable[["SnipLayer", Tensor, "Dispatch | None"], Tensor]
+"""(Layer, input, dispatch) -> the output, as `SnipLayer.forward`; computed in place of the backend, and recorded."""
 
 
 class SnipLayer(nn.Module):

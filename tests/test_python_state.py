@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 from collections import OrderedDict
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from snip_hf.python_state import Shared, binding_kept, collecting_no_garbage
+from snip_hf.python_state import Shared, Wrapped, binding_kept, collecting_no_garbage
 
 
 def test_bindings_are_put_back_in_their_order_and_contents_are_left_alone() -> None:
@@ -59,3 +60,12 @@ def test_garbage_is_collected_again_where_it_was_before() -> None:
         assert not gc.isenabled()
         raise ValueError("within")
     assert gc.isenabled()
+
+
+def test_a_method_that_was_replaced_since_it_was_wrapped_stays_so() -> None:
+    holder: Any = SimpleNamespace(log=lambda: 1)
+    wrapped = Wrapped(holder, "log", lambda inner: inner() + 1)
+    assert holder.log() == 2
+    later = holder.log = lambda: 3
+    wrapped.remove()
+    assert holder.log is later

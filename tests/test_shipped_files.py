@@ -46,6 +46,12 @@ def test_every_link_of_the_readme_is_absolute_and_leads_to_a_file_of_the_reposit
     assert [file for file in files if not (ROOT / file).exists()] == []
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/tutorial.md"])
+def test_the_commands_to_begin_with_clone_the_repository(page: str) -> None:
+    first = (ROOT / page).read_text(encoding="utf-8").partition("```bash\n")[2]
+    assert first.startswith(f"git clone {REPOSITORY} && cd {REPOSITORY.rpartition('/')[2]}\n")
+
+
 def test_recipes_and_what_runs_and_scores_them_are_shipped_and_comparisons_are_not() -> None:
     files = shipped_files(ROOT)
     assert {

@@ -111,8 +111,7 @@ def parse_json(data: bytes) -> Any:
 
 def read_as(kind: type[T], path: str | os.PathLike[str]) -> T:
     """Reads a JSON file into a dataclass, see `from_json`; raises OSError too."""
-    value: T = from_json(kind, read_json(path))
-    return value
+    return from_json(kind, read_json(path))
 
 
 def from_json(kind: Any, value: Any, where: str = "") -> Any:

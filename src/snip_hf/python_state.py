@@ -1,4 +1,4 @@
-"""Saves and restores Python state around a pass through a model, and shares patches between threads."""
+"""Python state around a pass through a model: saved and restored; methods wrapped; patches that threads share."""
 
 from __future__ import annotations
 
@@ -42,6 +42,35 @@ class Shared:
                 self._users -= 1
                 if self._users == 0:
                     self._in_place.close()
+
+
+class Wrapped:
+    """Wraps a method of one object, until `remove`.
+
+    Args:
+        holder: the object.
+        name: name of the method.
+        around: called with the original method, followed by the arguments of the method.
+    """
+
+    def __init__(self, holder: Any, name: str, around: Callable[..., Any]) -> None:
+        self._attributes, self._name = vars(holder), name
+        self._before = self._attributes.get(name)
+        self.inner: Callable[..., Any] = getattr(holder, name)
+        self._around: Callable[..., Any] | None = around
+        # One bound method, so that `remove` recognizes it.
+        self._put = self._attributes[name] = self._call
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs) if self._around is None else self._around(self.inner, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Restores the original method; calls it without `around` if something else has wrapped it since."""
+        self._around = None
+        if self._attributes.get(self._name) is self._put:
+            del self._attributes[self._name]
+            if self._before is not None:
+                self._attributes[self._name] = self._before
 
 
 @contextmanager

@@ -117,6 +117,19 @@ def test_speeds_through_the_trainer_are_those_of_the_lines() -> None:
     assert all(row[1:] == [written[name][at] for at in (1, 3, 6)] for name, row in summary.items())
 
 
+def test_speeds_on_paper_are_those_of_the_default() -> None:
+    written = cells("results-speed.md", "Through the Trainer, H200")["50%, the default"][1]
+    (taken,) = re.findall(r"\| speed of the default.*? \| (.*?) \|", section("scale.md", "Measured parts"))
+    assert taken == written
+    for row in re.findall(r"^\| 70?B \|(.*)$", section("scale.md", "Cost of a refresh, and speed"), re.MULTILINE):
+        _, _, _, _, refresh, share, speeds, *_ = (cell.strip() for cell in row.split("|"))
+        # In BF16 steps: 500 steps under the plan, and a refresh.
+        steps, cost = 500 / float(written), float(refresh)
+        assert float(share.rstrip("%")) == pytest.approx(100 * cost / (steps + cost), abs=0.07)
+        expected = [500 / (500 * waiting + (1 - waiting) * (steps + cost)) for waiting in (0, 0.2)]
+        assert [float(speed) for speed in speeds.split(", ")] == pytest.approx(expected, abs=0.006)
+
+
 # Row -> file, model, fields of its lines.
 EARLIER: dict[str, tuple[str, str, dict[str, Any]]] = {
     "8B shape, `29b1d5fe` (1)": ("speed_shares", "8B, 8 layers", {"commit": "29b1d5fe"}),

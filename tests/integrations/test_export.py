@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from snip_hf import cli, quantize
 from snip_hf.cli import main
-from snip_hf.integrations.export import TARGETS, NotExpressible, export_plan
+from snip_hf.integrations.export import TARGETS, NotExpressible
 from snip_hf.planning.plan import PrecisionPlan
 
 # --- Megatron-LM -----------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def megatron_recipe(text: str, module: str) -> dict[str, Any]:
 
 def test_megatron_finds_the_recipe_of_each_module_in_the_yaml() -> None:
     plan = make_plan("nvfp4", b1_gate_proj="mxfp8", b1_up_proj="mxfp8", b1_down_proj="bf16", b0_o_proj="fp8")
-    text = export_plan(plan, "megatron")
+    text = TARGETS["megatron"](plan)
     block = "decoder.layers"
     assert megatron_recipe(text, f"{block}.0.self_attention.linear_qkv") == {"fp4_quantization_recipe": "nvfp4"}
     assert megatron_recipe(text, f"{block}.0.self_attention.linear_proj") == {"fp8_quantization_recipe": "blockwise"}
@@ -74,13 +74,13 @@ def test_megatron_finds_the_recipe_of_each_module_in_the_yaml() -> None:
     ("name", "fp8_format"), [("fp8-tensor", "e4m3"), ("fp8-delayed", "e4m3"), ("fp8-tensor-e5m2", "hybrid")]
 )
 def test_megatron_is_told_the_format_of_gradients_with_a_scale_per_tensor(name: str, fp8_format: str) -> None:
-    recipe = megatron_recipe(export_plan(make_plan(name), "megatron"), "decoder.layers.0.mlp.linear_fc1")
+    recipe = megatron_recipe(TARGETS["megatron"](make_plan(name)), "decoder.layers.0.mlp.linear_fc1")
     assert recipe == {"fp8_quantization_recipe": "tensorwise", "fp8_format": fp8_format}
 
 
 def test_block_1_of_megatron_is_not_block_11() -> None:
     config = llama(num_hidden_layers=12)
-    text = export_plan(make_plan("nvfp4", config, b11_down_proj="mxfp8"), "megatron")
+    text = TARGETS["megatron"](make_plan("nvfp4", config, b11_down_proj="mxfp8"))
     assert megatron_recipe(text, "decoder.layers.1.mlp.linear_fc2") == {"fp4_quantization_recipe": "nvfp4"}
     assert megatron_recipe(text, "decoder.layers.11.mlp.linear_fc2") == {"fp8_quantization_recipe": "mxfp8"}
 
@@ -88,7 +88,7 @@ def test_block_1_of_megatron_is_not_block_11() -> None:
 def test_plans_that_megatron_cannot_express_are_refused_with_the_reason_for_each_module() -> None:
     plan = make_plan("nvfp4", b0_q_proj="mxfp8", b0_down_proj="mxfp6", b1_o_proj=("nvfp4", "nvfp4", "bf16"))
     with pytest.raises(NotExpressible) as error:
-        export_plan(plan, "megatron")
+        TARGETS["megatron"](plan)
     offered = "bf16, fp8, fp8-delayed, fp8-tensor, fp8-tensor-e5m2, mxfp8, nvfp4"
     assert error.value.reasons == {
         "decoder.layers.0.self_attention.linear_qkv": "its parts differ in the plan: q_proj mxfp8/mxfp8/mxfp8; "
@@ -106,14 +106,14 @@ def renamed(plan: PrecisionPlan, old: str, new: str) -> PrecisionPlan:
 def test_a_layer_whose_name_means_nothing_to_megatron_is_refused() -> None:
     plan = renamed(make_plan("nvfp4"), f"{BLOCK}.1.self_attn.o_proj", f"{BLOCK}.1.mixer.in_proj")
     with pytest.raises(NotExpressible) as error:
-        export_plan(plan, "megatron")
+        TARGETS["megatron"](plan)
     assert error.value.reasons == {f"{BLOCK}.1.mixer.in_proj": "no module of Megatron-LM is known for this name"}
 
 
 def test_two_towers_are_not_taken_for_one_by_megatron() -> None:
     plan = renamed(make_plan("nvfp4"), f"{BLOCK}.1.mlp.down_proj", "vision.layers.0.mlp.down_proj")
     with pytest.raises(NotExpressible) as error:
-        export_plan(plan, "megatron")
+        TARGETS["megatron"](plan)
     assert error.value.reasons == {
         "vision.layers.0.mlp.down_proj": f"decoder.layers.0.mlp.linear_fc2 already stands for {BLOCK}.0.mlp.down_proj"
     }
@@ -131,14 +131,14 @@ def without(plan: PrecisionPlan, *ends: str) -> PrecisionPlan:
 def test_a_module_is_not_quantized_whose_part_the_plan_leaves_out() -> None:
     plan = without(make_plan("nvfp4"), "k_proj", "0.mlp.up_proj")
     with pytest.raises(NotExpressible) as error:
-        export_plan(plan, "megatron")
+        TARGETS["megatron"](plan)
     assert error.value.reasons == {
         "decoder.layers.0.self_attention.linear_qkv": "the plan leaves its part k_proj in bf16",
         "decoder.layers.0.mlp.linear_fc1": "the plan leaves its part up_proj in bf16",
         "decoder.layers.1.self_attention.linear_qkv": "the plan leaves its part k_proj in bf16",
     }
     in_bf16 = make_plan("nvfp4", b0_q_proj="bf16", b0_v_proj="bf16", b1_q_proj="bf16", b1_v_proj="bf16")
-    text = export_plan(without(in_bf16, "k_proj"), "megatron")
+    text = TARGETS["megatron"](without(in_bf16, "k_proj"))
     assert megatron_recipe(text, "decoder.layers.0.self_attention.linear_qkv") == {}
 
 
@@ -171,7 +171,7 @@ def test_the_torchao_script_converts_each_layer_as_the_plan_says(monkeypatch: py
     )
     model = AutoModelForCausalLM.from_config(llama())
     parameters = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    script(export_plan(plan, "torchao")).convert(model)
+    script(TARGETS["torchao"](plan)).convert(model)
     block = model.model.layers[0]
     attention = block.self_attn
     assert type(attention.q_proj) is blockwise.Float8BlockwiseLinear
@@ -213,7 +213,7 @@ def test_torchao_s_powers_of_two_round_as_the_emulated_fp8_delayed_does(monkeypa
 
     monkeypatch.setattr(float8_linear, "hp_tensor_to_float8_dynamic", noted)
     model = AutoModelForCausalLM.from_config(llama()).bfloat16()
-    script(export_plan(make_plan("bf16", b0_up_proj="fp8-delayed"), "torchao")).convert(model)
+    script(TARGETS["torchao"](make_plan("bf16", b0_up_proj="fp8-delayed"))).convert(model)
     model.model.layers[0].mlp(randn(48, 128).requires_grad_()).backward(1e-4 * randn(48, 128, seed=1))
     operands = {"INPUT": "activation", "WEIGHT": "weight", "GRAD_OUTPUT": "gradient"}
     assert [role for role, *_ in seen] == ["INPUT", "WEIGHT", "GRAD_OUTPUT", "WEIGHT", "GRAD_OUTPUT", "INPUT"]
@@ -236,14 +236,14 @@ def test_the_torchao_script_refuses_what_torchao_cannot_convert_before_it_conver
     plan = make_plan("bf16", b0_q_proj="fp8-tensor", b1_up_proj="mxfp8")
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match=re.escape(message)):
-        script(export_plan(plan, "torchao")).convert(model)
+        script(TARGETS["torchao"](plan)).convert(model)
     assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
 
 
 def test_a_layer_name_cannot_put_code_into_the_script() -> None:
     name = 'model.layers.0.\'}, print(1), {\'"""\\u2028'
     plan = renamed(make_plan("mxfp8"), f"{BLOCK}.0.mlp.up_proj", json.dumps(name)[1:-1])
-    (names,) = script(export_plan(plan, "torchao")).LAYERS.values()
+    (names,) = script(TARGETS["torchao"](plan)).LAYERS.values()
     assert names == set(plan.assignment)
     assert name in names
 
@@ -253,17 +253,17 @@ def test_a_gemm_that_does_not_run_stops_no_export() -> None:
     for row in document["flops"].values():
         row["grad_weight"] = 0.0  # frozen weights
     plan = PrecisionPlan.from_dict(document)
-    text = export_plan(plan, "megatron")
+    text = TARGETS["megatron"](plan)
     assert megatron_recipe(text, "decoder.layers.0.mlp.linear_fc1") == {"fp4_quantization_recipe": "nvfp4"}
-    assert "nvfp4" in script(export_plan(plan, "torchao")).__dict__
+    assert "nvfp4" in script(TARGETS["torchao"](plan)).__dict__
 
 
 def test_plans_that_torchao_cannot_express_are_refused_with_the_reason_for_each_layer() -> None:
     plan = make_plan("mxfp8", b0_q_proj="mxfp4", b1_up_proj=("nvfp4", "nvfp4", "bf16"))
     with pytest.raises(NotExpressible, match="The target 'torchao' cannot express the plan: it does not support 2 "):
-        export_plan(plan, "torchao")
+        TARGETS["torchao"](plan)
     with pytest.raises(NotExpressible) as error:
-        export_plan(plan, "torchao")
+        TARGETS["torchao"](plan)
     assert error.value.reasons == {
         f"{BLOCK}.0.self_attn.q_proj": "it has no format mxfp4 (only bf16, fp8, fp8-delayed, fp8-tensor, "
         "fp8-tensor-e5m2, mxfp8, nvfp4)",
@@ -288,7 +288,7 @@ def test_the_command_writes_the_file_and_keeps_one_that_exists(
     command = ["export", str(plan_path), "--to", "megatron", "-o", str(output)]
     assert main([*command, "--model", str(plan_path.with_name("model"))]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"Written: {output}"
-    assert output.read_text() == export_plan(PrecisionPlan.load(plan_path), "megatron")
+    assert output.read_text() == TARGETS["megatron"](PrecisionPlan.load(plan_path))
     assert main(command) == 2
     assert "exists already; give another --output, or --overwrite." in capsys.readouterr().err
     assert main([*command, "--overwrite"]) == 0
@@ -297,7 +297,7 @@ def test_the_command_writes_the_file_and_keeps_one_that_exists(
 def test_the_command_prints_the_file_alone_to_stdout(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(plan_path), "--to", "torchao", "--model", str(plan_path.with_name("model"))]) == 0
     captured = capsys.readouterr()
-    assert captured.out == export_plan(PrecisionPlan.load(plan_path), "torchao")
+    assert captured.out == TARGETS["torchao"](PrecisionPlan.load(plan_path))
     assert "The plan fits" in captured.err
 
 
@@ -327,8 +327,6 @@ def test_an_unknown_target_and_an_unknown_format_are_refused(
     plan_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert list(cli.TARGETS) == [*TARGETS, "checkpoint"]
-    with pytest.raises(ValueError, match="Unknown target 'vllm'; expected one of megatron, torchao"):
-        export_plan(PrecisionPlan.load(plan_path), "vllm")
     with pytest.raises(SystemExit, match="2"):
         main(["export", str(plan_path), "--to", "vllm"])
     message = capsys.readouterr().err

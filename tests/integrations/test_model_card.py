@@ -21,7 +21,7 @@ from transformers import Trainer
 
 from snip_hf import SnipConfig, keep_model_card
 from snip_hf.estimation.coverage import Coverage
-from snip_hf.integrations.hub import prepare_push, tag_model
+from snip_hf.integrations.hub import complete_card, tag_model
 from snip_hf.integrations.model_card import completed, model_tags, repository_name, trained_section
 from snip_hf.kernels.backend import BACKENDS
 from snip_hf.kernels.emulated import EMULATED
@@ -54,7 +54,8 @@ def section(of: PrecisionPlan, coverage: Coverage | None = None, device: str | N
 
 def push(folder: Path, of: PrecisionPlan, model: nn.Module | None = None) -> nn.Module:
     model = nn.Linear(2, 2) if model is None else model
-    prepare_push(folder, SimpleNamespace(plan=of, coverage=None, backend="emulated", model=model))  # type: ignore[arg-type]
+    tag_model(model, of)
+    complete_card(folder, SimpleNamespace(plan=of, coverage=None, backend="emulated", model=model))  # type: ignore[arg-type]
     return model
 
 

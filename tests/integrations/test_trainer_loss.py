@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, Trainer, default_data_collator
 
 from snip_hf import SnipCallback, SnipConfig
-from snip_hf.integrations.trainer_loss import Wrapped, find_trainer, terms_of
+from snip_hf.integrations.trainer_loss import find_trainer, terms_of
 from snip_hf.layers.state import snip_linears
 from snip_hf.training import setup
 
@@ -365,12 +365,3 @@ def test_losses_of_trl_are_means_over_their_own_terms(trainer: Any, inputs: dict
 def test_other_losses_are_means_over_tokens_with_a_label() -> None:
     assert terms_of(of_trl("SFTTrainer")) is None
     assert terms_of(type("DPOTrainer", (), {})()) is None
-
-
-def test_a_method_that_was_replaced_since_it_was_wrapped_stays_so() -> None:
-    trainer: Any = SimpleNamespace(log=lambda: 1)
-    wrapped = Wrapped(trainer, "log", lambda inner: inner() + 1)
-    assert trainer.log() == 2
-    later = trainer.log = lambda: 3
-    wrapped.close()
-    assert trainer.log is later

@@ -25,7 +25,7 @@ from snip_hf import (
     restore_model,
 )
 from snip_hf.costs.flops import linear_flops
-from snip_hf.integrations.export import NotExpressible, export_plan
+from snip_hf.integrations.export import TARGETS, NotExpressible
 from snip_hf.integrations.export_checkpoint import export_checkpoint
 from snip_hf.layers.linear import SnipConv1D
 from snip_hf.layers.selection import skip_reasons
@@ -242,7 +242,7 @@ def exported_plan() -> PrecisionPlan:
 
 
 def test_megatron_is_told_the_formats_of_gpt2_s_modules() -> None:
-    assert "decoder.layers.1.self_attention.linear_qkv" in export_plan(exported_plan(), "megatron")
+    assert "decoder.layers.1.self_attention.linear_qkv" in TARGETS["megatron"](exported_plan())
 
 
 def test_a_quantized_checkpoint_is_refused_with_every_layer_s_class(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import torch
 from small import tiny_lm, tokens
 from torch import Tensor, nn
 
+from snip_hf.estimation.passes import traceless
 from snip_hf.parallel.ranks import Attempt, FailedElsewhere, Processes, RankError, Ranks, describe
-from snip_hf.parallel.sharding import is_sharded, own_part, sharded_as, whole, without_sharding_hooks
+from snip_hf.parallel.sharding import is_sharded, own_part, sharded_as, whole
 
 
 def test_a_process_that_is_alone_is_the_first_of_one() -> None:
@@ -95,7 +96,7 @@ def test_only_the_hooks_of_fsdp_are_taken_away_and_all_are_put_back_in_their_ord
         module.register_forward_hook(state.after)
         module.register_forward_hook(lambda *_: others.append("after"))
     order = [list(module._forward_pre_hooks.values()) for module in model.modules()]
-    with pytest.raises(RuntimeError), without_sharding_hooks(model):
+    with pytest.raises(RuntimeError), traceless(model):
         model(**tokens())
         assert state.calls == 0 and len(others) == 4
         raise RuntimeError

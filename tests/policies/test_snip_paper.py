@@ -38,9 +38,8 @@ from snip_hf.optimizers.response import responses
 from snip_hf.parallel.ranks import Processes, Ranks
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
-from snip_hf.policies.registry import cost_of
 from snip_hf.policies.setting import Setting
-from snip_hf.policies.snip_paper import RELATIVE_NOISE, PaperEstimate
+from snip_hf.policies.snip_paper import RELATIVE_NOISE, PaperEstimate, quality
 from snip_hf.records.load import read_divergence
 
 EVERY: dict[str, Any] = {"probe_tokens": None, "probe_batch_tokens": None}
@@ -182,7 +181,7 @@ def test_cost_is_the_sum_of_both_divergences_up_to_a_common_factor() -> None:
         for fmt, loss, weight in (("fp8", 0.001, 0.002), ("fp4", 0.01, 0.06))
     ]
     table = DivergenceTable(2.0, (*rows, Divergence("layers.0.down", LAYER, "fp4", 0.1, 0.03, 1.0)))
-    cost = cost_of(fp4_config(policy="snip-paper"), table)
+    cost = quality(fp4_config(policy="snip-paper"), table)
     found = [cost(row) for row in table.rows if row.gemm == LAYER]
     assert found == pytest.approx([one / (0.07 + 0.13) for one in (0.003, 0.07, 0.13)])
 

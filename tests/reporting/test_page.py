@@ -93,7 +93,7 @@ def test_several_runs_stand_side_by_side_and_below_each_other(tmp_path: Path) ->
     assert found.rows[0] == ["", "first", "second", "theirs"]
     rows = {row[0]: row[1:] for row in found.rows}
     assert rows["Training loss, last"] == ["6 (step 400)", "7 (step 300)", "4.5 (step 200)"]
-    assert rows["Refreshes"] == ["2 applied, 1 kept", "2 applied, 1 kept", "-"]
+    assert rows["Plans"] == ["2 new, 1 kept", "2 new, 1 kept", "-"]
     assert rows["Seconds in all"][0] == "probe 3.8, solver 9.0, waited 0.0"
     # The last step at which both have a validation loss.
     assert rows["Loss against theirs"] == ["+9, +90.00% (validation, step 100)"] * 2 + ["-"]

@@ -124,6 +124,23 @@ def test_a_policy_without_a_probe_makes_its_plan_at_once(tmp_path: Path) -> None
     assert second.formats() == {layer: dict(row) for layer, row in plan.assignment.items()}
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_without_a_target_another_share_is_not_mentioned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fixed: bool
+) -> None:
+    options: dict[str, Any] = {"policy": "uniform-fp4"}
+    if fixed:
+        Loop(fp4_config(**options)).controller.plan.save(tmp_path / "plan.json")
+        options = {"fixed_plan": str(tmp_path / "plan.json")}
+    first, state = saved(2, fp4_config(**options, target_fp4_fraction=0.75), tmp_path)
+    with caplog.at_level(logging.INFO, "snip_hf"):
+        second = resumed(state, first, fp4_config(**options, target_fp4_fraction=0.5), tmp_path)
+    assert second.controller.plan == first.controller.plan
+    assert not any("another target" in message for message in caplog.messages)
+    events = read_history(tmp_path / "snip" / "history.jsonl")
+    assert not any(isinstance(event, Retarget) for event in events)
+
+
 @pytest.mark.slow
 def test_a_speed_up_may_take_the_place_of_a_share_and_other_fields_are_refused_as_before(tmp_path: Path) -> None:
     first, state = saved(4, config(), tmp_path)

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..config import SnipConfig
 from ..costs.flops import linear_flops
-from ..integrations.export import NotExpressible, export_plan
+from ..integrations.export import TARGETS, NotExpressible
 from ..integrations.hub import load_plan
 from ..json_io import read_json, write_atomic
 from ..layers.convert import convert_model
@@ -81,7 +81,7 @@ def export(arguments: argparse.Namespace) -> int:
             assert output is not None
             stored = export_checkpoint(plan, Path(arguments.model), output)
         else:
-            text = export_plan(plan, arguments.to)
+            text = TARGETS[arguments.to](plan)
             if output is None:
                 sys.stdout.write(text)
                 return 0

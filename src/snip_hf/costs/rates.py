@@ -58,56 +58,47 @@ def register_rates(rates: Rates) -> Rates:
     Raises:
         ValueError: there is another table of this name.
     """
-    added: Rates = RATES.register(rates)
-    return added
+    return RATES.register(rates)
 
 
-register_rates(
-    Rates(
-        name="ideal",
-        rates=None,
-        source="No device: half of the bits, twice the rate (`NumberFormat.speed`). For formats without hardware.",
-    )
-)
-register_rates(
-    Rates(
-        name="h100",
+_BUILT_IN = (
+    (
+        "ideal",
+        None,
+        "No device: half of the bits, twice the rate (`NumberFormat.speed`). For formats without hardware.",
+    ),
+    (
+        "h100",
         # Formats stored as E4M3 run at the rate of FP8 (docs/method.md). NVFP4 only fits into BF16, and "fp4-pqt" adds
         # noise to it.
-        rates={"fp8": 2, "int8": 2, "fp4": 2, "mxfp4": 2, "int4": 2, "ufp4": 2, "nvfp4": 1, "fp4-pqt": 1},
-        source="NVIDIA H100 and H200 SXM datasheets, dense peak: BF16 989, FP8 and INT8 1,979 TFLOP/s.",
-    )
-)
-register_rates(
-    Rates(
-        name="b200",
-        rates={"fp8": 2, "mxfp8": 2, "mxfp6": 2, "int8": 2, "mxfp4": 4, "nvfp4": 4},
-        source="NVIDIA HGX B200 datasheet, dense peak per GPU: BF16 2.25, FP8, FP6 and INT8 4.5, FP4 9 PFLOP/s.",
-    )
-)
-register_rates(
-    Rates(
-        name="gb300",
-        rates={"fp8": 2, "mxfp8": 2, "mxfp6": 2, "mxfp4": 6, "nvfp4": 6},
-        source="NVIDIA GB300 NVL72 datasheet, dense peak per GPU: BF16 2.5, FP8 and FP6 5, FP4 15 PFLOP/s.",
-    )
-)
-register_rates(
-    Rates(
-        name="rtx50",
+        {"fp8": 2, "int8": 2, "fp4": 2, "mxfp4": 2, "int4": 2, "ufp4": 2, "nvfp4": 1, "fp4-pqt": 1},
+        "NVIDIA H100 and H200 SXM datasheets, dense peak: BF16 989, FP8 and INT8 1,979 TFLOP/s.",
+    ),
+    (
+        "b200",
+        {"fp8": 2, "mxfp8": 2, "mxfp6": 2, "int8": 2, "mxfp4": 4, "nvfp4": 4},
+        "NVIDIA HGX B200 datasheet, dense peak per GPU: BF16 2.25, FP8, FP6 and INT8 4.5, FP4 9 PFLOP/s.",
+    ),
+    (
+        "gb300",
+        {"fp8": 2, "mxfp8": 2, "mxfp6": 2, "mxfp4": 6, "nvfp4": 6},
+        "NVIDIA GB300 NVL72 datasheet, dense peak per GPU: BF16 2.5, FP8 and FP6 5, FP4 15 PFLOP/s.",
+    ),
+    (
+        "rtx50",
         # FP8 with sums in FP32, as snip-hf sums. Products of FP4 are not slowed down by FP32 sums.
-        rates={"fp8": 2, "mxfp8": 2, "int8": 4, "mxfp4": 8, "nvfp4": 8},
-        source="NVIDIA RTX Blackwell architecture whitepaper, RTX 5090, dense peak with FP32 sums: BF16 209.5, "
-        "FP8 419, INT8 838, FP4 1,676 TFLOP/s.",
-    )
+        {"fp8": 2, "mxfp8": 2, "int8": 4, "mxfp4": 8, "nvfp4": 8},
+        "NVIDIA RTX Blackwell architecture whitepaper, RTX 5090, dense peak with FP32 sums: BF16 209.5, FP8 419, "
+        "INT8 838, FP4 1,676 TFLOP/s.",
+    ),
+    (
+        "mi355",
+        {"fp8": 2, "mxfp8": 2, "int8": 2, "mxfp6": 4, "mxfp4": 4},
+        "AMD Instinct MI355X datasheet, dense peak: BF16 2.5, FP8 and INT8 5.0, MXFP6 and MXFP4 10.1 PFLOP/s.",
+    ),
 )
-register_rates(
-    Rates(
-        name="mi355",
-        rates={"fp8": 2, "mxfp8": 2, "int8": 2, "mxfp6": 4, "mxfp4": 4},
-        source="AMD Instinct MI355X datasheet, dense peak: BF16 2.5, FP8 and INT8 5.0, MXFP6 and MXFP4 10.1 PFLOP/s.",
-    )
-)
+for _name, _rates, _source in _BUILT_IN:
+    register_rates(Rates(name=_name, rates=_rates, source=_source))
 
 
 def linear_times(flops: Work, formats: Iterable[str], rates: str | None, measured: MeasuredCost | None) -> GemmTimes:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..numerics.random_state import RandomState
 from ..parallel.context_parallel import ContextMesh, SharedSequences, in_context, whole_inputs
+from ..python_state import binding_kept
 from ..text import WITHOUT_PROBE
 
 logger = logging.getLogger(__name__)
@@ -93,25 +94,21 @@ class Objective:
         Raises:
             ValueError: the loss does not call the model, or gives it several inputs without names.
         """
-        original, own = model.forward, vars(model).get("forward")
+        original = model.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
                 raise _Called(args, kwargs)
             return original(*args, **kwargs)
 
-        vars(model)["forward"] = forward
         try:
-            with torch.enable_grad():
+            with binding_kept([vars(model)]), torch.enable_grad():
+                vars(model)["forward"] = forward
                 self.loss(model, inputs)
         except _Called as called:
             args, kwargs = called.inputs
             if len(args) <= 1:
                 return dict(zip([getattr(model, "main_input_name", "input_ids")], args, strict=False)) | kwargs
-        finally:
-            del vars(model)["forward"]
-            if own is not None:
-                vars(model)["forward"] = own
         raise ValueError(
             "The loss does not call the model as a whole, or gives its forward several inputs without names. Call "
             "model(input_ids=..., ...)."

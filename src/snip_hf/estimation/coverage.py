@@ -37,7 +37,6 @@ from ..layers.selection import (
     weight_matrices,
 )
 from ..layers.state import plain_name, snip_linears
-from ..numerics.random_state import RandomState
 from ..parallel.sharding import compute_device, unwrap, whole
 from ..text import printable
 from .passes import call, stand_in, traceless
@@ -222,14 +221,12 @@ def count_pass(
     found = PassCounts([[what, name, 0] for what in ("tokens", "returned") for name in layers])
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     calls = calls_of(model)
-    before = RandomState.now()
-    try:
-        with traceless(model), _training_gradients(model), training_autocast(model, autocast):
-            counter = FlopsByWeight(dict(model.named_parameters()))
-            with _counting(layers, found, counter), _tracking_calls(calls, counter), counter:
-                call(model, kwargs)
-    finally:
-        before.restore()
+    with traceless(model), _training_gradients(model), training_autocast(model, autocast):
+        counter = FlopsByWeight(dict(model.named_parameters()))
+        _count_layers(layers, found, counter)
+        _track_calls(calls, counter)
+        with counter:
+            call(model, kwargs)
     counts = found.counts
     counts["aside", _HEAD], counts["aside", _ACTIVATIONS] = 0, counter.of_activations
     if counter.of_others:
@@ -292,23 +289,15 @@ def _forgotten(_: Tensor) -> Any:
     """Packs and unpacks saved tensors of a backward pass that never runs."""
 
 
-@contextmanager
-def _tracking_calls(calls: Iterable[Call], counter: FlopsByWeight) -> Iterator[None]:
-    """Tells the counter which modules run."""
-    hooks = []
+def _track_calls(calls: Iterable[Call], counter: FlopsByWeight) -> None:
+    """Tells the counter which modules run; use inside `traceless`."""
     for one in calls:
-        hooks.append(one.module.register_forward_pre_hook(lambda *_, one=one: counter.running.append(one)))
-        hooks.append(one.module.register_forward_hook(lambda *_: counter.running.pop() and None, always_call=True))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+        one.module.register_forward_pre_hook(lambda *_, one=one: counter.running.append(one))
+        one.module.register_forward_hook(lambda *_: counter.running.pop() and None, always_call=True)
 
 
-@contextmanager
-def _counting(layers: Mapping[str, SnipLayer], found: PassCounts, counter: FlopsByWeight) -> Iterator[None]:
-    """Makes every swapped layer run in high precision and counts its tokens and FLOPs."""
+def _count_layers(layers: Mapping[str, SnipLayer], found: PassCounts, counter: FlopsByWeight) -> None:
+    """Makes every swapped layer run in high precision and counts its tokens and FLOPs; use inside `traceless`."""
     names = {id(parameter): name for name, parameter in counter.parameters.items()}
 
     def recorder(name: str, weight: str) -> ForwardRecorder:
@@ -324,13 +313,8 @@ def _counting(layers: Mapping[str, SnipLayer], found: PassCounts, counter: Flops
 
         return forward
 
-    try:
-        for name, layer in layers.items():
-            layer.snip_recorder = recorder(name, names[id(layer.weight)])
-        yield
-    finally:
-        for layer in layers.values():
-            layer.snip_recorder = None
+    for name, layer in layers.items():
+        layer.snip_recorder = recorder(name, names[id(layer.weight)])
 
 
 def _output(layer: SnipLayer, x: Tensor, dispatch: Dispatch | None) -> Tensor:

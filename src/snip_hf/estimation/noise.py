@@ -48,8 +48,7 @@ class Noise:
         """Returns y (T, O), with noise on its gradient if the pass has noise there."""
         if self.place == "input":
             return y
-        noisy: Tensor = _NoisyGradient.apply(y, name, self)
-        return noisy
+        return _NoisyGradient.apply(y, name, self)
 
     def _of(self, name: str, tensor: Tensor) -> Tensor:
         of_draw = stream_key(*self.draw, zlib.crc32(name.encode(errors="surrogatepass")), _NOISE_OPERANDS[self.place])

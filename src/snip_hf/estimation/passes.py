@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from ..layers.adapters import changed_by_adapters, switched_parameters
 from ..layers.kinds import known_weights
 from ..layers.state import plain_name, snip_linears
-from ..numerics.random_state import RandomState
-from ..parallel.sharding import compute_device, whole, without_sharding_hooks
+from ..numerics.random_state import random_state_kept
+from ..parallel.sharding import compute_device, remove_sharding_hooks, whole
 from ..parallel.tensor_parallel import without_tensor_parallelism
 from ..python_state import Shared, binding_kept
 from ..text import WITHOUT_PROBE
@@ -25,7 +25,9 @@ from .batch import Batch, Objective
 from .products import efficient_products
 
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_DICTS = (*_OF_MODULES, "_parameters", "_buffers", "_modules")
+# Keys of hooks that take keyword arguments, or always run.
+_OF_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_DICTS = (*_OF_MODULES, *_OF_HOOKS, "_parameters", "_buffers", "_modules")
 _OWN = "snip_hf"
 
 
@@ -59,26 +61,23 @@ def run_pass(
         run: for a stage of a pipeline: runs the batch forward and backward instead and returns its loss, or None if
             another process knows it (the returned tensor is then NaN).
     """
-    before = RandomState.now()
-    try:
+    with traceless(model, has_been_through_hooks=batch.objective is None):
         batch.random_state.restore()
-        with traceless(model, has_been_through_hooks=batch.objective is None):
-            stand_in(model, weights() if callable(weights) else weights)
-            return _run(model, batch, run)
-    finally:
-        before.restore()
+        stand_in(model, weights() if callable(weights) else weights)
+        return _run(model, batch, run)
 
 
 @contextmanager
 def traceless(model: nn.Module, has_been_through_hooks: bool = True) -> Iterator[None]:
-    """Makes the model run uncompiled, unsharded and without SNIP's own hooks, and restores it afterwards.
+    """Makes the model run uncompiled, unsharded and without SNIP's own hooks; restores it and the random generators.
 
     Args:
         model: without wrappers.
         has_been_through_hooks: whether the inputs are those that SNIP's hook captured, which the hooks before it have
             already changed.
     """
-    with _for_all_threads(), _everything_kept(model), without_sharding_hooks(model), without_tensor_parallelism(model):
+    with random_state_kept(), _for_all_threads(), _everything_kept(model), without_tensor_parallelism(model):
+        remove_sharding_hooks(model)
         _remove_own_hooks(model, has_been_through_hooks)
         with plain_attention(model):
             yield
@@ -261,8 +260,7 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
             return batch.objective.loss(model, batch.kwargs)
         asks = {"use_cache": False} if "use_cache" in batch.kwargs else {}
         outputs = call(model, {**batch.kwargs, **asks})
-    loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-    return loss
+    return outputs["loss"] if isinstance(outputs, dict) else outputs[0]
 
 
 @contextmanager
@@ -293,16 +291,10 @@ def recomputing(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
     The random generators start the second forward pass as they started the first, so the numbers are the same bits.
     """
     modules = {plain_name(name): module for name, module in model.named_modules()} if blocks else {}
-    before = [(vars(modules[name]), vars(modules[name]).get("forward")) for name in blocks]
-    try:
+    with binding_kept([vars(modules[name]) for name in blocks]):
         for name in blocks:
             vars(modules[name])["forward"] = _recomputed(modules[name].forward)
         yield
-    finally:
-        for attributes, forward in before:
-            attributes.pop("forward", None)
-            if forward is not None:
-                attributes["forward"] = forward
 
 
 def _recomputed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -334,13 +326,9 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Any], objective: Object
     """
     if objective is None:
         return batch
-    before = RandomState.now()
-    try:
-        with traceless(model, has_been_through_hooks=False):
-            _unwrap_forward(model)
-            return objective.forward_inputs(model, batch)
-    finally:
-        before.restore()
+    with traceless(model, has_been_through_hooks=False):
+        _unwrap_forward(model)
+        return objective.forward_inputs(model, batch)
 
 
 def _unwrap_forward(model: nn.Module) -> None:

@@ -77,8 +77,7 @@ def _multiplied(left: Tensor, right: Tensor, is_narrow: bool = False) -> Tensor:
     if is_narrow:
         return left @ right
     multiply = torch.mm if left.dim() == 2 else torch.bmm
-    wide: Tensor = multiply(left, right, out_dtype=torch.float32)
-    return wide
+    return multiply(left, right, out_dtype=torch.float32)
 
 
 def is_split(left: Tensor, right: Tensor) -> bool:

@@ -100,8 +100,7 @@ def read(scalars: Sequence[Tensor]) -> list[float]:
     """Reads tensors of one element as numbers; waits for the device once."""
     if not scalars:
         return []
-    together: list[float] = torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist()
-    return together
+    return torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist()
 
 
 class _Recorded(torch.autograd.Function):

@@ -30,22 +30,6 @@ class NotExpressible(ValueError):
         )
 
 
-def export_plan(plan: PrecisionPlan, target: str) -> str:
-    """Returns the text of the file for a target.
-
-    Args:
-        plan: the plan.
-        target: a name in `TARGETS`.
-
-    Raises:
-        NotExpressible: the target does not support the formats or the name of a layer.
-        ValueError: the target is unknown.
-    """
-    if target not in TARGETS:
-        raise ValueError(f"Unknown target {target!r}; expected one of {', '.join(TARGETS)}.")
-    return str(TARGETS[target](plan))
-
-
 def _running(plan: PrecisionPlan, layer: str) -> dict[str, str]:
     """Returns GEMM -> format of the GEMMs that run; a frozen weight has no gradient."""
     return {gemm: name for gemm, name in plan.assignment[layer].items() if plan.flops[layer][gemm] > 0}
@@ -280,4 +264,4 @@ def _torchao(plan: PrecisionPlan) -> str:
 
 
 TARGETS = {"megatron": _megatron, "torchao": _torchao}
-"""Target -> the function that writes its file."""
+"""Target -> the function that returns the text of a plan's file; raises `NotExpressible`."""

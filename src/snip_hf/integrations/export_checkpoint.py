@@ -18,6 +18,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig
+from torchao.quantization import (
+    Float8WeightOnlyConfig,
+    FqnToConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    PerGroup,
+    PerRow,
+    PerTensor,
+)
+from torchao.utils import TorchAOBaseTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 from ..layers.selection import refuse_quantized
@@ -45,35 +56,15 @@ class WeightKind:
     """Numbers that must divide the rows and the columns of the weight."""
 
 
-def _float8(granularity: str) -> Any:
-    from torchao import quantization
-
-    return quantization.Float8WeightOnlyConfig(granularity=getattr(quantization, granularity)())
-
-
-def _int8() -> Any:
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    return Int8WeightOnlyConfig()
+_ROWS = WeightKind("E4M3, a scale per row", partial(Float8WeightOnlyConfig, granularity=PerRow()))
+_TENSOR = WeightKind("E4M3, a scale per tensor", partial(Float8WeightOnlyConfig, granularity=PerTensor()))
+_BLOCKS = WeightKind("E2M1, an E4M3 scale per 16 values", NVFP4WeightOnlyConfig, multiples=(16, 16))
 
 
-def _e2m1() -> Any:
-    from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig
+def _integers(group: int) -> WeightKind:
+    config = partial(IntxWeightOnlyConfig, weight_dtype=torch.int4, granularity=PerGroup(group))  # type: ignore[attr-defined]
+    return WeightKind(f"4-bit integers in bytes, a scale per {group} values", config, multiples=(1, group))
 
-    return NVFP4WeightOnlyConfig()
-
-
-def _int4(group: int) -> Any:
-    from torchao.quantization import IntxWeightOnlyConfig
-    from torchao.quantization.granularity import PerGroup
-
-    return IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(group))  # type: ignore[attr-defined]
-
-
-_ROWS = WeightKind("E4M3, a scale per row", partial(_float8, "PerRow"))
-_TENSOR = WeightKind("E4M3, a scale per tensor", partial(_float8, "PerTensor"))
-_BLOCKS = WeightKind("E2M1, an E4M3 scale per 16 values", _e2m1, multiples=(16, 16))
-_GROUPS = WeightKind("4-bit integers in bytes, a scale per 32 values", partial(_int4, 32), multiples=(1, 32))
 
 WEIGHT_KINDS = {
     "fp8": _ROWS,
@@ -81,12 +72,11 @@ WEIGHT_KINDS = {
     "fp8-tensor-e5m2": _TENSOR,
     "fp8-delayed": _TENSOR,
     "mxfp8": _ROWS,
-    "int8": WeightKind("8-bit integers, a scale per row", _int8),
+    "int8": WeightKind("8-bit integers, a scale per row", Int8WeightOnlyConfig),
     **dict.fromkeys(("fp4", "fp4-46", "mxfp4", "mxfp4-32x32", "mxfp4-rht"), _BLOCKS),
     **dict.fromkeys(("nvfp4", "nvfp4-1x16", "nvfp4-46", "nvfp4-rht", "nvfp4-rht128"), _BLOCKS),
-    "int4": WeightKind("4-bit integers in bytes, a scale per 128 values", partial(_int4, 128), multiples=(1, 128)),
-    "ufp4": _GROUPS,
-    "ufp4-rht": _GROUPS,
+    "int4": _integers(128),
+    **dict.fromkeys(("ufp4", "ufp4-rht"), _integers(32)),
 }
 """Format of the forward GEMM -> weights with the same elements and the nearest scales that torchao supports. Other
 formats are refused."""
@@ -173,8 +163,6 @@ def _misfit(module: nn.Module | None, kind: WeightKind) -> str | None:
 
 
 def _write(kinds: Mapping[str, WeightKind], model_dir: Path, folder: Path) -> None:
-    from torchao.quantization import FqnToConfig
-
     # Names of weights, because under the name of a layer transformers would also quantize its bias.
     config = FqnToConfig(OrderedDict((f"{layer}.weight", kind.config()) for layer, kind in kinds.items()))
     # Otherwise transformers would leave out an output head that the config names.
@@ -188,8 +176,6 @@ def _write(kinds: Mapping[str, WeightKind], model_dir: Path, folder: Path) -> No
 
 
 def _check_quantized(model: nn.Module, kinds: Mapping[str, WeightKind]) -> None:
-    from torchao.utils import TorchAOBaseTensor
-
     for layer in kinds:
         weight = model.get_submodule(layer).weight
         if not isinstance(weight, TorchAOBaseTensor):

@@ -4,7 +4,7 @@ With `TrainingArguments(push_to_hub=True)`, the Trainer uploads its output folde
 includes `snip/`. The model card (README.md) needs two additions:
 
 - A push during training calls `on_push_begin` and uploads in a background thread. The Trainer writes no card, so
-  `prepare_push` adds our section to README.md at that event.
+  `complete_card` adds our section to README.md at that event.
 - `trainer.push_to_hub()` and `trainer.save_model()` call `on_push_begin`, then `create_model_card`, which rewrites
   README.md and keeps only the tags, then upload. No event follows `create_model_card`. So we add the tags to the model,
   and the user calls `keep_model_card(trainer)` once to add the section to the new card.
@@ -49,15 +49,6 @@ _REPOSITORY = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 _RECORD = (f"{FOLDER}/*.json", f"{FOLDER}/history.jsonl", "*trainer_state.json", "README.md")
 
 
-def prepare_push(output_dir: Path, controller: SnipController) -> None:
-    """Adds section and tags to README.md and tags to the model. Call it only on the process that writes.
-
-    A missing or broken file causes a warning, because a model card must not end training.
-    """
-    tag_model(controller.model, controller.plan)
-    _complete_card(output_dir, controller)
-
-
 def tag_model(model: nn.Module, plan: PrecisionPlan) -> None:
     """Adds `model_tags(plan)` to the tags that `Trainer.push_to_hub` and `model.push_to_hub` write.
 
@@ -82,13 +73,16 @@ def keep_model_card(trainer: Trainer) -> None:
         create_model_card(*args, **kwargs)
         for one in trainer.callback_handler.callbacks if trainer.is_world_process_zero() else ():
             if isinstance(one, SnipCallback) and one.controller is not None:
-                _complete_card(Path(str(trainer.args.output_dir)), one.controller)
+                complete_card(Path(str(trainer.args.output_dir)), one.controller)
 
     trainer.create_model_card = create_and_complete  # type: ignore[method-assign]
 
 
-def _complete_card(output_dir: Path, controller: SnipController) -> None:
-    """Adds the section on the run to README.md of the output folder; logs a warning if it cannot."""
+def complete_card(output_dir: Path, controller: SnipController) -> None:
+    """Adds section and tags to README.md of the output folder. Call it only on the process that writes.
+
+    A missing or broken file causes a warning, because a model card must not end training.
+    """
     model = controller.model
     base_model = repository_name(getattr(getattr(model, "config", None), "_name_or_path", None))
     device = next(map(compute_device, model.parameters()), torch.device("cpu"))

@@ -6,7 +6,6 @@ their weights are equal.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,8 +22,6 @@ from ..numerics.gemms import GEMMS
 from ..parallel.sharding import deepspeed_engine, is_fully_sharded, unwrap
 from ..planning.plan import PrecisionPlan
 from ..training.controller import SnipController
-
-logger = logging.getLogger(__name__)
 
 AS_POLICY, HIGH = "policy", "high"
 _ADVICE = f"Use SnipCallback(..., reference={HIGH!r})."
@@ -125,18 +122,6 @@ def find_reference(
             f"the formats of the plan. Use reference={AS_POLICY!r}."
         )
     return None
-
-
-def give_back(controller: SnipController, reference: ReferenceModel | None) -> None:
-    """Restores the plain models after training, and logs it on the first process."""
-    restore_model(controller.model)
-    if reference is not None:
-        reference.restore()
-    if controller.processes.everyone.is_first:
-        logger.info(
-            "snip-hf: training has ended and the model is plain again: evaluation and generation run in its own "
-            "precision from here on. SnipCallback(keep_formats=True) keeps the formats of the plan."
-        )
 
 
 def _shape(layers: Any, name: str) -> str:

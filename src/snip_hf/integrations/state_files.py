@@ -11,10 +11,11 @@ from typing import Any, cast
 from transformers import Trainer, TrainerState
 
 from ..json_io import read_json, write_json_atomic
+from ..python_state import Wrapped
 from ..records.load import STATE_NAME
 from ..text import printable
 from ..training.controller import SnipController
-from .trainer_loss import Wrapped, find_call
+from .trainer_loss import find_call
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class StateFiles:
     def close(self) -> None:
         """Lets go of the Trainer."""
         if self._saving is not None:
-            self._saving.close()
+            self._saving.remove()
         self._saving = self._controller = self._last = None
 
     def unmark(self, state: TrainerState) -> None:

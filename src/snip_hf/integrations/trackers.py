@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -24,10 +24,10 @@ from transformers.integrations.integration_utils import (
 
 from ..estimation.coverage import Coverage
 from ..planning.plan import PrecisionPlan, forward_shares
+from ..python_state import Wrapped
 from ..records.events import Alarm, Counted, Event, Refresh, Retarget, Start
 from ..text import printable
 from ..training.controller import SnipController
-from .trainer_loss import Wrapped
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Trackers:
     def close(self) -> None:
         """Undoes `open`."""
         if self._logging is not None:
-            self._logging.close()
+            self._logging.remove()
         self._trainer = self._logging = None
 
     def note(self, event: Event) -> None:
@@ -111,10 +111,8 @@ class Trackers:
             )
 
 
-class Log(Protocol):
-    """A function that logs numbers at a step, such as `Accelerator.log` or `wandb.log`."""
-
-    def __call__(self, values: dict[str, Any], *, step: int) -> object: ...
+Log = Callable[..., object]
+"""A function that logs numbers at a step, (values, step=...), such as `Accelerator.log` or `wandb.log`."""
 
 
 def log_to(controller: SnipController, target: Accelerator | Log) -> None:

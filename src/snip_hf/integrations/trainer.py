@@ -18,18 +18,19 @@ from ..layers.convert import keep_states_apart, restore_model
 from ..layers.run_hooks import RunMark, marks_on
 from ..layers.state import snip_linears
 from ..parallel.sharding import gather_ahead, unwrap
+from ..python_state import Wrapped
 from ..records.run_folder import Tracker, check_tracker
 from ..text import WITHOUT_PROBE
 from ..training.checks import check_launch, check_trainer
 from ..training.controller import SnipController
 from ..training.micro_batches import TrainingPasses
 from .compilation import compile_by_regions
-from .hub import prepare_push, tag_model
+from .hub import complete_card, tag_model
 from .messages import follow_transformers
-from .reference_model import AS_POLICY, ReferenceModel, check_reference, find_reference, give_back
+from .reference_model import AS_POLICY, ReferenceModel, check_reference, find_reference
 from .state_files import StateFiles, load_state, output_folder
 from .trackers import Trackers
-from .trainer_loss import ADVICE, LossSeam, Wrapped, computes_loss, find_trainer
+from .trainer_loss import ADVICE, LossSeam, computes_loss, find_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +97,7 @@ class SnipCallback(TrainerCallback):
         check_launch(self.config, AcceleratorState())
         compile_by_regions(self.config, args, AcceleratorState())
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         # A callback that was added later got no on_init_end.
         check_trainer(args)
         follow_transformers(args)
@@ -147,7 +146,8 @@ class SnipCallback(TrainerCallback):
         """Connects the Trainer's loss, its checkpoints and its reference model."""
         assert self.controller is not None and self._passes is not None
         self._reference = find_reference(trainer, self._reference_option, self.config, self.controller)
-        self._losses = _watch_losses(trainer, self.controller)
+        if self.config.guard != "off":
+            self._losses = Wrapped(trainer, "training_step", self._note_loss)
         # Also keeps this callback alive if it is removed from the Trainer.
         self._files.follow(trainer, self.controller, functools.partial(SnipCallback.on_step_end, self))
         if self.controller.needs_probe and computes_loss(trainer):
@@ -160,24 +160,24 @@ class SnipCallback(TrainerCallback):
                 )
             self._seam = LossSeam(trainer, self._passes, self._reference)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def _note_loss(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Gives the guard the raw loss of a micro-batch: the log only has averages, without non-finite values."""
+        loss = training_step(*args, **kwargs)
+        self._running().note_loss(loss)
+        return loss
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._is_restored:
             return
         self._logs.begin(self._running())
         assert self._passes is not None
         self._passes.is_open = True
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Before the loss of the next micro-batch, which may first run other compiled models (TRL).
         self._running().keep_gradients()
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._is_restored:
             return
         controller = self._running()
@@ -200,11 +200,11 @@ class SnipCallback(TrainerCallback):
             self._reference.follow()
         self._logs.flush(args, state, control)
 
-    def on_push_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            prepare_push(Path(str(args.output_dir)), self._running())
+            controller = self._running()
+            tag_model(controller.model, controller.plan)
+            complete_card(Path(str(args.output_dir)), controller)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -227,7 +227,14 @@ class SnipCallback(TrainerCallback):
             for layer, formats in in_force.items():
                 layer.set_formats(formats)
         elif not self._is_restored:
-            give_back(controller, reference)
+            restore_model(controller.model)
+            if reference is not None:
+                reference.restore()
+            if controller.processes.everyone.is_first:
+                logger.info(
+                    "snip-hf: training has ended and the model is plain again: evaluation and generation run in its "
+                    "own precision from here on. SnipCallback(keep_formats=True) keeps the formats of the plan."
+                )
 
     def _release_ended_runs(self, model: nn.Module, state: TrainerState) -> None:
         """Releases earlier runs of this callback and on this model.
@@ -267,7 +274,7 @@ class SnipCallback(TrainerCallback):
         self._logs.close()
         for seam in (self._seam, self._losses):
             if seam is not None:
-                seam.close()
+                seam.remove()
         self._seam = self._reference = self._losses = None
         if self.controller is not None:
             self._mark.remove(self.controller.model)
@@ -313,19 +320,3 @@ def _ends_runs(train: Callable[..., Any]) -> Callable[..., Any]:
 
 # The Trainer has no event for errors.
 Trainer.train = _ends_runs(Trainer.train)  # type: ignore[method-assign]
-
-
-def _watch_losses(trainer: Trainer, controller: SnipController) -> Wrapped | None:
-    """Passes the result of each `Trainer.training_step`, the raw loss of a micro-batch, to the guard.
-
-    The log of the Trainer only has averages, without non-finite values (`logging_nan_inf_filter`).
-    """
-    if controller.config.guard == "off":
-        return None
-
-    def note_loss(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        loss = inner(*args, **kwargs)
-        controller.note_loss(loss)
-        return loss
-
-    return Wrapped(trainer, "training_step", note_loss)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerState
 
 from ..estimation.batch import Objective, label_name_of, labelled_tokens, token_ids
-from ..python_state import binding_kept
+from ..python_state import Wrapped, binding_kept
 from ..training.micro_batches import TrainingPasses
 from .reference_model import ReferenceModel
 
@@ -68,31 +67,8 @@ def computes_loss(trainer: Trainer) -> bool:
     return is_own or trainer.label_smoother is not None or trainer.compute_loss_func is not None
 
 
-class Wrapped:
-    """Wraps a method of a Trainer, until `close`.
-
-    Args:
-        trainer: the Trainer.
-        name: name of the method.
-        around: called with the original method, followed by the arguments of the method.
-    """
-
-    def __init__(self, trainer: Trainer, name: str, around: Callable[..., Any]) -> None:
-        self._attributes, self._name = vars(trainer), name
-        self._before = self._attributes.get(name)
-        self.inner: Callable[..., Any] = getattr(trainer, name)
-        self._put = self._attributes[name] = partial(around, self.inner)
-
-    def close(self) -> None:
-        """Restores the original method."""
-        if self._attributes.get(self._name) is self._put:
-            del self._attributes[self._name]
-            if self._before is not None:
-                self._attributes[self._name] = self._before
-
-
 class LossSeam:
-    """Reports the losses that a Trainer computes to its run, until `close`.
+    """Reports the losses that a Trainer computes to its run, until `remove`.
 
     Args:
         trainer: the Trainer.
@@ -113,9 +89,9 @@ class LossSeam:
         self._objective = Objective(self._compute, terms_of(trainer), can_be_cut)
         self._wrapped = Wrapped(trainer, _NAME, self._call)
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """Restores the original function."""
-        self._wrapped.close()
+        self._wrapped.remove()
 
     def _call(self, inner: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes the loss of training."""

@@ -141,7 +141,8 @@ class Backend(ABC):
 
         Args:
             layers: those on this backend.
-            everything: False if no weight is known to have changed since the last call.
+            everything: False leaves out layers whose weight has not changed since the last call as far as torch knows
+                (it misses changes by fused optimizers and through `weight.data`).
         """
 
     def after_step(self, layers: Mapping[str, Layer]) -> None:

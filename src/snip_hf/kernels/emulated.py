@@ -81,8 +81,7 @@ def forward_gemm(
         )
     y = _by_rows(products, parts, x, weight.shape[-2])
     # Not a view: autograd refuses to modify one in place, as Falcon does (`attention_output += ...`).
-    result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[-2]])
-    return result
+    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[-2]])
 
 
 @torch.library.custom_op("snip_hf::grad_input_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
@@ -334,8 +333,7 @@ def unquantized(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) ->
     dtype = torch.get_autocast_dtype(x.device.type) if is_cast else weight.dtype
     state = ends.new_full((STATE_SIZE,), UNQUANTIZED.code)
     bias = None if bias is None else bias.to(dtype)
-    y: Tensor = _emulated_linear(x.to(dtype), weight.to(dtype), bias, None, state, ends)
-    return y
+    return _emulated_linear(x.to(dtype), weight.to(dtype), bias, None, state, ends)
 
 
 class Emulated(Backend):
@@ -356,8 +354,7 @@ class Emulated(Backend):
 
     def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
         weight = layer.matrix.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else layer.matrix
-        y: Tensor = _emulated_linear(x, weight, bias, None, layer.snip_state, ends)
-        return y
+        return _emulated_linear(x, weight, bias, None, layer.snip_state, ends)
 
     def gemm_call(
         self, gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor

@@ -39,8 +39,7 @@ def linear_function(forward: Forward, backward: Backward, differentiable: Backwa
             if y.dim() == x.dim():
                 return y
             # Not a view: autograd refuses to modify one in place, as Falcon does (`attention_output += ...`).
-            result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
-            return result
+            return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
 
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

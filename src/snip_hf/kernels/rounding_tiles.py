@@ -26,8 +26,7 @@ _INFINITY = tl.constexpr(0x7F800000)
 def _word_of_signs(word: int) -> int:
     """Returns 32 signs of a rotation, the first in the highest bit, 1 for minus, as a signed integer."""
     bits = "".join("1" if sign < 0 else "0" for sign in signs(LARGEST)[32 * word : 32 * word + 32])
-    value: int = struct.unpack(">i", int(bits, 2).to_bytes(4, "big"))[0]
-    return value
+    return struct.unpack(">i", int(bits, 2).to_bytes(4, "big"))[0]
 
 
 _SIGNS_0, _SIGNS_1, _SIGNS_2, _SIGNS_3 = (tl.constexpr(_word_of_signs(word)) for word in range(4))

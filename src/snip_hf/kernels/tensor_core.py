@@ -309,11 +309,6 @@ class TensorCoreBackend(Backend):
         """Quantizes the weights of the layers for all passes until the next call.
 
         Call it whenever weights or formats have changed. Passes quantize sharded weights themselves.
-
-        Args:
-            layers: the layers.
-            everything: False leaves out layers whose weight has not changed since the last call as far as torch knows
-                (it misses changes by fused optimizers and through `weight.data`).
         """
         for layer in layers.values():
             cache: Cache = layer.snip_cache

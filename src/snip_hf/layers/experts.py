@@ -203,8 +203,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         top_k_weights: (T, K).
     """
     if all(layer.snip_is_plain and layer.snip_recorder is None for layer in self._modules[LAYERS].children()):
-        found: Tensor = _original_implementation(self)(self, hidden_states, top_k_index, top_k_weights)
-        return found
+        return _original_implementation(self)(self, hidden_states, top_k_index, top_k_weights)
     # Stable, so that each expert sees its tokens in the order of the batch, by which random numbers are drawn.
     sorted_experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
     ends = torch.searchsorted(sorted_experts, torch.arange(self.num_experts, device=sorted_experts.device), right=True)
@@ -237,8 +236,7 @@ def _project(self: Any, name: str, x: Tensor, dispatch: Dispatch) -> Tensor:
     if not torch.is_autocast_enabled(x.device.type):
         x = x.to(weight.dtype)
     if name in layers:
-        y: Tensor = layers[name](x, dispatch)
-        return y
+        return layers[name](x, dispatch)
     weight = weight.transpose(1, 2) if self.is_transposed else weight
     return unquantized(x, weight, getattr(self, f"{name}_bias", None), dispatch.ends)
 
@@ -257,14 +255,12 @@ def inverse(order: Tensor) -> Tensor:
 
 def sorted_tokens(hidden_states: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """Returns the token of each pair, (S, *), for hidden_states (T, *) and the order of the pairs (S,)."""
-    x: Tensor = _Sorted.apply(hidden_states, order, back)
-    return x
+    return _Sorted.apply(hidden_states, order, back)
 
 
 def permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """Returns x[order] for x (S, *)."""
-    result: Tensor = _Permuted.apply(x, order, back)
-    return result
+    return _Permuted.apply(x, order, back)
 
 
 class _Sorted(torch.autograd.Function):

@@ -16,8 +16,8 @@ it squares them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,17 +52,8 @@ class Dispatch(NamedTuple):
         return torch.searchsorted(self.ends, torch.arange(len(self.token), device=self.ends.device), right=True)
 
 
-class ForwardRecorder(Protocol):
-    """Computes a layer's output in place of its backend, and records what it needs."""
-
-    def __call__(self, layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
-        """Returns input @ weight^T + bias; (..., I) -> (..., O).
-
-        Args:
-            layer: the layer.
-            input: (..., I); (T, I) for a layer of several matrices.
-            dispatch: assigns rows to matrices; None: the layer has one matrix.
-        """
+ForwardRecorder = Callable[["SnipLayer", Tensor, "Dispatch | None"], Tensor]
+"""(Layer, input, dispatch) -> the output, as `SnipLayer.forward`; computed in place of the backend, and recorded."""
 
 
 class SnipLayer(nn.Module):
@@ -145,8 +136,7 @@ class SnipLayer(nn.Module):
         if self.snip_recorder is not None:
             return self.snip_recorder(self, input, dispatch)
         if self.snip_is_plain and dispatch is None:
-            y: Tensor = self.snip_original_class.forward(self, input)
-            return y
+            return self.snip_original_class.forward(self, input)
         x = input
         bias: Tensor | None = self.bias
         if torch.is_autocast_enabled(x.device.type):
@@ -203,8 +193,7 @@ class SnipLayer(nn.Module):
         own = {"snip_recorder": None, "snip_cache": self.snip_backend.cache_of_copy(self)}
         own_state = {STATE: self.snip_state.clone()} if STATE in self._buffers else {}
         buffers = {**self._buffers, **own_state}
-        state: dict[str, Any] = super().__getstate__() | own | {"_buffers": buffers}
-        return state
+        return super().__getstate__() | own | {"_buffers": buffers}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, formats={'/'.join(self.formats.values())}"

@@ -191,8 +191,7 @@ class NumberFormat:
 
     def operand(self, name: str) -> Operand:
         """Returns `activation`, `gradient` or `weight` by name."""
-        found: Operand = getattr(self, name)
-        return found
+        return getattr(self, name)
 
     def rule_of(self, operand: Operand) -> str:
         """Returns the rule for the scales of an operand: its own, the format's, or the default."""

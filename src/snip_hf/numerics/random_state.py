@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,3 +33,13 @@ class RandomState:
             torch.cuda.set_rng_state_all(self.cuda)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Restores the state of all generators after the context."""
+    before = RandomState.now()
+    try:
+        yield
+    finally:
+        before.restore()

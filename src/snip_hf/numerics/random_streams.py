@@ -28,8 +28,7 @@ def stream_key(seed: int, step: int, micro_batch: int, layer: Any, operand: int)
 
 def matrix_keys(key: int, matrices: int) -> list[int]:
     """Returns a key for each matrix of a layer, from the layer's key."""
-    keys: list[int] = stream_key(key, 0, 0, np.arange(matrices, dtype=np.uint64), 0).tolist()
-    return keys
+    return stream_key(key, 0, 0, np.arange(matrices, dtype=np.uint64), 0).tolist()
 
 
 def uniform(

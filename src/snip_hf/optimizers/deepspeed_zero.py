@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..parallel.sharding import deepspeed_engine, has_class
 from ..parallel.zero3 import partitioned, sharded_part
+from ..python_state import Wrapped
 from ..text import WITHOUT_PROBE
 from .response import AnalyticResponse, Response, rule_name
 from .update_rules import ELEMENTWISE, UpdateContext
@@ -145,13 +146,18 @@ class ZeroOptimizer:
         """Returns True if the optimizer updates this weight: not if it is frozen."""
         return id(weight) in self._groups
 
-    def before_step(self, callback: Callable[[], None]) -> BeforeStep:
+    def before_step(self, callback: Callable[[], None]) -> Wrapped:
         """Runs `callback` before each update, on every rank, until the handle's `remove`.
 
         It runs at the boundary of gradient accumulation only, outside any context of DeepSpeed's, and may read what
         the other methods give. Its errors are raised from Accelerate's `backward`.
         """
-        return BeforeStep(self._zero, callback)
+
+        def step(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            callback()
+            return inner(*args, **kwargs)
+
+        return Wrapped(self._zero, "step", step)
 
     def clip_factor(self) -> float:
         """Returns the factor by which DeepSpeed is about to clip the gradients. Collective; before the step only.
@@ -248,8 +254,7 @@ class ZeroOptimizer:
                 f"The ZeRO optimizer does not update the weight of shape {tuple(weight.shape)}; expected one of the "
                 f"{len(self._groups)} parameters that it was built with. Ask `holds` first."
             )
-        group: dict[str, Any] = self._inner.param_groups[self._group_index(weight)]
-        return group
+        return self._inner.param_groups[self._group_index(weight)]
 
     def _group_index(self, weight: Tensor) -> int:
         return self._groups[id(weight)]
@@ -314,8 +319,7 @@ class Stage3Optimizer(ZeroOptimizer):
         return self._context(group, state, own)
 
     def _group_index(self, weight: Tensor) -> int:
-        index: int = self._zero.sub_group_to_group_id[self._groups[id(partitioned(weight))]]
-        return index
+        return self._zero.sub_group_to_group_id[self._groups[id(partitioned(weight))]]
 
     def _response(self, weight: Tensor) -> Response:
         return AnalyticResponse(self.context(weight), ELEMENTWISE[self.rule])
@@ -366,31 +370,3 @@ class _OnAccess(Mapping[str, Value]):
 
     def __len__(self) -> int:
         return len(self.weights)
-
-
-class BeforeStep:
-    """Runs a callback before each `step` of an optimizer without hooks, until `remove`."""
-
-    def __init__(self, optimizer: Any, callback: Callable[[], None]) -> None:
-        self._optimizer = optimizer
-        self._callback: Callable[[], None] | None = callback
-        self._inner = optimizer.step
-        self._was_wrapped = "step" in vars(optimizer)
-        # One bound method, so that `remove` recognises it.
-        self._own = self._step
-        optimizer.step = self._own
-
-    def _step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._callback is not None:
-            self._callback()
-        return self._inner(*args, **kwargs)
-
-    def remove(self) -> None:
-        """Ends the calls, and removes the wrapper unless somebody else has wrapped `step` since."""
-        self._callback = None
-        if vars(self._optimizer).get("step") is not self._own:
-            return
-        if self._was_wrapped:
-            self._optimizer.step = self._inner
-        else:
-            del self._optimizer.step

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..numerics.random_state import RandomState
+from ..numerics.random_state import random_state_kept
 from .update_rules import UpdateContext
 
 # bitsandbytes' global managers.
@@ -46,15 +46,11 @@ def own_step(optimizer: torch.optim.Optimizer, at: UpdateContext, gradient: Tens
     twin.state = defaultdict(dict)
     if at.state:
         twin.state[parameter] = {key: _copied(value, at.parameter, gradient, memo) for key, value in at.state.items()}
-    random_state = RandomState.now()
     step: Any = type(optimizer).step
-    try:
+    with random_state_kept():
         # torch's wrapper runs the hooks of all optimizers.
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(twin)
-        state = dict(twin.state[parameter])
-    finally:
-        random_state.restore()
-    return at.parameter.to(gradient.dtype) - parameter.detach(), state
+    return at.parameter.to(gradient.dtype) - parameter.detach(), dict(twin.state[parameter])
 
 
 def _copied(value: Any, parameter: Tensor, gradient: Tensor, memo: dict[int, Any]) -> Any:

@@ -182,7 +182,7 @@ def _newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], ste
     """Returns the Newton-Schulz iterate of torch's Muon, close to the nearest semi-orthogonal matrix."""
     a, b, c = coefficients
     wide = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix
-    wide = wide / _norm(wide).clamp(min=eps)
+    wide = wide / torch.linalg.vector_norm(wide).clamp(min=eps)
     for _ in range(steps):
         gram = wide @ wide.t()
         wide = a * wide + (b * gram + c * gram @ gram) @ wide
@@ -245,12 +245,7 @@ def _clipped(update: Tensor, threshold: float) -> Tensor:
 
 
 def _rms(tensor: Tensor) -> Tensor:
-    return _norm(tensor) / math.sqrt(tensor.numel())
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor)
-    return norm
+    return torch.linalg.vector_norm(tensor) / math.sqrt(tensor.numel())
 
 
 def schedule_free_sgd(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:

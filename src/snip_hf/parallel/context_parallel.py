@@ -39,8 +39,7 @@ def context_mesh(accelerator: Any) -> ContextMesh | None:
     state = getattr(accelerator, "state", accelerator)
     if (getattr(getattr(state, "parallelism_config", None), "cp_size", None) or 1) == 1:
         return None
-    mesh: ContextMesh = state.device_mesh["cp"]
-    return mesh
+    return state.device_mesh["cp"]
 
 
 def in_context() -> bool:
@@ -105,8 +104,7 @@ class SharedSequences:
                     "without dropout. Use a causal model whose attention modules are named `self_attn`, with "
                     f"attention_dropout=0.0, or use {WITHOUT_PROBE}."
                 )
-            found: Tensor = _Attention.apply(query, key, value, self, scale)
-            return found
+            return _Attention.apply(query, key, value, self, scale)
 
         nn.functional.scaled_dot_product_attention = attention
         try:

@@ -155,8 +155,7 @@ class Ranks:
             raise error
         if problem is not None:
             raise RuntimeError(f"On rank 0: {problem}")
-        result: Result = found
-        return result
+        return found
 
     def agree(self, error: Exception | None) -> None:
         """Raises on all of them if one of them has an error.
@@ -329,8 +328,7 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
             return dist.ProcessGroup.unbox(argument)
     names = [argument for argument in args if isinstance(argument, str)]
     resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-    found: dist.ProcessGroup | None = resolve(names[-1]) if names else None
-    return found
+    return resolve(names[-1]) if names else None
 
 
 def describe(error: Exception) -> str:

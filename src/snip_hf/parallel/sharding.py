@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -161,8 +160,7 @@ def with_own_part(part: Tensor, like: Tensor) -> Tensor:
 
 def squares(tensors: Iterable[Tensor]) -> list[float]:
     """Returns the sum of squares of each tensor, in FP32. Collective if any is sharded; reads the device once."""
-    figures: list[float] = pending_squares(tensors).tolist()
-    return figures
+    return pending_squares(tensors).tolist()
 
 
 def pending_squares(tensors: Iterable[Tensor]) -> Tensor:
@@ -193,21 +191,12 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32).square().sum()
 
 
-@contextmanager
-def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
-    """Keeps FSDP2 and DeepSpeed from gathering parameters inside the context; the caller provides whole ones."""
-    kept = []
+def remove_sharding_hooks(model: nn.Module) -> None:
+    """Removes the hooks by which FSDP2 and DeepSpeed gather parameters; the caller provides whole ones."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks):
             for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook) or _is_of_deepspeed(hook)]:
-                kept.append((hooks, dict(hooks)))
                 del hooks[key]
-    try:
-        yield
-    finally:
-        for hooks, before in reversed(kept):
-            hooks.clear()
-            hooks.update(before)
 
 
 def _is_of_fsdp(hook: Any) -> bool:

@@ -20,6 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..python_state import binding_kept
+
 _FORWARDS = ("tp_forward", "ep_forward")
 _PACKAGE = "transformers"
 # Names of the dimensions of its mesh; transformers 5.17 gave it none.
@@ -132,19 +134,14 @@ def without_tensor_parallelism(model: nn.Module) -> Iterator[None]:
 
     The caller provides whole tensors.
     """
-    changed = []
-    for module in model.modules():
-        if is_parallel(module):
-            attributes, number = vars(module), _number_of_all_experts(module)
-            before = {"forward": attributes.pop("forward")}
+    modules = [module for module in model.modules() if is_parallel(module)]
+    with binding_kept(map(vars, modules)):
+        for module in modules:
+            number = _number_of_all_experts(module)
             if number is not None:
-                before[_COUNT], attributes[_COUNT] = attributes[_COUNT], number
-            changed.append((attributes, before))
-    try:
+                vars(module)[_COUNT] = number
+            del vars(module)["forward"]
         yield
-    finally:
-        for attributes, before in changed:
-            attributes.update(before)
 
 
 def tensor_mesh(models: Iterable[nn.Module]) -> DeviceMesh | None:

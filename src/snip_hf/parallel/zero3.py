@@ -75,8 +75,7 @@ def partitions_as_shards(model: nn.Module) -> Iterator[None]:
 
 def partitioned(view: Tensor) -> Tensor:
     """Returns the parameter that a sharded view stands for; any other tensor itself."""
-    source: Tensor = getattr(view, _SOURCE, view)
-    return source
+    return getattr(view, _SOURCE, view)
 
 
 def sharded_part(part: Tensor, view: Tensor) -> Tensor:

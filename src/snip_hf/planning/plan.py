@@ -366,8 +366,7 @@ class PrecisionPlan:
             if document.get(key) != expected:
                 raise ValueError(f"{key} is {short(document.get(key))}, expected {expected!r}.")
         values = {name: value for name, value in document.items() if name not in ("kind", "schema_version")}
-        plan: PrecisionPlan = from_json(cls, values)
-        return plan
+        return from_json(cls, values)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; the file at `path` is the old one or the whole new one, never a part."""

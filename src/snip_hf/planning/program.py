@@ -7,7 +7,7 @@ from typing import Any
 
 from ..config import POLICIES
 from ..estimation.table import LAYER, DivergenceTable
-from ..policies.registry import Policy, cost_of
+from ..policies.registry import Policy
 from ..policies.setting import Setting, tied_groups
 from ..policies.target import check_attainable, contributions, least_sum
 from .solver.process import solver_of
@@ -28,10 +28,11 @@ def problem(setting: Setting, table: DivergenceTable) -> dict[str, Any]:
     """
     config = setting.config
     check_attainable(setting, config.formats)
-    cost = cost_of(config, table)
+    policy: Policy = POLICIES[config.policy]
+    assert policy.cost is not None
+    cost = policy.cost(config, table)
     rows = {(row.layer, row.gemm, row.format): row for row in table.rows}
     groups, constraints = [], []
-    policy: Policy = POLICIES[config.policy]
     for index, stage in enumerate(setting.stages):
         counted = contributions(setting, stage)
         for group, count_of in counted.items():

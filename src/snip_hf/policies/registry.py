@@ -76,15 +76,7 @@ _FIXED_PLAN = Policy(name="fixed plan", aims_at_share=False)
 
 def policy_of(config: SnipConfig) -> Policy:
     """Returns the policy of the run; with a fixed plan, one that neither probes nor has a target."""
-    found: Policy = _FIXED_PLAN if config.fixed_plan is not None else POLICIES[config.policy]
-    return found
-
-
-def cost_of(config: SnipConfig, table: DivergenceTable) -> Cost:
-    """Returns the function that prices a row of the table, for a policy that needs a probe."""
-    policy: Policy = POLICIES[config.policy]
-    assert policy.cost is not None
-    return policy.cost(config, table)
+    return _FIXED_PLAN if config.fixed_plan is not None else POLICIES[config.policy]
 
 
 def rule_assignment(setting: Setting) -> dict[str, dict[str, str]]:

@@ -41,8 +41,7 @@ class _Line:
 
     def to_record(self) -> dict[str, Any]:
         """Returns JSON data, with lists for tuples."""
-        record: dict[str, Any] = json.loads(json.dumps({"event": self.event, **_values(self)}, default=asdict))
-        return record
+        return json.loads(json.dumps({"event": self.event, **_values(self)}, default=asdict))
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Any:
@@ -269,8 +268,7 @@ def read_event(record: Any) -> Event:
     name = record.get("event") if isinstance(record, Mapping) else None
     if not isinstance(name, str) or name not in _KINDS:
         raise ValueError(f"event is {short(name)}, expected one of {', '.join(_KINDS)}.")
-    event: Event = _KINDS[name].from_record(record)
-    return event
+    return _KINDS[name].from_record(record)
 
 
 def read_history(path: Path, notes: list[str] | None = None) -> Iterator[Event]:

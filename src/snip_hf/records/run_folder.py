@@ -52,11 +52,6 @@ class RunFolder:
         self._lock: FileLock | None = None
         self._lost = False
 
-    @property
-    def run_dir(self) -> Path | None:
-        """The parent folder of `snip`; None if nothing is written."""
-        return None if self._folder is None else self._folder.parent
-
     def hold(self) -> None:
         """Locks the folder for this run, until `release` or the end of the process.
 

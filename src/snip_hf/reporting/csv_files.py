@@ -13,9 +13,7 @@ from ..estimation.table import Divergence
 from ..json_io import write_atomic
 from ..numerics.gemms import GEMMS
 from ..records.load import Run
-from ..text import printable
 
-_TEXT = 2000
 _REFRESH = (
     "step",
     "applied_step",
@@ -59,7 +57,7 @@ def write_csv(run: Run, folder: Path) -> list[Path]:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(headings)
-        writer.writerows([_cell(value) for value in row] for row in rows_of)
+        writer.writerows(rows_of)
         write_atomic(folder / name, text.getvalue().encode())
     return [folder / name for name in tables]
 
@@ -80,7 +78,3 @@ def _refresh_rows(run: Run) -> Iterator[Sequence[Any]]:
     for refresh in run.refreshes:
         parts = [getattr(refresh, name).get(part) for name, parts in _PARTS.items() for part in parts]
         yield [*(getattr(refresh, name) for name in _REFRESH), *parts]
-
-
-def _cell(value: Any) -> Any:
-    return printable(value, _TEXT) if isinstance(value, str) else value

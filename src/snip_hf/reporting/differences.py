@@ -109,9 +109,9 @@ def _origin(one: Compared) -> str:
 
 
 def share_table(compared: Sequence[Compared]) -> Table:
-    """Returns a table with one row per run or plan: policy, FP4 shares, numbers of refreshes."""
+    """Returns a table with one row per run or plan: policy, FP4 shares, numbers of new plans."""
     table = new_table("FP4 shares (of the linear FLOPs; mean: up to the last step that the run logged)")
-    for heading in ("", "policy", "step", "share", "mean", "smallest\nof a stage", "speed", "refreshes", "kept"):
+    for heading in ("", "policy", "step", "share", "mean", "smallest\nof a stage", "speed", "new\nplans", "kept"):
         table.add_column(heading, justify="left" if heading in ("", "policy") else "right")
     for one in compared:
         plan, run = one.plan, one.run
@@ -130,7 +130,7 @@ def share_table(compared: Sequence[Compared]) -> Table:
             number(None if run is None else run.mean_fp4_fraction, ".4f"),
             number(min(plan.stage_fp4_fractions), ".4f"),
             number(plan.linear_speedup(), ".3f"),
-            *("-", "-") if run is None else (str(len(run.refreshes)), str(len(run.refreshes) - applied)),
+            *("-", "-") if run is None else (str(applied), str(len(run.refreshes) - applied)),
         )
     return table
 

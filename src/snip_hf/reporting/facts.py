@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..config import FORWARD, mean_share, read_shares, shares_text
+from ..config import FORWARD, POLICIES, mean_share, read_shares, shares_text
 from ..estimation.coverage import Coverage
 from ..json_io import short
 from ..planning.plan import PrecisionPlan
@@ -19,6 +19,12 @@ def policy_text(config: Mapping[str, Any]) -> str:
     if config.get("fixed_plan"):
         return f"fixed plan {value_text(config['fixed_plan'])}"
     return f"policy {value_text(config.get('policy'))}"
+
+
+def makes_plans_without_probe(config: Mapping[str, Any]) -> bool:
+    """Returns True for a known policy that does not probe."""
+    policy = POLICIES.get(config.get("policy", ""))
+    return policy is not None and not policy.needs_probe
 
 
 def coverage_text(coverage: Coverage, plan: PrecisionPlan) -> str:

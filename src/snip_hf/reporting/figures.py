@@ -27,7 +27,7 @@ from ..layers.labels import LayerLabels, split_layer
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..planning.plan import forward_shares
-from ..records.load import Run, thinned
+from ..records.load import Run
 from ..records.run_folder import FOLDER
 from ..text import printable
 
@@ -35,12 +35,6 @@ from ..text import printable
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9", "#6b4fbb", "#555555", "#000000")
 # Models with more layers are labelled by block instead of by layer. A model of 140 blocks has 980 linears.
 _MOST_NAMED_ROWS = 1000
-# Number of rows that can be told apart. Larger models show an evenly spaced part of their layers.
-MOST_ROWS = 2000
-# Number of points of a curve that can be told apart.
-_MOST_POINTS = 20_000
-# With more blocks, the lines between them would cover the figure.
-_MOST_LINES = 250
 # Inches. Higher figures also show the steps at the top.
 _MOST_HEIGHT = 16.2
 # Maximum length of a name.
@@ -89,13 +83,13 @@ def png(figure: Figure) -> bytes:
 
 def plan_figure(run: Run) -> Figure:
     """Draws layers over steps, coloured by format; with one panel per GEMM if formats differ within any layer."""
-    layers = shown_layers(run)
+    layers = list(run.plans[0][1].assignment)
     mixed = any(len(set(formats.values())) > 1 for _, plan in run.plans for formats in plan.assignment.values())
     panels = GEMMS if mixed else GEMMS[:1]
     figure, axes = _layer_panels(layers, len(panels))
     starts = [step for step, _ in run.plans]
     rows = np.arange(len(layers) + 1) - 0.5
-    kept = thinned([refresh.step for refresh in run.refreshes if refresh.applied_step is None], _MOST_POINTS)
+    kept = [refresh.step for refresh in run.refreshes if refresh.applied_step is None]
     marks: list[Line2D] = []
     used = {name for _, plan in run.plans for formats in plan.assignment.values() for name in formats.values()}
     shown = [name for name in FORMATS if name in used or name in run.formats]
@@ -110,21 +104,20 @@ def plan_figure(run: Run) -> Figure:
         panel.set_xlabel("optimizer step")
         panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         if kept:
-            marks = panel.plot(kept, [-0.5] * len(kept), "kx", clip_on=False, label="refresh that kept the plan")
+            marks = panel.plot(kept, [-0.5] * len(kept), "kx", clip_on=False, label="plan kept")
     entries = [FORMATS[name] for name in shown]
     handles: list[Artist] = [Patch(facecolor=x.colour, edgecolor="0.4", label=x.label) for x in entries]
     figure.legend(handles=[*handles, *marks], loc="outside lower center", ncols=4, frameon=False)
     plan = run.plans[-1][1]
     forward = forward_shares(plan)
     of_forward = "" if forward is None else f" ({forward.fp4_fraction:.1%} of the forward ones)"
-    _title(figure, f"Precision plan: {plan.fp4_fraction:.1%} of the linear FLOPs in FP4{of_forward} at the end", run)
+    _title(figure, f"Precision plan: {plan.fp4_fraction:.1%} of the linear FLOPs in FP4{of_forward} at the end")
     return figure
 
 
 def divergence_figure(run: Run) -> Figure:
     """Draws layers over probes, coloured by the divergence in the least precise format on a logarithmic scale."""
-    layers = shown_layers(run)
-    steps = list(run.divergences)
+    layers, steps = list(run.plans[0][1].assignment), list(run.divergences)
     panels = _panels(run)
     figure, axes = _layer_panels(layers, len(panels))
     rows = np.arange(len(layers) + 1) - 0.5
@@ -144,15 +137,31 @@ def divergence_figure(run: Run) -> Figure:
         bar.ax.set_xticklabels([f"{tick:.0e}" for tick in ticks])
         panel.set_xlabel("optimizer step")
         panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    _title(figure, f"Divergence of each layer in {FORMATS[run.formats[0]].label} (white: zero or not measured)", run)
+    _title(figure, f"Divergence of each layer in {FORMATS[run.formats[0]].label} (white: zero or not measured)")
     return figure
 
 
 def _panels(run: Run) -> Panels:
-    """Returns the panels of whole layers if they were measured, else those of single GEMMs."""
-    panels = divergence_panels(run, shown_layers(run), list(run.divergences))
-    whole = {key: values for key, values in panels.items() if key[1] == LAYER}
-    return whole or panels
+    """Returns the divergences in the least precise format; NaN if zero or not measured. Leaves out empty panels.
+
+    The panels are of whole layers if these were measured, else of single GEMMs.
+    """
+    rows = {layer: row for row, layer in enumerate(run.plans[0][1].assignment)}
+    panels: Panels = {}
+    for column, table in enumerate(run.divergences.values()):
+        for row in table.rows:
+            if row.format != run.formats[0] or row.layer not in rows:
+                continue
+            for quantity in ("loss divergence", "weight divergence"):
+                value, key = getattr(row, quantity.replace(" ", "_")), (quantity, row.gemm)
+                if 0 < value < math.inf:
+                    if key not in panels:
+                        panels[key] = np.full((len(rows), len(run.divergences)), math.nan)
+                    panels[key][rows[row.layer], column] = value
+    whole = [key for key in panels if key[1] == LAYER]
+    return {
+        key: panels[key] for key in sorted(whole or panels, key=lambda key: ((LAYER, *GEMMS).index(key[1]), key[0]))
+    }
 
 
 def loss_figure(losses: Mapping[str, Losses], applied: Sequence[int] = ()) -> Figure:
@@ -167,7 +176,7 @@ def loss_figure(losses: Mapping[str, Losses], applied: Sequence[int] = ()) -> Fi
     kinds = (("loss", "training"), ("eval_loss", "validation"))
     for number, (name, rows) in enumerate(losses.items()):
         for index, (key, kind) in enumerate(kinds):
-            points = curve(rows, key, _MOST_POINTS)
+            points = curve(rows, key)
             if not points:
                 continue
             colour = _COLOURS[index if len(losses) == 1 else number % len(_COLOURS)]
@@ -213,41 +222,13 @@ def _layer_panels(layers: list[str], count: int) -> tuple[Figure, list[Axes]]:
     axes[0].set_yticks(shown, [printable(label, _NAME) for label in labels], fontsize=7, parse_math=False)
     for panel in axes:
         panel.tick_params(labeltop=height > _MOST_HEIGHT)
-        for row in firsts[1:] if len(firsts) <= _MOST_LINES else ():
+        for row in firsts[1:]:
             panel.axhline(row - 0.5, color="white", linewidth=1.5 if is_named else 0.4)
     return figure, axes
 
 
-def _title(figure: Figure, title: str, run: Run | None = None) -> None:
-    layers = 0 if run is None else len(run.plans[0][1].assignment)
-    part = f" ({MOST_ROWS:,} of {layers:,} layers)" if layers > MOST_ROWS else ""
-    figure.suptitle(title + part, fontsize=11, parse_math=False)
-
-
-def shown_layers(run: Run) -> list[str]:
-    """Returns the layer names in the order of the plan, or an evenly spaced part of very many."""
-    return thinned(list(run.plans[0][1].assignment), MOST_ROWS)
-
-
-def divergence_panels(run: Run, layers: Sequence[str], steps: Sequence[int]) -> Panels:
-    """Returns the divergences in the least precise format; NaN if zero or not measured.
-
-    Leaves out empty panels. Panels of whole layers come first.
-    """
-    rows = {layer: row for row, layer in enumerate(layers)}
-    panels: Panels = {}
-    for column, step in enumerate(steps):
-        for row in run.divergences[step].rows:
-            if row.format != run.formats[0] or row.layer not in rows:
-                continue
-            for quantity in ("loss divergence", "weight divergence"):
-                value = getattr(row, quantity.replace(" ", "_"))
-                key = (quantity, row.gemm)
-                if 0 < value < math.inf and key not in panels:
-                    panels[key] = np.full((len(rows), len(steps)), math.nan)
-                if 0 < value < math.inf:
-                    panels[key][rows[row.layer], column] = value
-    return {key: panels[key] for key in sorted(panels, key=lambda key: ((LAYER, *GEMMS).index(key[1]), key[0]))}
+def _title(figure: Figure, title: str) -> None:
+    figure.suptitle(title, fontsize=11, parse_math=False)
 
 
 def edges(steps: Sequence[int], last_step: int) -> np.ndarray[Any, Any]:
@@ -255,18 +236,6 @@ def edges(steps: Sequence[int], last_step: int) -> np.ndarray[Any, Any]:
     return np.maximum.accumulate([*steps, max(last_step, max(steps) + 1)])
 
 
-def curve(losses: Mapping[int, Mapping[str, float]], key: str, most: int) -> list[tuple[int, float]]:
-    """Returns (step, loss), with NaN for huge values.
-
-    If there are more than `most` points, keeps the lowest and the highest point of each interval, so that spikes stay.
-    """
-    # Axes overflow beyond 1e100.
-    points = [(step, row[key] if abs(row[key]) < 1e100 else math.nan) for step, row in losses.items() if key in row]
-    if len(points) <= most:
-        return points
-    size = math.ceil(len(points) / (most // 2 - 1))
-    kept = {points[0], points[-1]}
-    for start in range(0, len(points), size):
-        stretch = sorted(points[start : start + size], key=lambda point: (math.isnan(point[1]), point[1]))
-        kept |= {stretch[0], stretch[-1]}
-    return sorted(kept, key=lambda point: point[0])
+def curve(losses: Mapping[int, Mapping[str, float]], key: str) -> list[tuple[int, float]]:
+    """Returns (step, loss), with NaN for values that overflow axes."""
+    return [(step, row[key] if abs(row[key]) < 1e100 else math.nan) for step, row in losses.items() if key in row]

@@ -26,8 +26,8 @@ from .facts import plan_in_force, policy_text
 from .figures import Losses, figures_of, loss_figure, png
 from .run_report import Content, run_contents
 
-# Maximum lengths of a cell, a sentence and a config value; maximum number of lines on versions and numbers.
-_CELL, _SENTENCE, _VALUE, _MOST_LINES = 200, 2000, 2000, 60
+# Maximum lengths of a cell, a sentence and a config value.
+_CELL, _SENTENCE, _VALUE = 200, 2000, 2000
 _NOTHING = "-"
 
 
@@ -79,7 +79,7 @@ def _shown(name: str, run: Run, with_losses: bool) -> dict[str, Any]:
         "seed": printable(run.config.get("seed", "not recorded")),
         "code": config_code(run.config),
         "config": "\n".join(printable(line, _VALUE) for line in config.splitlines()),
-        "facts": [printable(f"{fact}: {value}") for fact, value in list(run.facts.items())[:_MOST_LINES]],
+        "facts": [printable(f"{fact}: {value}") for fact, value in run.facts.items()],
     }
 
 
@@ -177,9 +177,9 @@ def _speed(run: Run) -> str:
     return _NOTHING if speedup is None else f"{speedup:.3f} times BF16's ({plan.speed_source})"
 
 
-def _refreshes(run: Run) -> str:
+def _plans(run: Run) -> str:
     applied = sum(refresh.applied_step is not None for refresh in run.refreshes)
-    return f"{applied:,} applied, {len(run.refreshes) - applied:,} kept" if run.refreshes else _NOTHING
+    return f"{applied:,} new, {len(run.refreshes) - applied:,} kept" if run.refreshes else _NOTHING
 
 
 def _seconds(run: Run) -> str:
@@ -213,7 +213,7 @@ _ROWS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("Coverage", _coverage),
     ("Speed of the linears", _speed),
     ("Last step", lambda run: f"{run.last_step:,}"),
-    ("Refreshes", _refreshes),
+    ("Plans", _plans),
     ("Seconds in all", _seconds),
     ("Solver", _solvers),
 )

@@ -25,6 +25,7 @@ from ..records.load import Run, load_recorded, thinned
 from .facts import (
     alarm_sentences,
     coverage_text,
+    makes_plans_without_probe,
     mean_shares_text,
     plan_in_force,
     policy_text,
@@ -98,7 +99,7 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         console.print(refresh_table(run))
     elif config.get("fixed_plan"):
         say(console, "The plan is fixed, so there are no refreshes.")
-    elif (known := POLICIES.get(config.get("policy", ""))) is not None and not known.needs_probe:
+    elif makes_plans_without_probe(config):
         say(console, "The policy does not probe, so there are no refreshes.")
     elif run.pending is None:
         say(
@@ -140,11 +141,12 @@ def _say_some(console: Console, sentences: list[str]) -> None:
 
 
 def refresh_table(run: Run) -> Table:
-    table = new_table("Refreshes")
+    title, step = ("New plans", "step") if makes_plans_without_probe(run.config) else ("Refreshes", "probe\nstep")
+    table = new_table(title)
     has_forward = any(refresh.forward_fp4_fraction is not None for refresh in run.refreshes)
     # Only the share that plans aim at, because two would not fit into 80 characters.
     share = "FP4 of\nforward" if has_forward else "FP4\nshare"
-    for heading in ("probe\nstep", "applied\nafter", share, "layers\nchanged", "objective", "gap"):
+    for heading in (step, "applied\nafter", share, "layers\nchanged", "objective", "gap"):
         table.add_column(heading, justify="right")
     for part in ("probe", "solver", "waited"):
         table.add_column(Text(f"{part}\n[s]"), justify="right")
@@ -159,7 +161,7 @@ def refresh_table(run: Run) -> Table:
             *(number(refresh.seconds.get(part), ".2f") for part in ("probe", "solver", "waited")),
         )
     if len(run.refreshes) > _MOST_REFRESHES:
-        table.caption = f"{_MOST_REFRESHES} of {len(run.refreshes):,} refreshes."
+        table.caption = f"{_MOST_REFRESHES} of {len(run.refreshes):,} rows."
     return table
 
 

@@ -16,10 +16,9 @@ from ..planning.pipeline_model import PipelineTimes, pipeline_times
 from ..planning.plan import PrecisionPlan, forward_shares
 from ..text import printable
 
-# Maximum size of a plan table: enough for the blocks of today's models, and for their kinds of linears unless each
-# expert has its own.
-_MOST_BLOCKS, _MOST_KINDS = 200, 32
-# Maximum number of rows in a table of costs or stages.
+# Maximum number of columns of a plan table: models have fewer kinds of linears unless each expert has its own.
+_MOST_KINDS = 32
+# Maximum number of rows in a table of costs.
 _MOST_ROWS = 64
 _MOST_ITEMS = 20
 # Maximum length of a name in a table, and of a sentence.
@@ -30,8 +29,7 @@ def plan_table(plan: PrecisionPlan) -> Table:
     """Returns a table with a row per block and a column per kind of linear; cells hold one format, or one per GEMM."""
     cells = {split_layer(layer): formats for layer, formats in _running(plan).items()}
     all_kinds = list(dict.fromkeys(kind for _, kind in cells))
-    all_blocks = list(dict.fromkeys(block for block, _ in cells))
-    kinds, blocks = all_kinds[:_MOST_KINDS], all_blocks[:_MOST_BLOCKS]
+    kinds = all_kinds[:_MOST_KINDS]
     marks = _marks(dict.fromkeys(name for formats in plan.assignment.values() for name in formats.values()))
     legend = ", ".join(f"{mark}: {name}" for name, mark in marks.items())
     if any(name is None for formats in cells.values() for name in formats.values()):
@@ -41,13 +39,11 @@ def plan_table(plan: PrecisionPlan) -> Table:
     table.add_column("block", justify="right", no_wrap=True)
     for kind in kinds:
         table.add_column(name_text(labels.kind(kind)), overflow="fold")
-    for block in blocks:
+    for block in dict.fromkeys(block for block, _ in cells):
         row = [_plan_cell(cells[block, kind], marks) if (block, kind) in cells else Text("") for kind in kinds]
         table.add_row(name_text(labels.block(block)), *row)
-    if len(kinds) < len(all_kinds) or len(blocks) < len(all_blocks):
-        table.caption = (
-            f"The first {len(blocks):,} of {len(all_blocks):,} blocks and {len(kinds):,} of {len(all_kinds):,} kinds."
-        )
+    if len(kinds) < len(all_kinds):
+        table.caption = f"The first {len(kinds):,} of {len(all_kinds):,} kinds."
     return table
 
 
@@ -163,8 +159,7 @@ def stage_table(plan: PrecisionPlan) -> Table:
     names = [*map(str, range(len(plan.stages))), "all"]
     sizes = [*map(len, plan.stages), len(plan.assignment)]
     absolute = [*(x.time for x in times.stages), times.work]
-    rows = list(zip(names, sizes, absolute, *columns.values(), strict=True))
-    for name, size, time, *shares in [*rows[: _MOST_ROWS - 1], *rows[-1:]] if len(rows) > _MOST_ROWS else rows:
+    for name, size, time, *shares in zip(names, sizes, absolute, *columns.values(), strict=True):
         table.add_row(name, str(size), *(f"{share:.4f}" for share in shares), f"{scale * time:.4g}")
     return table
 

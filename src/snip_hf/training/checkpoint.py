@@ -102,11 +102,12 @@ class SavedState:
         }
 
     def other_targets(self, config: SnipConfig) -> dict[str, tuple[Any, Any]]:
-        """Returns the fields of the target in which a config differs -> (in the state, in the config)."""
-        fields = config.to_dict()
-        return {
-            name: (self.config.get(name), fields[name]) for name in TARGETS if self.config.get(name) != fields[name]
-        }
+        """Returns the fields of the target in which a config differs -> (in the state, in the config).
+
+        {} under a policy without a target.
+        """
+        fields, names = config.to_dict(), TARGETS if policy_of(config).aims_at_share else ()
+        return {name: (self.config.get(name), fields[name]) for name in names if self.config.get(name) != fields[name]}
 
     def fitted(self, config: SnipConfig, flops: Work, at_step: int | None, weights: str | None) -> SavedState:
         """Returns the state as a run continues from it, with the FLOPs of the run's model in its plan.

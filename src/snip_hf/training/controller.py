@@ -84,8 +84,6 @@ class SnipController:
         is_first = self.processes.everyone.is_first
         self._log = logger if is_first else _replica
         self._record = RunRecord(output_dir, is_first, self._log)
-        self.output_dir = self._record.folder.run_dir
-        """Folder in which the first process records the run; None: nowhere."""
         self._schedule = Schedule(config, max_steps, self._log)
         self._calls = StepCalls(accelerator, self.needs_probe, self._log)
         self._watch: StepWatch | None = None
@@ -102,7 +100,7 @@ class SnipController:
     def _begin(self, run: RunParts, max_steps: int | None) -> None:
         """Adopts the parts of the run, installs the hooks and logs the start."""
         self._run = run
-        self.config, self.model, self.model_name = run.config, run.model, run.in_force.model_name
+        self.config, self.model = run.config, run.model
         self.backend = run.backend
         """Name of the backend in use."""
         self._layers, self._source, self._guard = run.layers, run.source, run.guard
@@ -113,6 +111,7 @@ class SnipController:
         self._source.attach(self._before_optimizer_step)
         self._layers.share_inputs(run.in_force.setting)
         self._schedule.warn_if_too_short()
+        self._schedule.warn_of_late_shares()
         run.refresher.warn_if_untrained()
         self._layers.claim()
 

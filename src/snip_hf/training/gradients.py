@@ -19,7 +19,7 @@ from ..estimation.optimizer_step import ComparedParameters, OptimizerStep, compa
 from ..estimation.samples import read
 from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunHook
-from ..optimizers.deepspeed_zero import ZeroOptimizer, find_zero
+from ..optimizers.deepspeed_zero import ZeroOptimizer
 from ..optimizers.response import check_optimizer, groups_of, responses, trained_by
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import is_fully_sharded, own_part, sum_of_squares
@@ -373,21 +373,3 @@ def _are_in_graphs(accelerator: Any) -> bool:
     state = getattr(accelerator, "state", accelerator)
     mode = getattr(getattr(state, "dynamo_plugin", None), "mode", None)
     return mode in GRAPH_MODES and state.distributed_type == "NO"
-
-
-def find_source(needs_gradients: bool, optimizer: Any, model: Any, accelerator: Any) -> GradientSource:
-    """Returns the source of a run's gradients.
-
-    Args:
-        needs_gradients: whether the policy needs a probe.
-        optimizer: the optimizer that trains the model, wrapped or not.
-        model: the model as the loop has it, perhaps DeepSpeed's engine.
-        accelerator: the Accelerate object of the loop, if there is one.
-
-    Raises:
-        ValueError: DeepSpeed is in use in an unsupported way.
-    """
-    if not needs_gradients:
-        return GradientSource(optimizer, accelerator)
-    zero = find_zero(optimizer, model, accelerator)
-    return TorchGradients(optimizer, accelerator) if zero is None else ZeroGradients(optimizer, zero)

@@ -67,7 +67,7 @@ class RunMessages:
         if self._has_begun:
             return
         self._has_begun = True
-        config = self._config
+        config, is_emulation = self._config, BACKENDS[self._backend].is_emulation
         origin = (
             f"policy {config.policy}" if config.fixed_plan is None else f"fixed plan {printable(config.fixed_plan)}"
         )
@@ -78,7 +78,7 @@ class RunMessages:
             "backend": self._backend,
             "coverage": "not known" if coverage is None else f"the plan can decide on {coverage.describe()}",
             "refreshes": _refreshes(config, first_refresh, plan),
-            "speed": speed or _unmeasured(self._backend),
+            "speed": speed or ("slower than BF16: the backend emulates" if is_emulation else "not measured"),
         }
         width = max(map(len, lines))
         text = "\n".join(f"  {name:<{width}}  {line}" for name, line in lines.items())
@@ -118,10 +118,6 @@ def _refreshes(config: SnipConfig, first_refresh: int, plan: PrecisionPlan) -> s
 
 def _steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count} steps"
-
-
-def _unmeasured(backend: str) -> str:
-    return "slower than BF16: the backend emulates" if BACKENDS[backend].is_emulation else "not measured"
 
 
 class SpeedForecast:

@@ -189,9 +189,7 @@ class PlanInForce:
         self.retarget(step)
 
     def retarget(self, step: int) -> None:
-        """Makes the plan of a policy without a probe again, for the target of this step."""
-        if not policy_of(self.setting.config).aims_at_share:
-            return
+        """Makes the plan of a rule with a target again, for the target of this step."""
         with self.keeping(step):
             plan = rule_plan(self.setting, self.model_name, step)
             changes = self.plan.changes(plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ..config import SnipConfig
+from ..config import SnipConfig, shares_text
 from ..policies.registry import policy_of
 
 
@@ -71,6 +71,19 @@ class Schedule:
                 self.max_steps,
                 self.first_refresh + self._config.apply_delay,
                 self._config.format_at_start,
+            )
+
+    def warn_of_late_shares(self) -> None:
+        """Warns if training will end before the plans for later points of the target could be applied."""
+        shares, delay = self._config.target_fp4_fraction, self._config.apply_delay if self._needs_probe else 0
+        if self.max_steps is None or not isinstance(shares, tuple) or not policy_of(self._config).aims_at_share:
+            return
+        late = tuple((step, share) for step, share in shares[1:] if step + delay > self.max_steps)
+        if late:
+            self._log.warning(
+                "snip-hf: training ends at step %d, before these points of target_fp4_fraction take effect: %s.",
+                self.max_steps,
+                shares_text(late),
             )
 
     def warn_if_too_late(self, step: int) -> None:

@@ -25,6 +25,7 @@ from ..json_io import from_json
 from ..kernels.backend import BACKENDS, select_backend
 from ..layers.convert import keep_states_apart
 from ..layers.state import block_number, blocks_of, snip_linears
+from ..optimizers.deepspeed_zero import find_zero
 from ..parallel.context_parallel import context_mesh
 from ..parallel.pipeline import ModelParts, Pipeline, parts_of
 from ..parallel.ranks import Processes, Ranks
@@ -37,7 +38,7 @@ from ..policies.target import check_attainable
 from ..records.run_folder import RunRecord
 from .checks import check_guard, check_model, check_parts, check_pipeline, check_split
 from .coverage import CoverageCounter
-from .gradients import GradientSource, find_source
+from .gradients import GradientSource, TorchGradients, ZeroGradients
 from .guard import Guard, StepMeter
 from .messages import RunMessages
 from .plan_in_force import PlanInForce, first_plan, formats_in_use
@@ -123,7 +124,9 @@ def set_up(
     bare = unwrap(model) if isinstance(model, nn.Module) else ModelParts([unwrap(part) for part in model])
     check_guard(config, is_deepspeed=deepspeed_engine(model, accelerator) is not None)
     probes = policy_of(config).needs_probe
-    source = find_source(probes, optimizer, model, accelerator)
+    source = (TorchGradients if probes else GradientSource)(optimizer, accelerator)
+    if probes and (zero := find_zero(optimizer, model, accelerator)) is not None:
+        source = ZeroGradients(optimizer, zero)
     backend = select_backend(config.backend, compute_device(next(bare.parameters())), formats_in_use(config))
     for text in config_warnings(config, backend.recompiles_for_bf16):
         log.warning("snip-hf: %s", text)

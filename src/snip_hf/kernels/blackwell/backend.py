@@ -88,8 +88,7 @@ class Blackwell(Backend):
         if x.dtype != torch.bfloat16 or x.device.type != cache.device:
             return EMULATED.forward(layer, input, x, bias, ends)
         kept = cache.packed if reads_kept_weight(layer) else cache.packed.new_empty(0)
-        y: Tensor = block_scaled_linear(x, layer.matrix, bias, None, layer.snip_state, cache.codes, kept)
-        return y
+        return block_scaled_linear(x, layer.matrix, bias, None, layer.snip_state, cache.codes, kept)
 
     def gemm_call(
         self, gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor
@@ -122,11 +121,6 @@ class Blackwell(Backend):
         """Quantizes weights for all passes until the next call, for both GEMMs that read them.
 
         Passes quantize sharded weights themselves, and weights that are neither FP32 nor BF16.
-
-        Args:
-            layers: the layers.
-            everything: False leaves out layers whose weight has not changed since the last call as far as torch knows
-                (it misses changes by fused optimizers and through `weight.data`).
         """
         for layer in layers.values():
             cache: Cache = layer.snip_cache

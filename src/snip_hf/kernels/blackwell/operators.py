@@ -47,8 +47,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor, sta
         y = _product(rows, left, by_output, weight.shape[0], x.dtype if bias is None else torch.float32)
         if bias is not None:
             y = (y + bias).to(x.dtype)
-    result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
-    return result
+    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
 
 
 @torch.library.impl(_library, "scaled_grad_input_gemm", "CompositeExplicitAutograd")
@@ -167,7 +166,7 @@ def by_scaled_mm(left: Packed, right: Packed, dtype: torch.dtype) -> Tensor:
     """Returns the product of all rows, including padding."""
     kind, (recipes, swizzles) = left.kind, _recipe(left.kind)
     scales = [_scales_of(operand) for operand in (left, right)]
-    product: Tensor = functional.scaled_mm(
+    return functional.scaled_mm(
         left.data.view(kind.element),
         right.data.view(kind.element).t(),
         scale_a=scales[0],
@@ -178,7 +177,6 @@ def by_scaled_mm(left: Packed, right: Packed, dtype: torch.dtype) -> Tensor:
         swizzle_b=swizzles,
         output_dtype=dtype,
     )
-    return product
 
 
 def _recipe(kind: Kind) -> tuple[list[functional.ScalingType], list[functional.SwizzleType]]:

@@ -31,8 +31,7 @@ class _Hopper(Kernels):
         return with_bias(y, bias), weights[2:]
 
     def gradient(self, given: Pass, grad_output: Tensor, gemms: tuple[int, int]) -> Quantized:
-        quantized: Quantized = operators.quantize_tokens(grad_output, given.layer[0], *gemms, True)
-        return quantized
+        return operators.quantize_tokens(grad_output, given.layer[0], *gemms, True)
 
     def grad_input(self, given: Pass, grad: Layout, by_input: Layout) -> Tensor:
         right = by_input or operators.quantize_weight(given.weight, given.layer[0], False, True)[2:]
@@ -70,15 +69,13 @@ class Hopper(TensorCoreBackend):
 
     def quantize_weight(self, layer: Layer, forward: bool, grad_input: bool) -> Quantized:
         weight = layer.matrix.detach()
-        quantized: Quantized = operators.quantize_weight(weight, layer.snip_state, forward, grad_input)
-        return quantized
+        return operators.quantize_weight(weight, layer.snip_state, forward, grad_input)
 
     def quantize_weight_into(self, layer: Layer, outputs: Sequence[Tensor]) -> None:
         operators.quantize_weight_into(layer.matrix.detach(), layer.snip_state, outputs)
 
     def three_gemms(self, *arguments: Any) -> Tensor:
-        y: Tensor = hopper_linear(*arguments)
-        return y
+        return hopper_linear(*arguments)
 
     def gemm_call(
         self, gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor

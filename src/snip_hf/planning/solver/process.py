@@ -227,25 +227,18 @@ class SolverProcess:
             if isinstance(reply, dict) and "missing" in reply:
                 raise SolverError("missing", printable(reply["missing"], _MAX_TEXT))
             if isinstance(reply, dict) and reply.get("status") == "infeasible":
-                raise self._infeasible(reply["constraints"])
-            result: SolverResult = from_json(SolverResult, reply)
-            return result
+                reach, rows = reply["constraints"], self._problem["constraints"]
+                each = (f"{x['name']!r}: minimum {x['minimum']:.6g}, attainable {reach[x['name']]:.6g}" for x in rows)
+                text = printable("; ".join(each), _MAX_TEXT)
+                raise SolverError(
+                    "infeasible", f"No plan meets all constraints ({text}). Lower the target or tie less."
+                )
+            return from_json(SolverResult, reply)
         except ValueError as error:
             begin = output[:80].decode(errors="replace")
             raise SolverError(
                 "garbage", f"The solver's output is not a solution (it begins with {begin!r}): {error}"
             ) from error
-
-    def _infeasible(self, reach: dict[str, float]) -> SolverError:
-        """Returns the error of a problem without a solution.
-
-        Args:
-            reach: name of a constraint -> its largest attainable value.
-        """
-        rows = self._problem["constraints"]
-        each = "; ".join(f"{x['name']!r}: minimum {x['minimum']:.6g}, attainable {reach[x['name']]:.6g}" for x in rows)
-        text = printable(each, _MAX_TEXT)
-        return SolverError("infeasible", f"No plan meets all constraints ({text}). Lower the target or tie less.")
 
 
 def solver_of(config: SnipConfig) -> str:

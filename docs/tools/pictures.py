@@ -14,7 +14,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[1] / "pictures"
 # Colours that colour-blind readers can tell apart. FP4 and FP8 have those of reports.
 FP4, FP8, INK, PALE, MARK = "#d55e00", "#56b4e9", "#222222", "#eeeeee", "#882255"
-BLUE, GREEN, YELLOW, GREY = "#0072b2", "#009e73", "#e69f00", "#8c8c8c"
+BLUE, GREEN, YELLOW, VIOLET, GREY = "#0072b2", "#009e73", "#e69f00", "#cc79a7", "#8c8c8c"
 # Letters on FP8's light blue, on light and dark pages.
 INK_ON_FP8 = "#001122"
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
@@ -280,15 +280,17 @@ def frontier() -> str:
     """Draws loss against speed, as docs/results-loss.md and docs/results-speed.md have them in their tables."""
     shown = {
         "all in `fp8-delayed`": ("all FP8, delayed scales", "0%, all `fp8-delayed`", FP8),
+        "50%, {mxfp4, fp8-delayed}, the default": ("50% in MXFP4, the default", "SNIP minus BF16", VIOLET),
         "67%, {mxfp4, fp8-delayed}": ("67% in MXFP4", "67%", GREEN),
         "75%, {mxfp4, fp8-delayed}": ("75% in MXFP4", "75%", BLUE),
         "all MXFP4": ("all MXFP4", "100%, all MXFP4", MARK),
-        "75%, {fp4, fp8}, saliency, refresh every 500": ("75%, {fp4, fp8}", "", YELLOW),
-        "all FP4": ("all FP4", "", FP4),
+        "75%, {fp4, fp8}, saliency, refresh every 500": ("75%, {fp4, fp8}", None, YELLOW),
+        "all FP4": ("all FP4", None, FP4),
     }
     speeds = section("results-speed.md", "At equal loss")
-    headings = "Full training runs", "By share, in the default formats"
-    losses = [section("results-loss.md", heading) for heading in headings]
+    losses = section("results-loss.md", "By share, in the default formats")
+    losses += section("results-policies.md", "At the default share").partition("\n\n| SmolLM2")[0]
+    losses += section("results-loss.md", "Full training runs")
     parts = [text(400, 28, "Loss above BF16 (30M Llama, 2,700 steps) against speed (8B shape, one H200)", 15)]
     for gap in (0, 0.5, 1, 1.5):
         parts += [line(70, level(gap), 520, level(gap), INK if gap == 0 else PALE, 1)]
@@ -301,7 +303,7 @@ def frontier() -> str:
     parts += [text(torchao - 6, 56, "torchao's FP8, whose loss was not measured", 12, anchor="end")]
     points = {"BF16": ("BF16", INK, 1.0, 0.0, 0.0)}
     for row, (name, share, colour) in shown.items():
-        gap, half = numbers(losses[bool(share)], share or row)[6:8]
+        gap, half = numbers(losses, share or row)[6:8]
         speed = numbers(speeds, row)[3]
         points[row] = (name, colour, speed, gap, half)
     for index, (name, colour, speed, gap, half) in enumerate(points.values()):

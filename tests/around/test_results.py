@@ -168,9 +168,9 @@ def test_speeds_of_combinations_are_those_of_the_lines() -> None:
     names = {"8B, 8 layers": "8B shape", "Qwen3-4B, 12 layers": "Qwen3-4B, 12 layers", "Qwen3-0.6B": "Qwen3-0.6B"}
     written = cells("results-speed.md", "Combinations")
     for row, cell in written.items():
-        commit = "c9913a10" if "c9913a10" in row else "fe61c8e4"
+        commit = "53ac727e" if "53ac727e" in row else "fe61c8e4"
         runs = [run for run in lines if run["commit"] == commit and row.startswith(names.get(run["model"], "-"))]
-        case = row.partition("shape, ")[2].removesuffix(", `c9913a10`")
+        case = row.partition("shape, ")[2].removesuffix(", `53ac727e`")
         runs = [run for run in runs if run["case"].removeprefix("8 x 2,048 tokens").removeprefix(", ") == case]
         bf16, peak, last = bf16_of(runs), bf16_of(runs, "peak_gib"), {run["recipe"]: run for run in runs}
         both = last["torchao tensorwise"], last["snip-hf 75%"]
@@ -242,8 +242,18 @@ SHARES["100%, all MXFP4"] = "mxfp4"
 @pytest.fixture(scope="module")
 def shares() -> dict[tuple[str, str], list[float]]:
     """Returns (contender, steps) -> held-out losses under the plan of the seeds in order."""
+    return by_contender("frontier")
+
+
+@pytest.fixture(scope="module")
+def half() -> dict[tuple[str, str], list[float]]:
+    """As `shares`, at the default share, in other seeds."""
+    return by_contender("default")
+
+
+def by_contender(name: str) -> dict[tuple[str, str], list[float]]:
     found: dict[tuple[str, str], list[float]] = {}
-    for line in sorted(lines_of("frontier", "eval"), key=lambda line: int(line["seed"])):
+    for line in sorted(lines_of(name, "eval"), key=lambda line: int(line["seed"])):
         for steps, loss in line["losses"].items():
             found.setdefault((line["contender"], steps), []).append(loss)
     return found
@@ -318,8 +328,49 @@ def test_a_probe_and_a_rule_compare_as_in_the_lines() -> None:
     assert cells("results.md", "Is a probe better than a rule?")[row][1:] == [str(rule), f"{rule.detectable:.3f}"]
 
 
+AT_HALF = {
+    "SNIP minus `backward-first`": ("snip", "backward-first"),
+    "SNIP minus all `fp8-delayed`": ("snip", "fp8"),
+    "all `fp8-delayed` minus BF16": ("fp8", "bf16"),
+    "SNIP minus BF16": ("snip", "bf16"),
+    "`backward-first` minus BF16": ("backward-first", "bf16"),
+}
+
+
+def test_losses_at_the_default_share_are_those_of_the_lines(half: dict[tuple[str, str], list[float]]) -> None:
+    from_scratch, continued = cells_of_tables("results-policies.md", "At the default share")
+    assert list(from_scratch) == list(continued) == list(AT_HALF)
+    for row, last in differences("default", AT_HALF, "2700", 2).items():
+        ours, other = AT_HALF[row]
+        earlier = [str(gap(half[ours, step], half[other, step])) for step in ("700", "1400", "2100")]
+        assert from_scratch[row] == [*earlier, *last], row
+    for row, last in differences("smollm2-default", AT_HALF, "1000", 2).items():
+        assert paired("smollm2-default", *AT_HALF[row], "1000").count == 8
+        first, second, whole = (str(paired("smollm2-default", *AT_HALF[row], step)) for step in ("250", "500", None))
+        assert continued[row] == [first, second, *last, whole], row
+    found = gap(half["snip", "2700"], half["bf16", "2700"])
+    p = differences("default", AT_HALF, "2700", 2)["SNIP minus BF16"][2]
+    assert cells("results.md", "Does the loss hold?")["50% by SNIP, the default, {mxfp4, fp8-delayed}"] == [
+        str(found),
+        f"{found.detectable:.3f}",
+        f"yes (p = {p})",
+    ]
+    assert cells("results.md", "At which share?")["50%, other seeds"][2] == str(found)
+    against = gap(half["snip", "2700"], half["fp8", "2700"])
+    assert cells("results.md", "What do 4 bits buy against FP8?")["50%, the default"][0] == str(against)
+    assert f"| `SnipConfig()` | {found} |" in (ROOT / "docs/choosing.md").read_text(encoding="utf-8")
+    rules = cells("results.md", "Is a probe better than a rule?")
+    for row, name, step in (
+        ("30M, 2,700 steps, {mxfp4, fp8-delayed}, 50%, the default", "default", "2700"),
+        ("SmolLM2-135M, 1,000 steps, {mxfp4, fp8-delayed}, 50%, eight other orders", "smollm2-default", "1000"),
+    ):
+        found = paired(name, "backward-first", "snip", step)
+        assert rules[row][1:] == [str(found), f"{found.detectable:.3f}"]
+
+
 EQUAL_LOSS = {
     "all in `fp8-delayed`": ("fp8-delayed", "snip-hf 0%"),
+    "50%, {mxfp4, fp8-delayed}, the default": ("snip", "snip-hf 50%"),
     "67%, {mxfp4, fp8-delayed}": ("snip-67", "snip-hf 66.6%"),
     "75%, {mxfp4, fp8-delayed}": ("snip-75", "snip-hf 75%"),
     "all MXFP4": ("mxfp4", "snip-hf 100%"),
@@ -333,7 +384,9 @@ def speed_with_refreshes(runs: Sequence[dict[str, Any]], recipe: str) -> float:
     return bf16_of(runs) / (float(run["step_ms"]) + refresh)
 
 
-def test_speeds_at_equal_loss_are_those_of_the_lines(shares: dict[tuple[str, str], list[float]]) -> None:
+def test_speeds_at_equal_loss_are_those_of_the_lines(
+    shares: dict[tuple[str, str], list[float]], half: dict[tuple[str, str], list[float]]
+) -> None:
     bf16 = shares["bf16", "2700"]
     # Relative change of the steps -> relative change of the loss, over the last 600 of 2,800 steps.
     slopes = [math.log(before / after) for before, after in zip(shares["bf16", "2100"], bf16, strict=True)]
@@ -352,7 +405,8 @@ def test_speeds_at_equal_loss_are_those_of_the_lines(shares: dict[tuple[str, str
     heading = "At equal loss"
     summary, written = cells("results.md", "How fast, at equal loss?"), cells("results-speed.md", heading)
     for row, (name, recipe) in EQUAL_LOSS.items():
-        found = gap(shares[name, "2700"], bf16)
+        losses = half if name == "snip" else shares
+        found = gap(losses[name, "2700"], losses["bf16", "2700"])
         ends = found.mean, found.mean - found.half_width, found.mean + found.half_width
         more = (100 * math.expm1(scales[0] * end / 100) for end in ends)
         expected = ["{:.1f} ({:.1f} to {:.1f})".format(*more)]
@@ -362,13 +416,13 @@ def test_speeds_at_equal_loss_are_those_of_the_lines(shares: dict[tuple[str, str
             expected += [f"{speed:.3f}", first, "; ".join(by_laws)]
         assert written[row] == expected, row
         assert summary[row][:4] == [*expected[1:3], *expected[4:6]], row
-    found = gap(shares["snip-75", "2700"], shares["fp8-delayed", "2700"])
-    for row, runs in zip(("8B shape", "TinyLlama-1.1B"), machines, strict=True):
-        ratio = speed_with_refreshes(runs, "snip-hf 75%") / speed_with_refreshes(runs, "snip-hf 0%")
-        first, *by_laws = after_more_steps(ratio, found, "{:.3f} ({:.3f} to {:.3f})")
-        assert written[row] == [f"{ratio:.3f}", first, "; ".join(by_laws)], row
-    half = [speed_with_refreshes(runs, "snip-hf 50%") / speed_with_refreshes(runs, "snip-hf 0%") for runs in machines]
-    assert "The default, 50%, is then {:.3f} and {:.3f} times as".format(*half) in section("results-speed.md", heading)
+    gaps = {"50%": gap(half["snip", "2700"], half["fp8", "2700"])}
+    gaps["75%"] = gap(shares["snip-75", "2700"], shares["fp8-delayed", "2700"])
+    for share, found in gaps.items():
+        for model, runs in zip(("8B shape", "TinyLlama-1.1B"), machines, strict=True):
+            ratio = speed_with_refreshes(runs, f"snip-hf {share}") / speed_with_refreshes(runs, "snip-hf 0%")
+            first, *by_laws = after_more_steps(ratio, found, "{:.3f} ({:.3f} to {:.3f})")
+            assert written[f"{model}, {share}"] == [f"{ratio:.3f}", first, "; ".join(by_laws)], model
 
 
 def paired(name: str, ours: str, other: str, step: str | None) -> Paired:

@@ -7,11 +7,13 @@ import gc
 import logging
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from tiny_runs import Run
@@ -55,3 +57,31 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     import fault_runs  # not above: importing transformers takes seconds
 
     return fault_runs.undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture(scope="module")
+def one_thread_only() -> Iterator[None]:
+    """All runs of a module on one thread, so that they can be compared to the bit."""
+    from tiny_runs import one_thread
+
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def sensitive_guard(one_thread_only: None) -> Iterator[None]:
+    """The guard compares few losses, and raises the formats only after a large spike."""
+    from snip_hf.training import guard
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "WINDOW", 8)
+        patch.setattr(guard, "SPIKE", 20.0)
+        yield
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

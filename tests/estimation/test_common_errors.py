@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import drawn
 from sums_of_layer import LayerSums, alike, whole
 from sums_of_layer import across_channels as written_out
 from torch import Tensor
@@ -17,10 +18,6 @@ from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.rounding import round_operand
 
 KEYS = (1, 2)
-
-
-def drawn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def across_channels(factors: Tensor, errors: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from configs import fp4_config
 from rounded import COLUMN_TILE, fake_quantize
 from scipy.stats import entropy
 from slow_cases import slow_but
-from small import adamw_after, text, tiny_llama, tiny_lm, tokens
+from small import adamw_after, drawn, text, tiny_llama, tiny_lm, tokens
 from sums_of_layer import LayerSums
 from torch import Tensor, nn
 
@@ -43,10 +43,6 @@ CRITERIA = [
     for name, policy in POLICIES.items()
     if policy.criterion is not LayerCriterion and policy.criterion.noise is None
 ]
-
-
-def drawn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def a_sample(n: int = 130, tokens: int = 390, energies: tuple[float, float] = (0.0, 0.0)) -> LayerSample:

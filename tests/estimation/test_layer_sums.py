@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rounded import COLUMN_TILE, fake_quantize
+from small import drawn
 from sums_of_layer import LayerSums, across_channels
 from torch import Tensor
 
@@ -28,10 +29,6 @@ KEYS = (0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)
 # Square of one step, square of what comes back at every step, and the size of what they are the difference of.
 Sums = tuple[float, float, float]
 Push = Callable[[Tensor], Tensor]
-
-
-def drawn(*shape: int, seed: int, mean: float = 0.0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + mean
 
 
 def a_sample(n: int, tokens: int, probes: int = 1, width: int = 12, height: int = 9, mean: float = 0.3) -> LayerSample:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from configs import fp4_config
+from small import drawn
 from torch import nn
 
 from snip_hf.estimation.optimizer_step import OptimizerStep, RelativeUpdates, UpdateChange, of_matrices
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.optimizers.response import responses
-
-
-def drawn(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("clip_factor", [1.0, 0.25])

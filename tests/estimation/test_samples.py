@@ -9,7 +9,7 @@ import torch
 from configs import fp4_config
 from expert_models import routed_lm, tiny_gpt_oss, tiny_qwen3_moe
 from same_samples import assert_same_samples
-from small import checkpoint_activations, convert_in_formats, text, tiny_lm, tokens
+from small import checkpoint_activations, convert_in_formats, drawn, text, tiny_lm, tokens
 from torch import Tensor
 
 from snip_hf.estimation import samples as samples_module
@@ -23,10 +23,6 @@ from snip_hf.layers.state import snip_linears
 
 # Experts 0, 1 and 3 of four; token 2 goes to two of them, and the last two rows to none.
 ENDS, TOKEN = torch.tensor([2, 3, 3, 5]), torch.tensor([0, 2, 2, 1, 3, 0, 1])
-
-
-def drawn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def up_of_four() -> tuple[SnipLayer, Tensor]:

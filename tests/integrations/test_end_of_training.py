@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from expert_models import build
 from safetensors.torch import load_file
 from slow_cases import slow_but
 from small import tiny_llama
-from tiny_runs import SCHEDULE, arguments, data, differing, model_with_dropout, one_thread, prepare, train, weights
+from tiny_runs import SCHEDULE, arguments, data, differing, model_with_dropout, prepare, train, weights
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
@@ -26,6 +26,8 @@ from snip_hf.kernels.emulated import Emulated
 from snip_hf.layers.layer import SnipLayer
 from snip_hf.layers.run_hooks import marks_on
 from snip_hf.layers.state import snip_linears
+
+pytestmark = pytest.mark.usefixtures("one_thread_only")
 
 CONFIG = fp4_config(**SCHEDULE)
 # A plan before the first step, so that few steps do.
@@ -37,12 +39,6 @@ BEST: dict[str, Any] = {
     "eval_steps": 3,
     "save_steps": 3,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def is_plain(model: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from configs import fp4_config
 from models import build
 from slow_cases import slow
 from small import convert_in_formats, text, tiny_llama
-from tiny_runs import SCHEDULE, Run, data, differing, one_thread, train, weights
+from tiny_runs import SCHEDULE, Run, data, differing, train, weights
 from torch import nn
 from transformers import Trainer
 
@@ -35,7 +35,10 @@ from snip_hf.numerics.gemms import GEMMS
 
 peft = pytest.importorskip("peft")
 # PEFT calls transformers' methods by their old names.
-pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning"),
+    pytest.mark.usefixtures("one_thread_only"),
+]
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
@@ -47,12 +50,6 @@ METHODS: dict[str, Callable[[], Any]] = {
     "AdaLoRA": lambda: peft.AdaLoraConfig(target_modules=["q_proj", "v_proj"], total_step=100, tinit=1, tfinal=1),
     "OFT": lambda: peft.OFTConfig(oft_block_size=8, target_modules=["q_proj", "v_proj"]),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def adapted(method: str = "LoRA", seed: int = 0, **options: Any) -> Any:

@@ -12,7 +12,6 @@ import logging
 import math
 import sys
 import types
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,8 @@ from snip_hf.integrations.trackers import quantities_in_force, quantities_of, st
 from snip_hf.kernels.emulated import Emulated
 from snip_hf.records.events import Alarm, Coverage, Refresh, Retarget
 
+pytestmark = pytest.mark.usefixtures("one_thread_only")
+
 CONFIG = fp4_config(start_format="bf16", target_fp4_fraction=0.75, **SCHEDULE)
 STEPS = 5
 # The plan of step 2 is applied after step 4.
@@ -46,12 +47,6 @@ OF_A_REFRESH = {
     *(f"snip/{kind}_divergence_{name}" for kind in ("loss", "weight") for name in ("fp8", "fp4")),
 }
 ALL = IN_FORCE | OF_A_REFRESH | {"snip/gemms_changed_by_tokens"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> types.ModuleType:

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +33,6 @@ from tiny_runs import (
     history,
     model_with_dropout,
     noted_divergences,
-    one_thread,
     solve_with,
     weights,
     without_seconds,
@@ -52,6 +51,8 @@ from snip_hf.records.load import load_run
 from snip_hf.reporting.run_report import reason_table
 from snip_hf.training import refresh
 
+pytestmark = pytest.mark.usefixtures("one_thread_only")
+
 CONFIG = fp4_config(stages=2, **SCHEDULE)
 SHORT = 5
 
@@ -63,13 +64,6 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
 
 def train(folder: Path, config: SnipConfig | None = None, **options: Any) -> Run:
     return tiny_runs.train(folder, config, **{"gradient_accumulation_steps": 2} | options)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    """All runs here on one thread, so that they can be compared to the bit."""
-    with one_thread():
-        yield
 
 
 class Watch(TrainerCallback):

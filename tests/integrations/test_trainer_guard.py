@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from configs import fp4_config
-from tiny_runs import SCHEDULE, Run, arguments, data, differing, model_with_dropout, one_thread, train, weights
+from tiny_runs import SCHEDULE, Run, arguments, data, differing, model_with_dropout, train, weights
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
@@ -17,19 +16,12 @@ from snip_hf import SnipCallback, SnipConfig
 from snip_hf.layers.state import snip_linears
 from snip_hf.records.events import Alarm, read_history
 from snip_hf.reporting.run_report import run_report
-from snip_hf.training import guard
+
+pytestmark = pytest.mark.usefixtures("sensitive_guard")
 
 OPTIONS: dict[str, Any] = {**SCHEDULE, "guard": "raise", "guard_patience": 3}
 # At 1e-2, as elsewhere in these tests, a model this small has spikes of its own.
 LOW: dict[str, Any] = {"learning_rate": 1e-3}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    with one_thread(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guard, "WINDOW", 8)
-        patch.setattr(guard, "SPIKE", 20.0)
-        yield
 
 
 def config(**changes: Any) -> SnipConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from rank_processes import assert_succeeded, start_ranks
 from run_own_loss import by_items
 from slow_cases import slow
 from small import tiny_llama
-from tiny_runs import SCHEDULE, data, one_thread, train
+from tiny_runs import SCHEDULE, data, train
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, Trainer, default_data_collator
@@ -26,16 +25,12 @@ from snip_hf.integrations.trainer_loss import find_trainer, terms_of
 from snip_hf.layers.state import snip_linears
 from snip_hf.training import setup
 
+pytestmark = pytest.mark.usefixtures("one_thread_only")
+
 CONFIG = fp4_config(**SCHEDULE)
 # Until a plan is applied, nothing differs from a run without SNIP.
 UNTOUCHED = fp4_config(start_format="bf16", **SCHEDULE)
 SHORT: dict[str, Any] = {"max_steps": 5}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def probed(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import gc
 import io
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from configs import fp4_config
 from slow_cases import slow
 from small import text, tiny_llama
-from tiny_runs import SCHEDULE, Run, arguments, data, differing, one_thread, train, weights, without_seconds
+from tiny_runs import SCHEDULE, Run, arguments, data, differing, train, weights, without_seconds
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
@@ -26,17 +26,13 @@ from snip_hf.layers.convert import restore_model
 from snip_hf.layers.run_hooks import marks_on
 from snip_hf.layers.state import set_step, snip_linears
 
+pytestmark = pytest.mark.usefixtures("one_thread_only")
+
 # Two refreshes, applied after steps 4 and 7.
 CONFIG = fp4_config(**SCHEDULE | {"refresh_every": 3})
 ACCUMULATED = {"gradient_accumulation_steps": 2}
 SHORT = {"max_steps": 7, **ACCUMULATED}
 Act = Callable[[nn.Module], Any]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 class At(TrainerCallback):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,13 +32,6 @@ from snip_hf.estimation.passes import call, recomputes_already, run_pass, tracel
 from snip_hf.integrations.trainer_loss import _is_scaled_for_step
 from snip_hf.parallel import sharding
 from snip_hf.parallel.sharding import unwrap
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("new", [True, False])

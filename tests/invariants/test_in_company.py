@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from configs import fp4_config
-from tiny_runs import SCHEDULE, Run, differing, model_with_dropout, one_thread, solve_with, train, weights
+from tiny_runs import SCHEDULE, Run, differing, model_with_dropout, solve_with, train, weights
 from torch import nn
 from transformers import TrainerCallback
 
 from snip_hf import SnipConfig, is_probing
 
+pytestmark = pytest.mark.usefixtures("one_thread_only")
+
 UNTOUCHED = fp4_config(start_format="bf16", **SCHEDULE)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 class Generating(TrainerCallback):

@@ -23,7 +23,7 @@ def interpreting() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.fixture(scope="session")
 def interpreter(interpreting: ProcessPoolExecutor) -> Run:
-    return kernel_runs.interpreter(interpreting)
+    return kernel_runs.interpreter(interpreting, kernel_runs.by_kernel)
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -7,12 +7,10 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from typing import Any
 
 import pytest
 import torch
-from kernel_runs import dump, load, moved
+from kernel_runs import either
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -39,29 +37,9 @@ def by_kernel(
     return packed.data.clone(), packed.scales.clone(), packed.tensor_scale.clone()
 
 
-def interpret(tensors: bytes, *arguments: Any) -> bytes:
-    """Launches the kernel in the process that has TRITON_INTERPRET=1."""
-    x, numbers = load(tensors)
-    return dump(by_kernel(x, *arguments, numbers))
-
-
-@pytest.fixture(scope="module")
-def interpreter(interpreting: ProcessPoolExecutor) -> Run:
-    """The kernel in another process."""
-
-    def run(x: Tensor, fmt: NumberFormat, operand: str, contracts: int, numbers: Tensor) -> Any:
-        return load(interpreting.submit(interpret, dump((x, numbers)), fmt, operand, contracts).result())
-
-    return run
-
-
-def on_cuda(x: Tensor, fmt: NumberFormat, operand: str, contracts: int, numbers: Tensor) -> Any:
-    return tuple(part.cpu() for part in by_kernel(moved(x), fmt, operand, contracts, numbers.cuda()))
-
-
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def run(request: pytest.FixtureRequest) -> Run:
-    return request.getfixturevalue("interpreter") if request.param == "interpreter" else on_cuda
+    return either(request, by_kernel)
 
 
 # ------------------------------------------------------------------------------------- the bytes

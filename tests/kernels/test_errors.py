@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from kernel_runs import assert_same_bits, dump, load, moved
+from kernel_runs import assert_same_bits, either
 from torch import Tensor
 
 from snip_hf.kernels import errors
@@ -32,29 +31,9 @@ def by_kernel(name: str, *given: Any) -> Any:
     return getattr(errors, name)(*given)
 
 
-def interpret(name: str, given: bytes) -> bytes:
-    """Launches the kernel in the process that has TRITON_INTERPRET=1."""
-    return dump(by_kernel(name, *load(given)))
-
-
-def moved_all(given: Any) -> Any:
-    if isinstance(given, Tensor):
-        return moved(given)
-    return [moved_all(one) for one in given] if isinstance(given, (list, tuple)) else given
-
-
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def run(request: pytest.FixtureRequest) -> Run:
-    if request.param == "cuda":
-
-        def on_cuda(name: str, *given: Any) -> Any:
-            found = by_kernel(name, *moved_all(given))
-            return found.cpu() if isinstance(found, Tensor) else tuple(one.cpu() for one in found)
-
-        return on_cuda
-    pytest.importorskip("triton")
-    pool: ProcessPoolExecutor = request.getfixturevalue("interpreting")
-    return lambda name, *given: load(pool.submit(interpret, name, dump(given)).result())
+    return either(request, by_kernel)
 
 
 def drawn(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from kernel_runs import dump, load
+from kernel_runs import dump, either, load
 from slow_cases import slow
 from torch import Tensor
 
@@ -78,24 +78,9 @@ def by_kernels(x: tuple[Tensor, ...], formats: Sequence[Sequence[str]], settled:
     return found
 
 
-def interpret(tensors: bytes, *arguments: Any) -> bytes:
-    """Launches the kernels in the process that has TRITON_INTERPRET=1."""
-    return dump(by_kernels(load(tensors), *arguments))
-
-
-@pytest.fixture(scope="module")
-def interpreter(interpreting: ProcessPoolExecutor) -> Run:
-    return lambda x, *arguments: load(interpreting.submit(interpret, dump(x), *arguments).result())
-
-
-def on_cuda(x: tuple[Tensor, ...], *arguments: Any) -> Any:
-    found = by_kernels(tuple(part.cuda() for part in x), *arguments)
-    return [[None if tensor is None else tensor.cpu() for tensor in one] for one in found]
-
-
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def run(request: pytest.FixtureRequest) -> Run:
-    return request.getfixturevalue("interpreter") if request.param == "interpreter" else on_cuda
+    return either(request, by_kernels)
 
 
 def check(run: Run, x: tuple[Tensor, ...], formats: Sequence[Sequence[str]], has_rows: bool = True) -> None:

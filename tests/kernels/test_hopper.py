@@ -16,8 +16,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import kernel_runs
 from backends import gemm_call, hopper_lacks, select_backend
-from kernel_runs import dump, hasten_the_interpreter, interpreting, load, triton_ir
+from kernel_runs import hasten_the_interpreter, interpreting, triton_ir
 from oracles.three_gemms import product
 from rounded import COLUMN_TILE, quantize
 
@@ -47,10 +48,13 @@ EACH_TWO = list(itertools.product(["fp8", "fp4"], repeat=2))
 # ------------------------------------------------------------------------------------- where the kernels run
 
 
-def interpret(call: bytes) -> bytes:
-    """Runs a kernel in the process that has TRITON_INTERPRET=1."""
-    name, arguments = load(call)
-    return dump(getattr(operators, name)(*arguments))
+def by_kernel(name: str, *arguments: Any) -> tuple[Tensor, ...]:
+    """Calls one of `operators`' functions."""
+    outputs: tuple[Tensor, ...] = getattr(operators, name)(*arguments)
+    return outputs
+
+
+on_cuda: Run = kernel_runs.on_gpu(by_kernel)
 
 
 def correct_the_interpreter() -> None:
@@ -79,28 +83,13 @@ def correct_the_interpreter() -> None:
 def interpreter() -> Iterator[Run]:
     """Calls of `operators`' functions in another process."""
     with interpreting(correct_the_interpreter) as pool:
-
-        def run(name: str, *arguments: Any) -> tuple[Tensor, ...]:
-            return load(pool.submit(interpret, dump((name, arguments))).result())
-
-        yield run
+        yield kernel_runs.interpreter(pool, by_kernel)
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=on_gpu)])
 def run(request: pytest.FixtureRequest) -> Run:
     """Runs one of `operators`' functions on tensors of the CPU; results come back to the CPU."""
     return request.getfixturevalue("interpreter") if request.param == "interpreter" else on_cuda
-
-
-def on_cuda(name: str, *arguments: Any) -> tuple[Tensor, ...]:
-    moved = [a.cuda() if isinstance(a, Tensor) and a.is_contiguous() else a for a in arguments]
-    # `cuda()` makes dense what it copies, so that views are made again.
-    for index, a in enumerate(arguments):
-        if isinstance(a, Tensor) and not a.is_contiguous():
-            moved[index] = a._base.cuda().as_strided(a.shape, a.stride(), a.storage_offset())
-    outputs = getattr(operators, name)(*moved)
-    torch.cuda.synchronize()
-    return tuple(output.cpu() for output in outputs)
 
 
 # ------------------------------------------------------------------------------------- what they are given, and give

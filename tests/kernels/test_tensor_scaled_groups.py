@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from configs import fp4_config
 from expert_models import tiny_gpt_oss, tiny_qwen3_moe
-from kernel_runs import dump, interpreting, load
+from kernel_runs import either
 from kernels.test_hopper_layers import assert_close, randn
 from kernels.test_tensor_scaled import encoded, numbers, rising
 from kernels.test_tensor_scaled_layers import SNIP, everywhere, on_gpu  # noqa: F401
@@ -98,27 +98,11 @@ def by_kernel(
     return *encoded(x, state, records, operand, gemms, True, len(TOKENS), blocks), records.record
 
 
-def interpret(tensors: bytes, *arguments: Any) -> bytes:
-    return dump(by_kernel(*load(tensors), *arguments))
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Run]:
-    pytest.importorskip("triton")
-    with interpreting() as pool:
-        yield lambda *given: load(pool.submit(interpret, dump(given[:4]), *given[4:]).result())
-
-
-def on_cuda(*given: Any) -> tuple[Tensor, ...]:
-    tensors = (None if tensor is None else tensor.cuda() for tensor in given[:4])
-    return tuple(part.cpu() for part in by_kernel(*tensors, *given[4:]))
-
-
 @pytest.fixture(
     params=[pytest.param("interpreter", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 def run(request: pytest.FixtureRequest) -> Run:
-    return request.getfixturevalue("interpreter") if request.param == "interpreter" else on_cuda
+    return either(request, by_kernel)
 
 
 def check(run: Run, formats: tuple[str, ...], operand: str, exponent: int = UNSET, settled: bool = False) -> None:

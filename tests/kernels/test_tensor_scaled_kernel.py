@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from kernel_runs import dump, load, moved
+from kernel_runs import either
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -50,26 +49,9 @@ def by_kernel(
         return *encoded(x, state, records, operand, gemms, True), records.record
 
 
-def interpret(tensors: bytes, *arguments: Any) -> bytes:
-    """Launches the kernels in the process that has TRITON_INTERPRET=1."""
-    return dump(by_kernel(*load(tensors), *arguments))
-
-
-@pytest.fixture(scope="module")
-def interpreter(interpreting: ProcessPoolExecutor) -> Run:
-    def run(x: Tensor, state: Tensor, record: Tensor, *arguments: Any) -> Any:
-        return load(interpreting.submit(interpret, dump((x, state, record)), *arguments).result())
-
-    return run
-
-
-def on_cuda(x: Tensor, state: Tensor, record: Tensor, *arguments: Any) -> Any:
-    return tuple(part.cpu() for part in by_kernel(moved(x), state.cuda(), record.cuda(), *arguments))
-
-
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def run(request: pytest.FixtureRequest) -> Run:
-    return request.getfixturevalue("interpreter") if request.param == "interpreter" else on_cuda
+    return either(request, by_kernel)
 
 
 def record_with(exponent: int = UNSET) -> Tensor:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from configs import fp4_config
 from small import tiny_llama
 from torch import nn
@@ -22,13 +20,7 @@ from snip_hf.integrations.reference_model import ReferenceModel
 from snip_hf.parallel.sharding import compute_device, gather_ahead
 from snip_hf.training.checks import check_model
 
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def sharded(layers: int = 3, together: int = 1) -> tuple[Any, list[Any]]:

@@ -3,56 +3,41 @@
 from __future__ import annotations
 
 import io
-import itertools
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from configs import fp4_config
 from own_loop import Loop
-from policy_settings import LISTS, TIES, assert_complete, llama_flops, plain_flops, setting_of
+from policy_settings import (
+    LISTS,
+    RULES,
+    TIES,
+    assert_complete,
+    decided,
+    llama_flops,
+    plain_flops,
+    plan_of,
+    random_table,
+    setting_of,
+)
 from rich.console import Console
 from tiny_runs import SCHEDULE, history
 
 from snip_hf import PrecisionPlan
 from snip_hf.costs.timing import Machine, MeasuredCost
-from snip_hf.estimation.table import ROWS, Divergence, DivergenceTable
 from snip_hf.integrations.model_card import trained_section
 from snip_hf.integrations.trackers import quantities_in_force
 from snip_hf.numerics.gemms import GEMMS
-from snip_hf.planning.plan import PlanProvenance, forward_shares
+from snip_hf.planning.plan import forward_shares
 from snip_hf.planning.program import problem
-from snip_hf.planning.solver import ilp
-from snip_hf.policies.registry import policy_of, rule_assignment
 from snip_hf.policies.setting import Setting
 from snip_hf.records.load import load_run
 from snip_hf.reporting.figures import write_figures
 from snip_hf.reporting.run_report import print_run, refresh_table
 
-RULES = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
 PROBED = ("snip", "min-abs-err", "min-rel-err", "fisher", "hessian-trace", "greedy", "kl")
 FORWARD = {"granularity": "gemm", "decides": "forward"}
-
-
-def table_of(setting: Setting, seed: int = 0) -> DivergenceTable:
-    rng = random.Random(seed)
-    rows = []
-    for layer, gemm, name in itertools.product(setting.flops, ROWS, setting.config.quantized_formats):
-        values = [rng.uniform(0.1, 2) for _ in range(5)]
-        rows.append(Divergence(layer, gemm, name, values[0], values[1], 1.0, 0.5 * values[1], *values[2:]))
-    return DivergenceTable(2.0, tuple(rows))
-
-
-def decided(setting: Setting) -> dict[str, dict[str, str]]:
-    if not policy_of(setting.config).needs_probe:
-        return rule_assignment(setting)
-    return setting.assignment(ilp.solve(problem(setting, table_of(setting)))["choices"])
-
-
-def plan_of(setting: Setting, assignment: dict[str, dict[str, str]]) -> PrecisionPlan:
-    provenance = PlanProvenance(step=0, policy=setting.config.policy, config=setting.config.to_dict())
-    return PrecisionPlan(assignment, setting.flops, setting.stages, provenance, setting.measured, setting.tokens)
 
 
 @pytest.mark.parametrize("policy", [*RULES, *PROBED])
@@ -88,7 +73,7 @@ def test_every_stage_meets_the_share_of_its_forward_gemms_and_all_others_are_lea
 @pytest.mark.parametrize("policy", PROBED)
 def test_the_program_chooses_forward_formats_by_their_shares_of_the_forward_flops(policy: str) -> None:
     setting = setting_of(plain_flops(4.0, 2.0, 1.0, 1.0), policy=policy, target_fp4_fraction=0.5, **FORWARD)
-    program = problem(setting, table_of(setting))
+    program = problem(setting, random_table(setting))
     assert [group["name"] for group in program["groups"]] == [f"layers.{index}.fc:forward" for index in range(4)]
     assert [group["options"][-1]["weight"] for group in program["groups"]] == [0.5, 0.25, 0.125, 0.125]
 

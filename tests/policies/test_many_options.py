@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from policy_settings import (
     LISTS,
+    RULES_AT,
     TIES,
     assert_complete,
+    decided,
     llama_flops,
     plain_flops,
+    plan_of,
+    random_table,
     setting_by_layer,
     setting_of,
     stage_shares,
@@ -27,17 +30,14 @@ from snip_hf.costs.timing import Machine, MeasuredCost
 from snip_hf.estimation.table import ROWS, Divergence, DivergenceTable
 from snip_hf.numerics.formats import E2M1, FORMATS, NumberFormat, Operand, register_format
 from snip_hf.numerics.gemms import GEMMS
-from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
-from snip_hf.policies.registry import policy_of, rule_assignment
+from snip_hf.policies.registry import rule_assignment
 from snip_hf.policies.setting import Setting
 from snip_hf.policies.target import contributions
 
-RULES = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
 BY_GEMM = ("snip", "min-abs-err", "min-rel-err", "fisher", "hessian-trace", "greedy", "kl")
 PROBED_AT = [*itertools.product(BY_GEMM, ("layer", "gemm")), ("snip-paper", "layer")]
-RULES_AT = [*itertools.product(RULES, ("layer", "gemm")), ("backward-first", "gemm")]
 THREE = ("fp4", "fp8", "bf16")
 FIVE = ("fp4", "half", "fp8", "fast8", "bf16")
 
@@ -62,38 +62,6 @@ def more_formats() -> Iterator[None]:
         register_format(dataclasses.replace(FORMATS["fp8"], name="fast8", speed=2.0, label="FAST8"))
         register_rates(Rates(name="mine", rates={"fp4": 4, "half": 4, "fp8": 2, "fast8": 4}, source="made up"))
         yield
-
-
-def table_of(flops: dict[str, dict[str, float]], formats: tuple[str, ...], seed: int = 0) -> DivergenceTable:
-    """Random rows of the quantized formats, in no order of precision: any format may do more damage than any other."""
-    rng = random.Random(seed)
-    rows = []
-    for layer, name, gemm in itertools.product(flops, formats, ROWS):
-        if name != "bf16":
-            values = [rng.uniform(0.1, 2) for _ in range(5)]
-            rows.append(Divergence(layer, gemm, name, values[0], values[1], 1.0, 0.5 * values[1], *values[2:]))
-    return DivergenceTable(2.0, tuple(rows))
-
-
-def decided(setting: Setting, seed: int = 0) -> dict[str, dict[str, str]]:
-    flops = {layer: dict(row) for layer, row in setting.flops.items()}
-    if not policy_of(setting.config).needs_probe:
-        return rule_assignment(setting)
-    solution = ilp.solve(problem(setting, table_of(flops, setting.config.formats, seed)))
-    return setting.assignment(solution["choices"])
-
-
-def stage_speedups(setting: Setting, assignment: dict[str, dict[str, str]]) -> tuple[float, ...]:
-    """Returns the speed-ups that the plan computes."""
-    plan = PrecisionPlan(
-        assignment,
-        setting.flops,
-        setting.stages,
-        PlanProvenance(step=0, policy="snip", config=setting.config.to_dict()),
-    )
-    found = plan.stage_linear_speedups()
-    assert found is not None
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------- the targets
@@ -123,7 +91,8 @@ def test_every_stage_meets_either_target(
         )
         assignment = decided(setting)
         assert_complete(setting, assignment)
-        assert min(stage_speedups(setting, assignment)) >= target * (1 - 1e-8)
+        speedups = plan_of(setting, assignment).stage_linear_speedups()
+        assert speedups is not None and min(speedups) >= target * (1 - 1e-8)
 
 
 # ------------------------------------------------------------------------------------------------- what the options are
@@ -132,7 +101,7 @@ def test_every_stage_meets_either_target(
 def test_options_come_most_precise_first_and_bf16_costs_and_saves_nothing() -> None:
     flops = plain_flops(1.0, 3.0)
     setting = setting_by_layer(flops, formats=THREE, target_linear_speedup=2.0, rates="ideal")
-    program = problem(setting, table_of(flops, THREE))
+    program = problem(setting, random_table(setting))
     first, second = (group["options"] for group in program["groups"])
     assert [option["name"] for option in first] == ["bf16", "fp8", "fp4"]
     assert first[0] == {"name": "bf16", "cost": 0.0, "weight": 0.0}

@@ -16,10 +16,14 @@ from configs import fp4_config
 from oracles.brute_force import best_map
 from policy_settings import (
     LISTS,
+    RULES,
+    RULES_AT,
     TIES,
     assert_complete,
+    decided,
     llama_flops,
     plain_flops,
+    plan_of,
     setting_by_layer,
     setting_of,
     stage_shares,
@@ -34,28 +38,25 @@ from snip_hf.estimation.table import ROWS, Divergence, DivergenceTable
 from snip_hf.layers.state import block_of, snip_linears
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
-from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
 from snip_hf.policies.registry import Policy, policy_of, register_policy, rule_assignment
 from snip_hf.policies.setting import Setting, find_stages
 
-RULES = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
 SCORED = ("fisher", "hessian-trace", "greedy", "kl")
 PROBED = ("snip", "snip-paper", "min-abs-err", "min-rel-err", *SCORED)
 # Policy, granularity.
 ONE_FIGURE = ("snip-paper", "gemm")
-RULES_AT = [*((policy, unit) for policy in RULES for unit in ("layer", "gemm")), ("backward-first", "gemm")]
 PROBED_AT = [(policy, unit) for policy in PROBED for unit in ("layer", "gemm") if (policy, unit) != ONE_FIGURE]
 SHARING_AT = [*RULES_AT, *PROBED_AT]
 TARGETS = (0.0, 0.25, 0.5, 0.75, 0.8, 1.0)
 
 
-def random_table(flops: dict[str, dict[str, float]], seed: int = 0) -> DivergenceTable:
+def ordered_table(setting: Setting, seed: int = 0) -> DivergenceTable:
     """Random rows in which FP4 always does more damage than FP8."""
     rng = random.Random(seed)
     rows = []
-    for layer, costs in flops.items():
+    for layer, costs in setting.flops.items():
         for fmt, size in zip(fp4_config().formats[::-1], (0.05, 1.0), strict=True):
             for gemm in ROWS:
                 cost = sum(costs.values()) if gemm == "layer" else costs[gemm]
@@ -66,14 +67,6 @@ def random_table(flops: dict[str, dict[str, float]], seed: int = 0) -> Divergenc
 
 def uniform(flops: dict[str, dict[str, float]], fmt: str = "fp8") -> dict[str, dict[str, str]]:
     return {layer: dict.fromkeys(GEMMS, fmt) for layer in flops}
-
-
-def decided(setting: Setting, seed: int = 0) -> dict[str, dict[str, str]]:
-    """The assignment of a policy, as the controller gets it: the program's solution, or the rule's."""
-    if not policy_of(setting.config).needs_probe:
-        return rule_assignment(setting)
-    solution = ilp.solve(problem(setting, random_table(dict(setting.flops), seed)))
-    return setting.assignment(solution["choices"])
 
 
 # ----------------------------------------------------------------------------------------------------- the target share
@@ -103,7 +96,7 @@ def test_every_stage_meets_every_target_and_exceeds_it_by_less_than_a_unit(
             solver="greedy",
         )
         assert sorted(layer for stage in setting.stages for layer in stage) == sorted(flops)
-        assignment = decided(setting)
+        assignment = decided(setting, ordered_table)
         assert_complete(setting, assignment)
         for stage, share in zip(setting.stages, stage_shares(setting, assignment), strict=True):
             assert share >= target - 1e-9
@@ -587,7 +580,7 @@ def test_a_table_of_zeros_gives_costs_of_zero() -> None:
 
 def test_ties_join_siblings_of_one_block_and_single_gemms_of_the_same_kind() -> None:
     flops = llama_flops(2)
-    table = random_table(flops)
+    table = ordered_table(setting_of(flops))
     by_layer = problem(setting_by_layer(flops, ties=TIES), table)["ties"]
     assert [[f"model.layers.{b}.self_attn.{name}_proj" for name in "qkv"] for b in range(2)] == by_layer[:2]
     assert len(by_layer) == 4
@@ -610,7 +603,7 @@ def test_the_solution_is_the_best_of_all_assignments(policy: str, granularity: s
     for seed, target in enumerate((0.25, 0.5, 0.75)):
         options = {"policy": policy, "granularity": granularity, "ties": ties, "target_fp4_fraction": target}
         setting = setting_of(flops, **options)
-        program = problem(setting, random_table(flops, seed))
+        program = problem(setting, ordered_table(setting, seed))
         best = best_map(program)
         assert best is not None
         solution = ilp.solve({**program, "solver": "highs", "relative_gap": 0.0})
@@ -634,9 +627,7 @@ def timed(setting: Setting, seconds: dict[str, float]) -> Setting:
 
 def shares_of(setting: Setting, assignment: dict[str, dict[str, str]]) -> tuple[float, float]:
     """Shares of FLOPs and of time in FP4, as a plan gives them."""
-    plan = PrecisionPlan(
-        assignment, setting.flops, setting.stages, PlanProvenance(step=0, policy="snip"), setting.measured
-    )
+    plan = plan_of(setting, assignment)
     assert plan.fp4_time_fraction is not None
     return plan.fp4_fraction, plan.fp4_time_fraction
 
@@ -684,7 +675,7 @@ def test_with_times_every_stage_meets_its_share_of_time_and_exceeds_it_by_less_t
         options = {"policy": policy, "granularity": granularity, "stages": 2, "target_fp4_fraction": target}
         by_flops = setting_of(flops, **options)
         setting = timed(by_flops, seconds)
-        assignment = decided(setting)
+        assignment = decided(setting, ordered_table)
         assert_complete(setting, assignment)
         for stage in setting.stages:
             pairs = [(layer, gemm) for layer in stage for gemm in GEMMS]
@@ -693,7 +684,7 @@ def test_with_times_every_stage_meets_its_share_of_time_and_exceeds_it_by_less_t
             assert share >= target - 1e-9
             if target < 1 and policy not in PROBED:
                 assert share < target + max(setting.shares(stage).values())
-        differs = differs or assignment != decided(by_flops)
+        differs = differs or assignment != decided(by_flops, ordered_table)
     assert differs
 
 

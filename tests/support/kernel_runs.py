@@ -81,10 +81,15 @@ def correct_the_interpreter() -> None:
     interpreter.InterpreterBuilder.create_dot = multiplied
 
 
-def interpret(name: str, arguments: bytes) -> bytes:
-    """Launches a kernel in the process that has TRITON_INTERPRET=1."""
+def by_kernel(name: str, *arguments: Any) -> Tensor:
+    """Launches the kernel of one of `HOMES`."""
     module, launch = HOMES[name]
-    return dump(getattr(module, launch)(*load(arguments)))
+    found: Tensor = getattr(module, launch)(*arguments)
+    return found
+
+
+def _interpret(function: Callable[..., Any], arguments: bytes) -> bytes:
+    return dump(function(*load(arguments)))
 
 
 def triton_ir(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], **options: Any) -> str:
@@ -125,21 +130,35 @@ def interpreting(initializer: Callable[[], None] = correct_the_interpreter) -> I
     pool.shutdown()
 
 
-def interpreter(pool: ProcessPoolExecutor) -> Run:
-    """The kernels of `HOMES` in another process."""
-
-    def run(name: str, *arguments: Any) -> Tensor:
-        found: Tensor = load(pool.submit(interpret, name, dump(arguments)).result())
-        return found
-
-    return run
+def interpreter(pool: ProcessPoolExecutor, function: Callable[..., Any]) -> Run:
+    """A module's function, in the process that has TRITON_INTERPRET=1."""
+    return lambda *arguments: load(pool.submit(_interpret, function, dump(arguments)).result())
 
 
 def on_cuda(name: str, *arguments: Any) -> Tensor:
+    """Calls one of `HOMES` with tensors of the CPU; the result comes back to the CPU."""
     assert rounding.has_kernels(torch.device("cuda", 0))
-    moved_there = (moved(a) if isinstance(a, Tensor) else a for a in arguments)
-    found: Tensor = getattr(HOMES[name][0], name)(*moved_there).cpu()
+    found: Tensor = on_gpu(getattr(HOMES[name][0], name))(*arguments)
     return found
+
+
+def on_gpu(function: Callable[..., Any]) -> Run:
+    """The function on a GPU: tensors of the CPU go there, and those it returns come back."""
+    return lambda *arguments: each_tensor(Tensor.cpu, function(*each_tensor(moved, arguments)))
+
+
+def either(request: pytest.FixtureRequest, function: Callable[..., Any]) -> Run:
+    """A module's function where a fixture's parameter says: in the "interpreter", or on a GPU."""
+    if request.param == "interpreter":
+        return interpreter(request.getfixturevalue("interpreting"), function)
+    return on_gpu(function)
+
+
+def each_tensor(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Changes the tensors in tuples and lists; others are left."""
+    if isinstance(value, Tensor):
+        return change(value)
+    return type(value)(each_tensor(change, one) for one in value) if isinstance(value, (tuple, list)) else value
 
 
 def moved(x: Tensor) -> Tensor:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Callable
 from typing import Any
 
 from configs import fp4_config
 
+from snip_hf.estimation.table import ROWS, Divergence, DivergenceTable
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
+from snip_hf.planning.program import problem
+from snip_hf.planning.solver import ilp
+from snip_hf.policies.registry import policy_of, rule_assignment
 from snip_hf.policies.setting import Setting, find_stages
 
+RULES = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
+RULES_AT = [*itertools.product(RULES, ("layer", "gemm")), ("backward-first", "gemm")]
 TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 SIZES = {  # in_features * out_features of a Llama with grouped queries
     "self_attn.q_proj": 64 * 64,
@@ -44,11 +53,33 @@ def setting_by_layer(flops: dict[str, dict[str, float]], **options: Any) -> Sett
     return setting_of(flops, granularity="layer", **options)
 
 
+def random_table(setting: Setting) -> DivergenceTable:
+    """Random rows of the quantized formats, in no order of precision: any format may do more damage than any other."""
+    rng = random.Random(0)
+    rows = []
+    for layer, name, gemm in itertools.product(setting.flops, setting.config.quantized_formats, ROWS):
+        values = [rng.uniform(0.1, 2) for _ in range(5)]
+        rows.append(Divergence(layer, gemm, name, values[0], values[1], 1.0, 0.5 * values[1], *values[2:]))
+    return DivergenceTable(2.0, tuple(rows))
+
+
+def decided(
+    setting: Setting, table_of: Callable[[Setting], DivergenceTable] = random_table
+) -> dict[str, dict[str, str]]:
+    """The assignment of a policy, as the controller gets it: the program's solution, or the rule's."""
+    if not policy_of(setting.config).needs_probe:
+        return rule_assignment(setting)
+    return setting.assignment(ilp.solve(problem(setting, table_of(setting)))["choices"])
+
+
+def plan_of(setting: Setting, assignment: dict[str, dict[str, str]]) -> PrecisionPlan:
+    provenance = PlanProvenance(step=0, policy=setting.config.policy, config=setting.config.to_dict())
+    return PrecisionPlan(assignment, setting.flops, setting.stages, provenance, setting.measured, setting.tokens)
+
+
 def stage_shares(setting: Setting, assignment: dict[str, dict[str, str]]) -> tuple[float, ...]:
     """The FP4 shares of the stages, as the plan computes them."""
-    return PrecisionPlan(
-        assignment, setting.flops, setting.stages, PlanProvenance(step=0, policy="snip")
-    ).stage_fp4_fractions
+    return plan_of(setting, assignment).stage_fp4_fractions
 
 
 def assert_complete(setting: Setting, assignment: dict[str, dict[str, str]]) -> None:

@@ -95,6 +95,10 @@ def tokens(rows: int = 2, length: int = 9, vocabulary: int = 17, seed: int = 1) 
     return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
 
 
+def drawn(*shape: int, seed: int, mean: float = 0.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + mean
+
+
 def tiny_llama(seed: int = 0, hidden: int = 64, layers: int = 2, **options: Any) -> PreTrainedModel:
     """A byte-level Llama."""
     config = LlamaConfig(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from configs import fp4_config
 from own_loop import Loop
 from slow_cases import slow_but
-from tiny_runs import SCHEDULE, differing, one_thread, weights
+from tiny_runs import SCHEDULE, differing, weights
 from torch import Tensor, nn
 
 from snip_hf import SnipConfig, SnipController
@@ -24,6 +23,8 @@ from snip_hf.layers.state import snip_linears
 from snip_hf.records.events import Alarm, Refresh, read_history
 from snip_hf.records.load import load_run
 from snip_hf.training import guard as guard_module
+
+pytestmark = pytest.mark.usefixtures("sensitive_guard")
 
 # Refreshes from step 2 on, every 4 steps; plans come 2 steps later.
 OPTIONS: dict[str, Any] = {**SCHEDULE, "guard": "raise", "guard_patience": 3}
@@ -59,14 +60,6 @@ def refreshes(folder: Path) -> list[tuple[int, int | None]]:
 
 def used(loop: Loop) -> set[str]:
     return {name for row in loop.formats().values() for name in row.values()}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    with one_thread(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guard_module, "WINDOW", 8)
-        patch.setattr(guard_module, "SPIKE", 20.0)
-        yield
 
 
 HEALTHY: dict[str, tuple[int, int, dict[str, Any]]] = {

@@ -6,7 +6,6 @@ import gc
 import json
 import types
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from configs import fp4_config
 from slow_cases import slow_but
 from small import TinyLM, checkpoint_activations, text, tiny_llama, tiny_lm, tokens
 from thread_ranks import on_ranks
-from tiny_runs import SCHEDULE, Run, arguments, data, history, one_thread, train
+from tiny_runs import SCHEDULE, Run, arguments, data, history, train
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.modeling_outputs import ModelOutput
@@ -30,6 +29,8 @@ from snip_hf.parallel.ranks import Ranks
 from snip_hf.training import micro_batches
 from snip_hf.training.gradients import Clipping
 from snip_hf.training.micro_batches import StepWatch, TrainingPass, TrainingPasses
+
+pytestmark = pytest.mark.usefixtures("one_thread_only")
 
 
 def a_model(**options: Any) -> TinyLM:
@@ -234,12 +235,6 @@ CONFIG = fp4_config(**SCHEDULE)
 # Until a plan is applied, nothing differs from a run without SNIP.
 UNTOUCHED = fp4_config(start_format="bf16", **SCHEDULE)
 SHORT = {"max_steps": 5}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 # ------------------------------------------------------------------- losses from what the model returns beside its own

@@ -418,7 +418,10 @@ def proof(name: str) -> compare.Config:
 
 @pytest.mark.parametrize(
     ("name", "of"),
-    [(name, name) for name in ("probe", "default", "smollm2-default", "smollm2-shares", "sft", "sft-lora")] + [("smollm2", "smollm2-orders")],
+    [
+        *((name, name) for name in ("probe", "default", "smollm2-default", "smollm2-shares", "sft", "sft-lora")),
+        ("smollm2", "smollm2-orders"),
+    ],
 )
 def test_the_committed_lines_are_of_todays_configs(name: str, of: str) -> None:
     config = proof(of)

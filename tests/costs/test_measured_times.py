@@ -18,7 +18,7 @@ from models import LINEARS, build
 from own_loop import Loop
 from small import tiny_llama
 from thread_ranks import on_ranks
-from tiny_runs import SCHEDULE
+from tiny_runs import SCHEDULE, history
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
@@ -303,12 +303,6 @@ def test_one_rank_measures_for_all_that_hold_the_same_layers(
     assert one.measured == measure_cost(model, 48, "emulated")
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    """The start and the refreshes."""
-    found = [json.loads(line) for line in (folder / "snip" / "history.jsonl").read_text().splitlines()]
-    return [line for line in found if line["event"] != "coverage"]
-
-
 def attained(plan: PrecisionPlan, tokens: int) -> float:
     """The share of time in FP4, worked out from the shapes alone."""
     total = in_fp4 = 0.0
@@ -337,7 +331,7 @@ def test_a_probing_policy_measures_at_its_first_refresh_for_the_tokens_of_its_mi
     assert saved.measured is not None and saved.fp4_time_fraction == 0.0
     loop.run(8)
     assert len(timer) == count
-    refreshes = lines(tmp_path)[1:]
+    refreshes = history(tmp_path)[1:]
     assert [line["status"] for line in refreshes] == ["applied", "applied"]
     plan = PrecisionPlan.load(tmp_path / "snip" / "plan.json")
     assert plan == loop.controller.plan
@@ -448,7 +442,7 @@ def test_a_measurement_that_fails_costs_the_refresh_and_is_tried_again(
 
     monkeypatch.setattr(gemm_timing_module, "time_gemm", out_of_memory_at_first)
     loop = loop_of(tmp_path).run(8)
-    first, second = lines(tmp_path)[1:]
+    first, second = history(tmp_path)[1:]
     assert (first["status"], first["reason"]) == ("kept", "OutOfMemoryError: out of memory")
     assert second["status"] == "applied"
     assert math.isclose(second["fp4_time_fraction"], attained(loop.controller.plan, 48))

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from configs import fp4_config
 from expert_models import CONFIGS
+from own_loop import take_steps
 from run_distributed_config import EXPERT_PARALLEL
 from small import text, tiny_llama
 from torch import Tensor
@@ -104,15 +105,8 @@ def packs_without_ends() -> None:
 
 
 def _steps(run: SnipController, last: int, rows: int = 2, **captured: Tensor) -> None:
-    optimizer = run._source._optimizer
-    for step in range(run.step + 1, last + 1):
-        batch = text(rows, 128, dist.get_rank())
-        run.capture({**batch, **captured})
-        run.model(**batch).loss.backward()
-        run.before_optimizer_step(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        run.after_step(step)
+    batches = [text(rows, 128, dist.get_rank())] * (last - run.step)
+    take_steps(run.model, run._source._optimizer, run, batches, **captured)
 
 
 def states() -> None:
@@ -166,16 +160,7 @@ def spread_by_a_rule(folder: Path) -> None:
     run = shared(folder, CONFIGS["qwen3-moe"], snip=RULE, **EXPERT_PARALLEL)
     assert sum("experts" in name for name in snip_linears(run.model)) == 4
     batch = {name: ids % run.model.config.vocab_size for name, ids in text(2, 32).items()}
-    losses = []
-    for step in (1, 2, 3):
-        run.capture(batch)
-        loss = run.model(**batch).loss
-        loss.backward()
-        run.before_optimizer_step(step)
-        run._source._optimizer.step()
-        run._source._optimizer.zero_grad()
-        run.after_step(step)
-        losses.append(loss.item())
+    losses = take_steps(run.model, run._source._optimizer, run, [batch] * 3)
     run.close()
     assert losses == sorted(losses, reverse=True)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from comparing import LOSS, WEIGHT, errors, read_run, share_below
 from configs import fp4_config
+from own_loop import take_steps
 from pipeline_case import CHUNKS, CONFIG, STAGES, STEPS, batch_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -31,16 +32,7 @@ def one(pipeline: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     folder = tmp_path_factory.mktemp("one")
     controller = SnipController(model, optimizer, fp4_config(**CONFIG), output_dir=folder)
-    losses = []
-    for step in range(1, STEPS + 1):
-        controller.capture(batch_of(step))
-        loss = model(**batch_of(step)).loss
-        loss.backward()
-        controller.before_optimizer_step(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.after_step(step)
-        losses.append(float(loss.detach()))
+    losses = take_steps(model, optimizer, controller, map(batch_of, range(1, STEPS + 1)))
     controller.close()
     _, probe_losses, tables = read_run(folder / "snip")
     return {"plan": controller.plan, "losses": losses, "probe_loss": probe_losses[1], "table": tables[1]}

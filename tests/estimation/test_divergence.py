@@ -14,7 +14,7 @@ import pytest
 import torch
 from configs import fp4_config
 from slow_cases import slow
-from small import adamw_after, text, tiny_llama, tiny_lm, tiny_phi, tokens, trained_tiny_lm
+from small import adamw_after, text, tiny_llama, tiny_lm, tiny_phi, tokens, trained_tiny_lm, weight_divergences
 from sums_of_layer import LayerSums
 from thread_ranks import on_ranks
 from torch import Tensor, nn
@@ -41,10 +41,6 @@ LAYERS = ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"]
 Values = dict[tuple[str, str, str], float]
 
 CRITERIA = ("fisher", "hessian-trace", "greedy", "kl")
-
-
-def weight_divergences(table: DivergenceTable) -> Values:
-    return {(row.layer, row.gemm, row.format): row.weight_divergence for row in table.rows}
 
 
 def loss_divergences(table: DivergenceTable) -> Values:

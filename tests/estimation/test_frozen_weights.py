@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
-from small import convert_in_formats, text, tiny_llama, tiny_lm, tokens
+from small import convert_in_formats, text, tiny_llama, tiny_lm, tokens, weight_divergences
 from torch import Tensor, nn
 
 from snip_hf.estimation.batch import Batch
@@ -18,7 +18,6 @@ from snip_hf.estimation.divergence import estimate_divergence
 from snip_hf.estimation.ground_truth import measure_divergence
 from snip_hf.estimation.optimizer_step import compared_parameters
 from snip_hf.estimation.probe import run_probe
-from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.state import set_step, snip_linears
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.optimizers.response import trained_by
@@ -43,10 +42,6 @@ def converted_copy(model: nn.Module) -> nn.Module:
     converted = copy.deepcopy(model)
     convert_in_formats(converted, fp4_config(start_format="bf16"))
     return converted
-
-
-def weight_divergences(table: DivergenceTable) -> dict[tuple[str, str, str], float]:
-    return {(row.layer, row.gemm, row.format): row.weight_divergence for row in table.rows}
 
 
 # ---------------------------------------------------------------------------------------------------------- what counts

@@ -11,7 +11,7 @@ import pytest
 import torch
 from configs import fp4_config
 from models import batch, build
-from own_loop import CONFIG, Loop
+from own_loop import CONFIG, Loop, take_steps
 from small import checkpoint_activations, tiny_llama, tokens
 from torch import Tensor, nn
 
@@ -130,14 +130,8 @@ def test_a_run_runs_no_module_before_training_does(tmp_path: Path, caplog: pytes
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     controller = SnipController(model, optimizer, config, output_dir=tmp_path)
     assert norm.calls == 0
-    for step in range(1, 5):
-        inputs = {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
-        controller.capture(inputs)
-        model(**inputs).loss.backward()
-        controller.before_optimizer_step(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.after_step(step)
+    ids = torch.arange(24).view(2, 12)
+    take_steps(model, optimizer, controller, [{"input_ids": ids, "labels": ids}] * 4)
     controller.close()
     plan = json.loads((tmp_path / "snip" / "plan.json").read_text())
     assert plan["provenance"]["config"]["ties"] == [list(tie) for tie in LLAMA]

@@ -10,7 +10,7 @@ import half_attention
 import pytest
 from configs import fp4_config
 from small import text, tiny_llama
-from tiny_runs import SCHEDULE, history, one_thread
+from tiny_runs import SCHEDULE, one_thread, refreshes
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from snip_hf import SnipCallback
@@ -66,8 +66,8 @@ def test_flattened_batches_are_probed_in_parts_and_resumed_to_the_bit(
         whole.train()
         resumed = trainer(tmp_path / "whole")
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
-    refreshes = [line for line in history(tmp_path / "whole") if line["event"] == "refresh"]
-    assert [(line["step"], line["status"]) for line in refreshes][:2] == [(2, "applied"), (6, "applied")]
+    found = [(line["step"], line["status"]) for line in refreshes(tmp_path / "whole")]
+    assert found[:2] == [(2, "applied"), (6, "applied")]
     losses, again = ([line["loss"] for line in one.state.log_history if "loss" in line] for one in (whole, resumed))
     assert again == losses
     # The first and third of each four sequences.

@@ -19,6 +19,7 @@ import torch
 import torch._inductor.config
 from configs import fp4_config
 from models import CONFIGS, batch
+from own_loop import take_steps
 from slow_cases import slow_but
 from small import checkpoint_activations, relative_error, text, tiny_llama
 from tiny_runs import SCHEDULE, arguments, data, differing, one_thread, train, weights, without_seconds
@@ -155,16 +156,8 @@ def test_refreshes_of_a_plain_loop_compile_nothing(tmp_path: Path) -> None:
         call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         controller = SnipController(call, optimizer, CONFIG, output_dir=folder)
-        losses = []
-        for step in range(1, 10):  # Probes at steps 2 and 6, plans applied after steps 4 and 8.
-            controller.capture(text(2, 32, step))
-            loss = call(**text(2, 32, step)).loss
-            loss.backward()
-            controller.before_optimizer_step(step)
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.after_step(step)
-            losses.append(float(loss.detach()))
+        # Probes at steps 2 and 6, plans applied after steps 4 and 8.
+        losses = take_steps(call, optimizer, controller, (text(2, 32, step) for step in range(1, 10)))
         controller.close()
         return losses, controller
 

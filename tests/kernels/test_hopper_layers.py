@@ -1035,28 +1035,30 @@ class Siblings(nn.Module):
         return q + k * v
 
 
-@pytest.mark.parametrize(
-    ("tied", "kept"),
-    [(False, False), (True, True)],
-    ids=["alone-quantized-in-passes", "tied-kept"],
-)
-@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
-def test_layers_are_one_graph_and_new_plans_and_steps_compile_nothing(
-    tied: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Siblings]:
     monkeypatch.setattr(hopper, "operators", Unrounded, raising=False)
     model = Siblings()
     convert_model(model, fp4_config())
-    layers = snip_linears(model)
-    PackedStates(layers)
-    for layer in layers.values():
+    PackedStates(snip_linears(model))
+    for layer in snip_linears(model).values():
         layer.use_backend(HOPPER)
-        if kept:
-            layer.snip_cache.weights = Unrounded.quantize_weight(layer.weight.detach(), layer.snip_state, True, True)
-    if tied:
-        HOPPER.share_inputs(layers, [list(layers)])
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    yield model
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("tied", "kept"), [(False, False), (True, True)], ids=["alone-quantized-in-passes", "tied-kept"]
+)
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
+def test_layers_are_one_graph_and_new_plans_and_steps_compile_nothing(tied: bool, kept: bool, model: Siblings) -> None:
+    layers = snip_linears(model)
+    for layer in layers.values() if kept else ():
+        layer.snip_cache.weights = Unrounded.quantize_weight(layer.weight.detach(), layer.snip_state, True, True)
+    if tied:
+        HOPPER.share_inputs(layers, [list(layers)])
     compiled, x = torch.compile(model, fullgraph=True, backend="aot_eager"), randn(8, 64, dtype=torch.float32)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step, formats in enumerate([("fp8", "fp8", "fp8"), ("fp4", "fp8", "fp4"), ("fp8", "fp4", "fp8")]):
@@ -1069,33 +1071,20 @@ def test_layers_are_one_graph_and_new_plans_and_steps_compile_nothing(
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
     assert not tied or layers["layers.0.q"].snip_cache.tied._source is None
-    torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
-def test_each_pattern_of_bf16_is_a_graph_of_its_own_and_returning_to_one_compiles_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_pattern_of_bf16_is_a_graph_of_its_own_and_returning_to_one_compiles_nothing(model: Siblings) -> None:
     """`Hopper.recompiles_for_bf16` announces this; FP4 and FP8 are the same pattern."""
     assert HOPPER.recompiles_for_bf16
-    monkeypatch.setattr(hopper, "operators", Unrounded, raising=False)
-    model = Siblings()
-    convert_model(model, fp4_config())
-    layers = snip_linears(model)
-    PackedStates(layers)
-    for layer in layers.values():
-        layer.use_backend(HOPPER)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     compiled, x = torch.compile(model, fullgraph=True, backend="aot_eager"), randn(8, 64, dtype=torch.float32)
     counts = []
     for formats in ("fp8", "fp8", "fp8"), ("bf16", "fp8", "fp8"), ("bf16", "fp8", "bf16"), ("fp4", "fp8", "fp4"):
-        of_formats(layers, *formats)
+        of_formats(snip_linears(model), *formats)
         with torch.autocast("cpu", BF16):
             assert torch.equal(compiled(x), model(x))
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert counts == [1, 2, 3, 3]
-    torch._dynamo.reset()
 
 
 # ------------------------------------------------------------------------------------- compiled, on a GPU

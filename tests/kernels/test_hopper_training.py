@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from backends import hopper_lacks
 from configs import fp4_config
+from tiny_runs import refreshes
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -93,11 +93,6 @@ def run(
     return ours, watch, losses
 
 
-def history(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "snip" / "history.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == "refresh"]
-
-
 @pytest.mark.parametrize("regions", [False, True], ids=["whole", "regions"])
 @pytest.mark.parametrize("ties", [(), TIES], ids=["untied", "tied"])
 def test_refreshes_change_formats_and_compile_nothing(
@@ -106,7 +101,7 @@ def test_refreshes_change_formats_and_compile_nothing(
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", str(regions).lower())
     ours, watch, losses = run(tmp_path, compiled=True, ties=ties)
     assert ours.controller.backend == "hopper"
-    lines = history(tmp_path)
+    lines = refreshes(tmp_path)
     assert [line["status"] for line in lines] == ["applied"] * 3
     assert lines[0]["layers_changed"] > 0 and lines[0]["fp4_fraction"] >= 0.5
     assert dict(counters["graph_break"]) == {}

@@ -18,6 +18,7 @@ from kernels.test_tensor_scaled import encoded, numbers, rising
 from kernels.test_tensor_scaled_layers import SNIP, everywhere, on_gpu  # noqa: F401
 from models import batch
 from operator_calls import Calls, assert_same
+from own_loop import take_steps
 from torch import Tensor, nn
 
 from snip_hf import SnipController
@@ -316,15 +317,7 @@ def test_a_model_trains_as_emulated(model: Any, compiles: bool, everywhere: None
         assert {layer.snip_backend.name for layer in snip_linears(built).values()} == {name}
         for layer in built.model.layers if compiles and name != "emulated" else ():
             layer.compile(backend="aot_eager", fullgraph=True)
-        found = losses[name] = []
-        for step in (1, 2):
-            loss = built(**batch()).loss
-            loss.backward()
-            controller.before_optimizer_step(step)
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.after_step(step)
-            found.append(loss.item())
+        losses[name] = take_steps(built, optimizer, controller, [batch()] * 2)
         controller.close()
     assert losses[TENSOR_SCALED.name] == pytest.approx(losses["emulated"], rel=2e-3)
 

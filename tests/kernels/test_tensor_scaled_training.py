@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from kernels.test_hopper_training import TIES, history, run
+from kernels.test_hopper_training import TIES, run
+from tiny_runs import refreshes
 from torch._dynamo.utils import counters
 from transformers import TrainerCallback
 
@@ -30,7 +31,7 @@ def test_refreshes_change_formats_and_compile_nothing(
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
     ours, watch, losses = run(tmp_path, compiled=True, formats=FORMATS, ties=ties, backend="tensor-scaled")
     assert ours.controller.backend == "tensor-scaled"
-    lines = history(tmp_path)
+    lines = refreshes(tmp_path)
     assert [line["status"] for line in lines] == ["applied"] * 3
     assert lines[0]["layers_changed"] > 0 and lines[0]["fp4_fraction"] >= 0.5
     assert dict(counters["graph_break"]) == {}
@@ -56,7 +57,7 @@ def test_losses_in_cuda_graphs_are_those_without(
     snip = {"formats": ("mxfp4", wide), "ties": TIES, "backend": "tensor-scaled"}
     in_graphs = arguments | {"torch_compile_mode": "reduce-overhead"}
     _, _, replayed = run(tmp_path / "graphs", compiled=True, arguments=in_graphs, **snip)
-    assert [line["status"] for line in history(tmp_path / "graphs")] == ["applied"] * 3
+    assert [line["status"] for line in refreshes(tmp_path / "graphs")] == ["applied"] * 3
     assert counters["inductor"]["cudagraph_skips"] == 0
     _, _, launched = run(tmp_path / "launched", compiled=True, arguments=arguments, **snip)
     assert replayed == launched

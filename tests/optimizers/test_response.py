@@ -19,7 +19,7 @@ from configs import fp4_config
 from own_loop import Loop
 from shared import small_models as reference
 from small import text, tiny_llama
-from tiny_runs import SCHEDULE, history, model_with_dropout, one_thread, train
+from tiny_runs import SCHEDULE, model_with_dropout, one_thread, refreshes, train
 from torch import Tensor, nn, optim
 from torch.optim import SGD, Adam, AdamW
 from transformers.optimization import Adafactor as TransformersAdafactor
@@ -923,7 +923,7 @@ def test_a_loop_of_one_s_own_gives_both(tmp_path: Path) -> None:
                 optimizer.zero_grad()
             controller.after_step(step)
         controller.close()
-    assert [line["status"] for line in history(tmp_path) if line["event"] == "refresh"] == ["applied"]
+    assert [line["status"] for line in refreshes(tmp_path)] == ["applied"]
 
 
 def test_another_one_that_trains_no_layer_may_stand_still(tmp_path: Path) -> None:
@@ -933,4 +933,4 @@ def test_another_one_that_trains_no_layer_may_stand_still(tmp_path: Path) -> Non
     loop.controller.close()
     loop.controller = SnipController(loop.model, [loop.optimizer, idle], CONFIG, output_dir=tmp_path)
     loop.run(7)
-    assert [line["status"] for line in history(tmp_path) if line["event"] == "refresh"] == ["applied"]
+    assert [line["status"] for line in refreshes(tmp_path)] == ["applied"]

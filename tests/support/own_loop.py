@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,27 @@ from snip_hf import SnipConfig, SnipController
 from snip_hf.layers.state import snip_linears
 
 CONFIG = fp4_config(target_fp4_fraction=0.75, **SCHEDULE)
+
+
+def take_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    controller: SnipController,
+    batches: Iterable[Mapping[str, Tensor]],
+    **captured: Tensor,
+) -> list[float]:
+    """Takes a step on each batch, of which the controller gets more; returns the losses."""
+    losses = []
+    for step, batch in enumerate(batches, controller.step + 1):
+        controller.capture({**batch, **captured})
+        loss = model(**batch).loss
+        loss.backward()
+        controller.before_optimizer_step(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.after_step(step)
+        losses.append(loss.item())
+    return losses
 
 
 class Loop:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, PhiConfig, PreTrainedModel
 
 from snip_hf import SnipConfig
+from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
@@ -145,6 +146,11 @@ def adamw_after(model: nn.Module, steps: int, lr: float = 3e-3, rows: int = 4, l
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
+
+
+def weight_divergences(table: DivergenceTable) -> dict[tuple[str, str, str], float]:
+    """Layer, GEMM and format -> the divergence of the weights."""
+    return {(row.layer, row.gemm, row.format): row.weight_divergence for row in table.rows}
 
 
 def trained_tiny_lm(**options: Any) -> tuple[nn.Module, torch.optim.AdamW]:

@@ -62,13 +62,17 @@ class Run:
 
     @property
     def refreshes(self) -> list[dict[str, Any]]:
-        return [line for line in self.history if line["event"] == "refresh"]
+        return refreshes(self.folder)
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
     """The start and the refreshes."""
     lines = [json.loads(line) for line in (folder / "snip" / "history.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] != "coverage"]
+
+
+def refreshes(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in history(folder) if line["event"] == "refresh"]
 
 
 def without_seconds(value: Any) -> Any:

@@ -15,7 +15,7 @@ from configs import fp4_config
 from own_loop import Loop
 from small import text, tiny_llama
 from thread_ranks import on_ranks
-from tiny_runs import FAST, SCHEDULE, Run, differing, history, one_thread, train, weights, without_seconds
+from tiny_runs import FAST, SCHEDULE, Run, differing, one_thread, refreshes, train, weights, without_seconds
 from torch import Tensor, nn
 from transformers import Trainer
 
@@ -208,7 +208,7 @@ def _loop(folder: Path, scale: float, is_told: bool = True, half: bool = False) 
             optimizer.zero_grad()
             controller.after_step(step)
     controller.close()
-    (refresh,) = (line for line in history(folder) if line["event"] == "refresh")
+    (refresh,) = refreshes(folder)
     assert (refresh["step"], refresh["status"]) == (2, "applied")
     return refresh["divergence"]
 

@@ -14,7 +14,7 @@ import torch
 from configs import fp4_config
 from own_loop import Loop
 from small import text, tiny_llama
-from tiny_runs import FAST, SCHEDULE, differing, history, one_thread, weights
+from tiny_runs import FAST, SCHEDULE, differing, history, one_thread, refreshes, weights
 from torch import nn
 
 from snip_hf import SnipController
@@ -27,7 +27,7 @@ UP = "model.layers.1.mlp.up_proj"
 
 
 def outcomes(folder: Path) -> list[tuple[int, str, str | None]]:
-    lines = [line for line in history(folder) if line["event"] == "refresh"]
+    lines = refreshes(folder)
     return [(line["step"], line["status"], line["reason"]) for line in lines]
 
 

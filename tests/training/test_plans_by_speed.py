@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from configs import fp4_config
 from own_loop import Loop
 from rich.console import Console
-from tiny_runs import SCHEDULE
+from tiny_runs import SCHEDULE, refreshes
 
 from snip_hf import PrecisionPlan, SnipConfig
 from snip_hf.costs import timing as gemm_timing_module
@@ -26,11 +25,6 @@ THREE = ("fp4", "fp8", "bf16")
 
 def config(**changes: Any) -> SnipConfig:
     return fp4_config(**{**SCHEDULE, "formats": THREE, "granularity": "gemm", **changes})
-
-
-def refreshes(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "snip" / "history.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if line["event"] == "refresh"]
 
 
 def test_each_refresh_records_the_speed_that_its_plan_reaches_in_every_stage(

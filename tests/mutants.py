@@ -430,12 +430,7 @@ MUTANTS = (
         "tests/invariants/test_resume.py::test_resuming_after_any_step_gives_the_uninterrupted_run",
     ),
     # Delayed scales, replayed sums, ties.
-    Mutant(
-        "delayed-infinity-cut-off",
-        "return tl.fma(x, 0.0, x)",
-        "return x",
-        ENCODING_KERNELS,
-    ),
+    Mutant("delayed-infinity-cut-off", "return tl.fma(x, 0.0, x)", "return x", ENCODING_KERNELS),
     Mutant(
         "graphs-of-old-formats",
         "if self.view.packed not in (None, self.view.facts):",
@@ -472,12 +467,7 @@ MUTANTS = (
         "if COUNTS and row_spacing > 1.0:",
         f"{ENCODING_KERNELS}::test_one_launch_writes_them_where_the_exponent_and_encoded_formats_are_known",
     ),
-    Mutant(
-        "replays-keep-their-first-inputs",
-        "torch._foreach_copy_(captured.inputs, list(inputs))",
-        "pass",
-        REPLAYS,
-    ),
+    Mutant("replays-keep-their-first-inputs", "torch._foreach_copy_(captured.inputs, list(inputs))", "pass", REPLAYS),
     Mutant(
         "replays-take-scale-of-the-captured-layer",
         "sizes = sizes_of(sample, micro_batches, batch, pieces_of(sample.x.shape[0]))",

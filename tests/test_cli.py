@@ -30,10 +30,7 @@ PROBLEM = {
     "groups": [
         {
             "name": name,
-            "options": [
-                {"name": "fp8", "cost": 0.0, "weight": 0.0},
-                {"name": "fp4", "cost": cost, "weight": 0.25},
-            ],
+            "options": [{"name": "fp8", "cost": 0.0, "weight": 0.0}, {"name": "fp4", "cost": cost, "weight": 0.25}],
         }
         for name, cost in (("a", 1.0), ("b", 2.0), ("c", 3.0), ("d", 4.0))
     ],

@@ -84,10 +84,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"timing_file": "a.json"}, "timing_file='a.json' is for budget='measured'; set that too."),
     ({"timing_tokens": 16}, "timing_tokens=16 is for budget='measured'; set that too."),
     *(
-        (
-            {"budget": "measured", "timing_tokens": value},
-            f"timing_tokens={value} is too small; expected at least 1.",
-        )
+        ({"budget": "measured", "timing_tokens": value}, f"timing_tokens={value} is too small; expected at least 1.")
         for value in (0, -1)
     ),
     *(
@@ -109,10 +106,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "(set it to None in dataclasses.replace and to_dict), or choose another policy.",
     ),
     *(
-        (
-            {"target_fp4_fraction": value},
-            f"target_fp4_fraction={value!r} {what}, {EXAMPLE}.",
-        )
+        ({"target_fp4_fraction": value}, f"target_fp4_fraction={value!r} {what}, {EXAMPLE}.")
         for value, what in (
             ((), "has no entry; expected step 1 first"),
             (((5, 0.9),), "begins at step 5; expected step 1 first"),
@@ -239,10 +233,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "line.",
     ),
     ({"objective": "sum"}, "objective='sum' is not known; expected one of additive, paper."),
-    (
-        {"loss_estimator": "hessian"},
-        "loss_estimator='hessian' is not known; expected one of saliency, token-fisher.",
-    ),
+    ({"loss_estimator": "hessian"}, "loss_estimator='hessian' is not known; expected one of saliency, token-fisher."),
     ({"solver": "gurobi"}, "solver='gurobi' is not known; expected one of auto, cbc, highs, greedy."),
     ({"guard": True}, "guard=True is not known; expected one of off, raise."),
     (

@@ -59,10 +59,7 @@ VALUES: dict[str, Any] = {
         "snip": {"target_fp4_fraction": 0.5, "granularity": "gemm"},
     },
     "reference": "bf16",
-    "comparisons": [
-        {"contender": "snip", "against": "fp8", "margin": 5.0},
-        {"contender": "fp8", "against": "bf16"},
-    ],
+    "comparisons": [{"contender": "snip", "against": "fp8", "margin": 5.0}, {"contender": "fp8", "against": "bf16"}],
 }
 
 # A module with a policy of one's own.

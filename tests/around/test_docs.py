@@ -24,13 +24,7 @@ from snip_hf.costs.timing import read_times
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "snip_hf"
-OTHERS = (
-    "README.md",
-    "CONTRIBUTING.md",
-    "SECURITY.md",
-    "eval/README.md",
-    "recipes/README.md",
-)
+OTHERS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "eval/README.md", "recipes/README.md")
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in OTHERS)]
 # The log names files as they were at the time of an entry.
 CURRENT = [page for page in PAGES if page.parent.name != "log"]

@@ -174,11 +174,7 @@ def test_losses_at_no_common_step_are_not_compared(tmp_path: Path, capsys: pytes
     ],
 )
 def test_runs_that_cannot_be_compared_get_one_sentence(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    names: list[str],
-    message: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, names: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "one.json", {})

@@ -26,14 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from snip_hf import PrecisionPlan, convert_model, restore_model
 from snip_hf.costs import timing as gemm_timing_module
 from snip_hf.costs.flops import linear_flops
-from snip_hf.costs.timing import (
-    GemmShape,
-    Machine,
-    MeasuredCost,
-    cost_shares,
-    describe_cost,
-    read_times,
-)
+from snip_hf.costs.timing import GemmShape, Machine, MeasuredCost, cost_shares, describe_cost, read_times
 from snip_hf.json_io import from_json
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS

@@ -17,12 +17,7 @@ SHARED = {
     "adamw": Training(SCHEDULE | {"target_fp4_fraction": 0.6}, "warm", 1e-5, steps=10, keeps_states=True),
     "sgd-gemm-accumulated-clipped": Training(SCHEDULE | {"granularity": "gemm", "target_fp4_fraction": 0.6}, **_SGD),
     "cut-sampled": Training(
-        SCHEDULE
-        | {
-            "refresh_every": 6,
-            "probe_batch_tokens": 2 * 128,
-            "probe_tokens": 128,
-        },
+        SCHEDULE | {"refresh_every": 6, "probe_batch_tokens": 2 * 128, "probe_tokens": 128},
         "warm",
         1e-5,
         rows=4,

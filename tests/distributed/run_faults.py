@@ -194,10 +194,7 @@ SURVIVED: dict[str, tuple[str, SnipConfig, Fault]] = {
     "fsdp2 without first": ("fsdp2", WITHOUT_FIRST, none),
 }
 # Those of training itself change it: they are compared with a run that has them and no refresh at that step.
-POISONS = {
-    "ddp loss": ("ddp", partial(poison, where="loss")),
-    "fsdp2 shard": ("fsdp2", partial(poison, where="shard")),
-}
+POISONS = {"ddp loss": ("ddp", partial(poison, where="loss")), "fsdp2 shard": ("fsdp2", partial(poison, where="shard"))}
 for _name, (_wrapper, _fault) in POISONS.items():
     SURVIVED[_name] = (_wrapper, PATIENT, _fault)
     SURVIVED[f"{_name} without first"] = (_wrapper, WITHOUT_FIRST, _fault)

@@ -17,14 +17,7 @@ import pytest
 import torch
 from comparing import LOSS, WEIGHT, distance, equal_share, errors, read_run
 from rank_runs import OnTwoGpus, on_two_gpus
-from run_distributed_config import (
-    COMPILED,
-    TRAINS_SHARDED,
-    UNIFORM,
-    WHY_NOT,
-    save_mixture,
-    save_model,
-)
+from run_distributed_config import COMPILED, TRAINS_SHARDED, UNIFORM, WHY_NOT, save_mixture, save_model
 from run_parallelism_config import RUNS
 from run_zero3 import SAVED
 from run_zero3 import STEPS as ZERO3_STEPS

@@ -18,10 +18,7 @@ from run_trl import CASES, RESUMED
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # all cases, where cores are shared
 Found = list[dict[str, dict[str, Any]]]
 # Case under FSDP2 -> the same under DDP.
-SHARDED = {
-    "SFT in shards": "SFT",
-    "DPO in shards of adapters": "DPO of adapters",
-}
+SHARDED = {"SFT in shards": "SFT", "DPO in shards of adapters": "DPO of adapters"}
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +75,7 @@ def test_a_reference_of_its_own_has_the_plan_on_each_rank(two: Found) -> None:
 
 @pytest.mark.parametrize("case", [name for name in CASES if name.endswith("adapters")])
 def test_plans_of_a_frozen_base_have_no_grad_weight(case: str, two: Found) -> None:
-    assert {gemm for formats in two[0][case]["whole"]["plan"].values() for gemm in formats} == {
-        "forward",
-        "grad_input",
-    }
+    assert {gemm for formats in two[0][case]["whole"]["plan"].values() for gemm in formats} == {"forward", "grad_input"}
 
 
 @pytest.mark.parametrize("case", RESUMED)

@@ -13,10 +13,7 @@ from rank_processes import assert_succeeded, start_ranks
 from run_zero3 import SAVED, STEPS
 from tiny_runs import differing
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")]
 Found = dict[str, dict[str, Any]]
 
 

@@ -410,9 +410,7 @@ def test_the_swapped_layers_decide_unless_a_config_is_given() -> None:
     model = build("llama")
     skipping = fp4_config(skip_modules=("*.down_proj",))
     expected = coverage(model, text(), skipping)
-    assert expected.uncovered == [
-        Uncovered("model.layers.*.mlp.down_proj", "Linear", 6144 / 30720, "skip_modules"),
-    ]
+    assert expected.uncovered == [Uncovered("model.layers.*.mlp.down_proj", "Linear", 6144 / 30720, "skip_modules")]
     convert_model(model, skipping)
     assert [(one.name, one.reason) for one in coverage(model, text()).uncovered] == [
         ("model.layers.*.mlp.down_proj", "not swapped")

@@ -102,8 +102,7 @@ def trained(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize(
-    ("gemm", "kind"),
-    [case for case in itertools.product(ROWS, OPTIMIZERS) if case[0] == "layer" or case[1] == "AdamW"],
+    ("gemm", "kind"), [case for case in itertools.product(ROWS, OPTIMIZERS) if case[0] == "layer" or case[1] == "AdamW"]
 )
 def test_measured_is_what_the_next_steps_of_copies_really_differ_by(gemm: str, kind: str) -> None:
     model, optimizer = trained(kind)

@@ -36,12 +36,7 @@ def as_sets(ties: Ties) -> set[frozenset[str]]:
 
 @pytest.mark.parametrize(
     ("family", "expected"),
-    [
-        ("llama", LLAMA),
-        ("qwen2", LLAMA),
-        ("opt", (("q_proj", "k_proj", "v_proj"),)),
-        ("gpt-neox", ()),
-    ],
+    [("llama", LLAMA), ("qwen2", LLAMA), ("opt", (("q_proj", "k_proj", "v_proj"),)), ("gpt-neox", ())],
 )
 def test_ties_are_found_in_the_models_of_a_family(family: str, expected: Ties) -> None:
     model = build(family)

@@ -19,14 +19,7 @@ from tiny_runs import SCHEDULE, Run, data, differing, train, weights
 from torch import nn
 from transformers import Trainer
 
-from snip_hf import (
-    SnipCallback,
-    SnipConfig,
-    convert_model,
-    coverage,
-    estimate_divergence,
-    restore_model,
-)
+from snip_hf import SnipCallback, SnipConfig, convert_model, coverage, estimate_divergence, restore_model
 from snip_hf.config import DEFAULT_FP4_FRACTION
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.selection import skip_reasons

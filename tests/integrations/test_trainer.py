@@ -378,16 +378,10 @@ def fake_state(**changes: Any) -> Callable[[], SimpleNamespace]:
     [
         ({"mixed_precision": "fp8"}, "mixed_precision='fp8' would convert the linears a second time"),
         (
-            {
-                "distributed_type": "DistributedType.FSDP",
-                "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1),
-            },
+            {"distributed_type": "DistributedType.FSDP", "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)},
             "policy='snip' cannot probe a model under FSDP version 1",
         ),
-        (
-            {"distributed_type": "DistributedType.MEGATRON_LM"},
-            "policy='snip' cannot probe a model under Megatron-LM",
-        ),
+        ({"distributed_type": "DistributedType.MEGATRON_LM"}, "policy='snip' cannot probe a model under Megatron-LM"),
     ],
 )
 def test_settings_of_accelerate_are_checked_before_anything_is_swapped(
@@ -396,12 +390,7 @@ def test_settings_of_accelerate_are_checked_before_anything_is_swapped(
     model = model_with_dropout()
     monkeypatch.setattr(trainer_module, "AcceleratorState", fake_state(**changes))
     with pytest.raises(ValueError) as caught:
-        trainer = Trainer(
-            model=model,
-            args=arguments(tmp_path),
-            train_dataset=data(),
-            callbacks=[SnipCallback(CONFIG)],
-        )
+        trainer = Trainer(model=model, args=arguments(tmp_path), train_dataset=data(), callbacks=[SnipCallback(CONFIG)])
         trainer.train()
     assert str(caught.value).startswith(expected)
     assert snip_linears(model) == {}
@@ -470,10 +459,7 @@ def test_every_kind_of_failure_in_one_run_keeps_the_plan_and_leaves_no_process(
     # A constant leaves the gradients alone, so that only the probe and the log see it.
     model.loss_function = lambda **kwargs: loss_function(**kwargs) + added[-1]
     processes = solve_with(
-        monkeypatch,
-        "raise SystemExit('crashed here')",
-        "print('garbage')",
-        "import time; time.sleep(60)",
+        monkeypatch, "raise SystemExit('crashed here')", "print('garbage')", "import time; time.sleep(60)"
     )
     config = fp4_config(first_refresh=1, refresh_every=2, apply_delay=1, solver_time_limit=0.3, solver="greedy")
     monkeypatch.setattr(refresh, "GRACE", 0.0)

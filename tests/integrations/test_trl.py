@@ -20,18 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 pytest.importorskip("trl")
 
 import trl
-from trl_runs import (
-    CHATS,
-    CONFIG,
-    PAIRS,
-    PREFERENCES,
-    UNTOUCHED,
-    TRLRun,
-    build,
-    model_for,
-    run,
-    saved_model,
-)
+from trl_runs import CHATS, CONFIG, PAIRS, PREFERENCES, UNTOUCHED, TRLRun, build, model_for, run, saved_model
 
 from snip_hf import SnipCallback
 from snip_hf.cli import main

@@ -199,10 +199,7 @@ def by_torch_save(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "deepcopy": copy.deepcopy,
-    "torch.save": by_torch_save,
-}
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {"deepcopy": copy.deepcopy, "torch.save": by_torch_save}
 
 
 def use(model: nn.Module) -> float:

@@ -299,10 +299,7 @@ class OwnStep(Trainer):
 
 def test_a_loss_that_nobody_sees_is_noticed_behind_a_compiled_model_too(tmp_path: Path) -> None:
     trainer = OwnStep(
-        model=llama(),
-        args=arguments(tmp_path, **BY_TRAINER),
-        train_dataset=data(),
-        callbacks=[SnipCallback(CONFIG)],
+        model=llama(), args=arguments(tmp_path, **BY_TRAINER), train_dataset=data(), callbacks=[SnipCallback(CONFIG)]
     )
     with pytest.raises(ValueError, match=r"^The training loss depends neither on the loss that the model returns"):
         trainer.train()

@@ -393,9 +393,7 @@ def test_calls_that_are_alike_count_as_often_as_there_are_calls(form: str, calls
 
 
 @pytest.mark.parametrize("options", [{"experts": 4}, slow({"calls": 2})])
-def test_weight_divergences_of_experts_and_of_shared_layers_are_the_measured_ones(
-    options: dict[str, int],
-) -> None:
+def test_weight_divergences_of_experts_and_of_shared_layers_are_the_measured_ones(options: dict[str, int]) -> None:
     """Their sums hold products of X and G alone, and no number of tokens. Calls and experts see whole tiles of 128."""
     model, inputs, seeds = pointwise(**options), inputs_of(512, share=1 / 8), 6
     measured = measure_divergence(model, inputs, config=fp4_config(), draws=1, gemms=("grad_weight", LAYER))

@@ -145,11 +145,7 @@ def compiled(name: str, operand: str, contracts: int, capability: int) -> str:
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.parametrize(
     ("name", "operand", "contracts", "capability"),
-    [
-        ("mxfp8", "activation", 1, 100),
-        ("mxfp4", "gradient", 1, 120),
-        ("nvfp4", "gradient", 0, 100),
-    ],
+    [("mxfp8", "activation", 1, 100), ("mxfp4", "gradient", 1, 120), ("nvfp4", "gradient", 0, 100)],
 )
 def test_the_kernel_assembles_for_blackwell_and_needs_none_of_its_conversions(
     name: str, operand: str, contracts: int, capability: int

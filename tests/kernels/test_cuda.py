@@ -20,10 +20,7 @@ from snip_hf.numerics.formats import E2M1, E4M3
 from snip_hf.numerics.gemms import GEMMS, ROW_TILE, SQUARE_TILE
 from snip_hf.numerics.random_streams import stream_key
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def llama(layers: int = 2) -> LlamaForCausalLM:
@@ -150,12 +147,7 @@ def test_a_resumed_bf16_run_is_the_run(tmp_path: Path, backend: str) -> None:
             full_determinism=True,
         )
         config = fp4_config(first_refresh=2, refresh_every=4, apply_delay=2, stages=2, solver="highs", backend=backend)
-        trainer = Trainer(
-            llama(4),
-            args,
-            train_dataset=data,
-            callbacks=[SnipCallback(config, keep_formats=True)],
-        )
+        trainer = Trainer(llama(4), args, train_dataset=data, callbacks=[SnipCallback(config, keep_formats=True)])
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         used = {layer.snip_backend.name for layer in snip_linears(trainer.model).values()}
         assert used == {select_backend(backend, "cuda")}

@@ -255,8 +255,7 @@ OTHERS = with_gelu, with_an_own_forward_of_its_activation, with_another_class
 
 
 @pytest.mark.parametrize(
-    "change",
-    [frozen, with_bias, with_bf16, hooked, emulated, wrapped, restored, watched, with_its_own_forward],
+    "change", [frozen, with_bias, with_bf16, hooked, emulated, wrapped, restored, watched, with_its_own_forward]
 )
 def test_layers_that_need_their_own_call_run_one_by_one(change: Callable[[nn.Module], None]) -> None:
     mlp, graphs = mlp_of(), Graphs()

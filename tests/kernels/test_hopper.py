@@ -314,9 +314,7 @@ class TestTokens:
         assert [row_scales.shape, column_scales.shape] == [(channels // TILE, 0), (0, channels)]
 
     @pytest.mark.parametrize(
-        "view",
-        [lambda x: x.t(), lambda x: x[3:133, ::2]],
-        ids=["transposed", "every-second-channel"],
+        "view", [lambda x: x.t(), lambda x: x[3:133, ::2]], ids=["transposed", "every-second-channel"]
     )
     def test_inputs_may_have_any_strides(self, run: Run, view: Callable[[Tensor], Tensor]) -> None:
         x, numbers = view(random((270, 400))), state("fp4", "fp4", "fp8")

@@ -302,8 +302,7 @@ def test_a_captured_graph_launches_what_any_plan_needs_and_sums_exactly() -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("mxfp4", [True] * 3), ("fp8-delayed", [True] * 3), ("fp8-tensor", [False] * 3)],
+    ("name", "expected"), [("mxfp4", [True] * 3), ("fp8-delayed", [True] * 3), ("fp8-tensor", [False] * 3)]
 )
 def test_block_and_delayed_formats_sum_fast(name: str, expected: list[bool]) -> None:
     layer = layer_of(linear(), (name,) * 3, TENSOR_SCALED.name)

@@ -16,14 +16,7 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from snip_hf import (
-    PrecisionPlan,
-    SnipCallback,
-    convert_model,
-    estimate_divergence,
-    measure_divergence,
-    restore_model,
-)
+from snip_hf import PrecisionPlan, SnipCallback, convert_model, estimate_divergence, measure_divergence, restore_model
 from snip_hf.costs.flops import linear_flops
 from snip_hf.integrations.export import TARGETS, NotExpressible
 from snip_hf.integrations.export_checkpoint import export_checkpoint

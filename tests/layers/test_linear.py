@@ -1094,18 +1094,9 @@ def router_in_fp32(self: nn.Linear, input: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
-        (
-            subclass(forward=lambda self, x: nn.Linear.forward(self, x).softmax(-1)),
-            r"fails a trial .*not close",
-        ),
-        (
-            subclass(forward=lambda self, x: nn.functional.linear(x, self.weight)),
-            r"fails a trial .*not close",
-        ),
-        (
-            subclass(forward=router_in_fp32),
-            r"fails a trial .*'dtype' do not match: torch\.float32 != torch\.bfloat16",
-        ),
+        (subclass(forward=lambda self, x: nn.Linear.forward(self, x).softmax(-1)), r"fails a trial .*not close"),
+        (subclass(forward=lambda self, x: nn.functional.linear(x, self.weight)), r"fails a trial .*not close"),
+        (subclass(forward=router_in_fp32), r"fails a trial .*'dtype' do not match: torch\.float32 != torch\.bfloat16"),
         (
             subclass(forward=lambda self, x: nn.Linear.forward(self, x).flatten(0, 1)),
             r"fails a trial .*'shape' do not match: torch\.Size\(\[6, 5\]\) != torch\.Size\(\[2, 3, 5\]\)",

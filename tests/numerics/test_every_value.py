@@ -188,10 +188,7 @@ USERS = {
         users(integers(31), 6, (4, 32), scale="e8m0", scale_rule="even"),
         Case((4, 32), _INT6, [blocks.e8m0("even", _INT6)]),
     ),
-    "E5M10 with one scale": (
-        users(floats(5, 10, infinities=True), 16, None),
-        fp32(_WHOLE, _E5M10, of_tensor=True),
-    ),
+    "E5M10 with one scale": (users(floats(5, 10, infinities=True), 16, None), fp32(_WHOLE, _E5M10, of_tensor=True)),
 }
 
 

@@ -244,11 +244,7 @@ class TestUnbiased:
         assert (bias <= 2.0**-9 + last_place / 2).all()
         assert bias.max() > 0.99 * 2.0**-9
 
-    @pytest.mark.parametrize(
-        ("fmt", "sign"),
-        [(E2M1, -1), (E4M3, 1)],
-        ids=lambda value: getattr(value, "name", value),
-    )
+    @pytest.mark.parametrize(("fmt", "sign"), [(E2M1, -1), (E4M3, 1)], ids=lambda value: getattr(value, "name", value))
     def test_over_the_fractions_of_a_spacing_the_bias_averages_to_nothing(self, fmt: ElementGrid, sign: int) -> None:
         """Exactly, over 1,024 equidistant fractions of every spacing; and over 2**16 random ones within 4.5 standard
         errors, 2**-9 / sqrt(3) / 256 each. Power: a mean bias of 3.4e-5 spacings is found with 99.9%."""
@@ -594,10 +590,7 @@ class TestUniform:
         k = integers(stream_key(**KEY), (2**20 // columns, columns))
         assert largest_decision_correlation(k, k.roll(rows, 0)) < 0.01
 
-    @pytest.mark.parametrize(
-        ("one", "other"),
-        [(0, 1), (2, 3)],
-    )
+    @pytest.mark.parametrize(("one", "other"), [(0, 1), (2, 3)])
     def test_the_four_numbers_of_one_hash_are_independent(self, one: int, other: int) -> None:
         """Neighbours in a column, 2**20 pairs: the correlation of the numbers, 4.5 standard errors; that of decisions,
         as chance has it; 64 x 64 cells by high and low bits of either. Power: correlations of 0.0074 of the numbers and

@@ -174,10 +174,7 @@ def test_all_solvers_agree_on_the_linears_of_large_models(groups: int, stages: i
     assert max(found[solver]["bound"] for solver in found) <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("solver", "stages", "measured"),
-    [("cbc", 8, True), ("highs", 1, False)],
-)
+@pytest.mark.parametrize(("solver", "stages", "measured"), [("cbc", 8, True), ("highs", 1, False)])
 def test_five_options_for_the_gemms_of_a_large_model_are_solved_to_a_ten_thousandth(
     solver: str, stages: int, measured: bool
 ) -> None:

@@ -99,10 +99,7 @@ def test_a_trial_that_fails_otherwise_is_told_and_training_goes_on(
     failing({"highs": "crashed"})
     assert solver.check_solver(fp4_config(solver="highs"), LOG) == "highs"
     assert notes(caplog) == [
-        (
-            logging.WARNING,
-            "snip-hf: trying out the solver 'highs' failed, so refreshes may fail too: highs crashed",
-        )
+        (logging.WARNING, "snip-hf: trying out the solver 'highs' failed, so refreshes may fail too: highs crashed")
     ]
 
 

@@ -391,11 +391,7 @@ def test_tokens_are_told_where_layers_saw_different_numbers_or_there_are_experts
 
 def test_tokens_are_told_where_a_grad_input_did_not_run_for_all_of_them() -> None:
     found = relative_tokens({"a": 8, "b": 8, "c": 8}, {"a": 0, "b": 8, "c": 4}, 8)
-    assert found == {
-        "a": {"forward": 1.0, "grad_input": 0.0},
-        "b": 1.0,
-        "c": {"forward": 1.0, "grad_input": 0.5},
-    }
+    assert found == {"a": {"forward": 1.0, "grad_input": 0.0}, "b": 1.0, "c": {"forward": 1.0, "grad_input": 0.5}}
 
 
 def test_a_grad_input_that_does_not_run_has_no_share(tmp_path: Path) -> None:

@@ -107,10 +107,7 @@ def test_a_program_that_does_not_exist_is_reported_at_the_start(tmp_path: Path) 
         ("", "The solver's output is not a solution (it begins with ''): "),
         ("Welcome to CBC", "The solver's output is not a solution (it begins with 'Welcome to CBC'): "),
         ('{"status": "optimal", "cho', "The solver's output is not a solution (it begins with"),
-        (
-            "[1, 2]",
-            "The solver's output is not a solution (it begins with '[1, 2]'): the document is a list of 2",
-        ),
+        ("[1, 2]", "The solver's output is not a solution (it begins with '[1, 2]'): the document is a list of 2"),
         (
             '{"status": "optimal"}',
             'The solver\'s output is not a solution (it begins with \'{"status": "optimal"}\'): it has no entry',

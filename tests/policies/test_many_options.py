@@ -69,12 +69,7 @@ def more_formats() -> Iterator[None]:
 
 @pytest.mark.parametrize(("policy", "granularity"), [*RULES_AT, *PROBED_AT])
 @pytest.mark.parametrize(
-    ("formats", "stages", "ties"),
-    [
-        (THREE, 2, TIES),
-        (FIVE, LISTS, ()),
-    ],
-    ids=["three-two-tied", "five-lists"],
+    ("formats", "stages", "ties"), [(THREE, 2, TIES), (FIVE, LISTS, ())], ids=["three-two-tied", "five-lists"]
 )
 def test_every_stage_meets_either_target(
     policy: str, granularity: str, formats: tuple[str, ...], stages: Any, ties: Any

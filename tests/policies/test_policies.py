@@ -73,14 +73,7 @@ def uniform(flops: dict[str, dict[str, float]], fmt: str = "fp8") -> dict[str, d
 
 
 @pytest.mark.parametrize(("policy", "granularity"), SHARING_AT)
-@pytest.mark.parametrize(
-    ("stages", "ties"),
-    [
-        (None, ()),
-        (LISTS, TIES),
-    ],
-    ids=["none-free", "lists-tied"],
-)
+@pytest.mark.parametrize(("stages", "ties"), [(None, ()), (LISTS, TIES)], ids=["none-free", "lists-tied"])
 def test_every_stage_meets_every_target_and_exceeds_it_by_less_than_a_unit(
     policy: str, granularity: str, stages: Any, ties: Any
 ) -> None:

@@ -50,8 +50,7 @@ def controller(folder: Path, **options: Any) -> SnipController:
 
 
 @pytest.mark.parametrize(
-    "where",
-    [(controller_module, "check_alike"), (gradients, "check_optimizer"), (controller_module, "PipelineChunks")],
+    "where", [(controller_module, "check_alike"), (gradients, "check_optimizer"), (controller_module, "PipelineChunks")]
 )
 def test_a_run_that_cannot_start_gives_the_folder_back_although_its_error_is_kept(
     where: tuple[Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

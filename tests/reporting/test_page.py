@@ -67,12 +67,7 @@ def test_every_table_and_sentence_of_the_terminal_is_in_the_page(tmp_path: Path)
     run = load_run(tmp_path)
     found = Page(page({"a run": run}))
     shown = blocks(run_contents(run))
-    assert [block["title"] for block in shown if "title" in block] == [
-        "Refreshes",
-        "Losses",
-        "Plan",
-        "Why",
-    ]
+    assert [block["title"] for block in shown if "title" in block] == ["Refreshes", "Losses", "Plan", "Why"]
     for block in shown:
         if "text" in block:
             assert block["text"] in found.texts

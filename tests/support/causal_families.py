@@ -84,7 +84,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
-        },
+        }
     },
     "cpmant": {"dim_head": 16, "dim_ff": 176, "prompt_length": 4, "init_std": 0.02},
     "ctrl": {"dff": 176},

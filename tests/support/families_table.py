@@ -17,11 +17,7 @@ from snip_hf import coverage
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- /families -->"
 OTHERS_BEGIN, OTHERS_END = "<!-- others -->\n", "<!-- /others -->"
-GROUPS = {
-    "Dense": DENSE,
-    "With convolutions, linear attention or state spaces": HYBRID,
-    "With experts": EXPERTS,
-}
+GROUPS = {"Dense": DENSE, "With convolutions, linear attention or state spaces": HYBRID, "With experts": EXPERTS}
 # The kind says enough of these.
 _ROUTER = "router"
 # A family of which all is covered, or all but one router: as a line of the table, and as the page lists it.

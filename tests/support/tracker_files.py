@@ -52,10 +52,7 @@ def of_tensorboard(folder: Path) -> Stored:
     found = reading.EventAccumulator(str(folder)).Reload()
     tags = found.Tags()
     text = found.Tensors("snip_config/text_summary")[0].tensor_proto.string_val[0].decode()
-    return Stored(
-        {name: [event.value for event in found.Scalars(name)] for name in tags["scalars"]},
-        json.loads(text),
-    )
+    return Stored({name: [event.value for event in found.Scalars(name)] for name in tags["scalars"]}, json.loads(text))
 
 
 def of_wandb(folder: Path) -> Stored:

@@ -345,10 +345,7 @@ def events(folder: Path) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(
     ("granularity", "policy"),
-    [
-        *(("layer", policy) for policy in ("fisher", "hessian-trace", "greedy", "kl")),
-        ("gemm", "greedy"),
-    ],
+    [*(("layer", policy) for policy in ("fisher", "hessian-trace", "greedy", "kl")), ("gemm", "greedy")],
 )
 def test_a_run_decides_by_the_criterion_that_its_file_of_divergences_has(
     policy: str, granularity: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -833,12 +830,7 @@ def test_targets_that_cannot_be_met_keep_the_plan_and_no_other_solver_is_asked(
             "The solver process crashed (exit code -4): nothing on stderr",
         ),
         # Other ranks would not wait as long again.
-        (
-            SLEEP,
-            ["kept", "applied"],
-            ["auto", "highs"],
-            "The solver ran past the 3 s that it had and was killed.",
-        ),
+        (SLEEP, ["kept", "applied"], ["auto", "highs"], "The solver ran past the 3 s that it had and was killed."),
     ],
     ids=["crashes", "hangs"],
 )

@@ -270,9 +270,7 @@ def test_layers_that_were_replaced_or_wrapped_keep_the_plan_and_are_named(
 def test_refreshes_whose_plan_would_be_due_after_the_last_step_are_not_run(tmp_path: Path) -> None:
     full = Loop(fp4_config(**SCHEDULE | {"refresh_every": 3}), tmp_path / "full").run(6)
     full.controller.close()
-    assert [(step, status) for step, status, _ in outcomes(tmp_path / "full")] == [
-        *[(2, "applied"), (5, "kept")],
-    ]
+    assert [(step, status) for step, status, _ in outcomes(tmp_path / "full")] == [*[(2, "applied"), (5, "kept")]]
     short = Loop(fp4_config(**SCHEDULE | {"refresh_every": 3}), tmp_path / "short")
     short.controller._schedule.max_steps = 6
     short.run(6)

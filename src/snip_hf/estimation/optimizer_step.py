@@ -208,10 +208,7 @@ class ComparedParameters:
 
 
 def compared_parameters(
-    model: nn.Module,
-    layers: Mapping[str, SnipLayer],
-    is_trained: Callable[[Tensor], bool],
-    stages: Ranks | None = None,
+    model: nn.Module, layers: Mapping[str, SnipLayer], is_trained: Callable[[Tensor], bool], stages: Ranks | None = None
 ) -> ComparedParameters:
     """Returns the parameters to compare. Collective over the stages of a pipeline, which decide together.
 

@@ -234,11 +234,7 @@ _for_all_threads = Shared(_patched_torch)
 _in_fp32 = Shared(_autocast_disabled)
 
 
-def _run(
-    model: nn.Module,
-    batch: Batch,
-    run: Callable[[Mapping[str, Any]], Tensor | float | None] | None,
-) -> Tensor:
+def _run(model: nn.Module, batch: Batch, run: Callable[[Mapping[str, Any]], Tensor | float | None] | None) -> Tensor:
     """Runs forward and backward and returns the loss; recomputation in backward needs the stand-ins too."""
     if run is not None:
         found = run(dict(batch.kwargs))

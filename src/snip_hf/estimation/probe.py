@@ -254,12 +254,7 @@ class _Passes:
             yield sides
 
 
-def _combine(
-    samples: dict[str, LayerSample],
-    plus: Recorder,
-    minus: Recorder,
-    epsilon: float,
-) -> list[str]:
+def _combine(samples: dict[str, LayerSample], plus: Recorder, minus: Recorder, epsilon: float) -> list[str]:
     """Adds one probe's central differences to the samples, and X and G if they are still missing.
 
     Removes the records one by one, so that little more than the samples is held.

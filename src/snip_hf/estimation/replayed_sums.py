@@ -20,16 +20,7 @@ from ..kernels.rounding import fake_quantize
 from ..numerics.formats import FORMATS
 from ..parallel.sharding import compute_device
 from .extrapolation import BatchSizes, Squares
-from .layer_sums import (
-    OPERANDS,
-    Deferred,
-    LayerSums,
-    finish_errors,
-    finish_loss,
-    finish_squares,
-    pieces_of,
-    sizes_of,
-)
+from .layer_sums import OPERANDS, Deferred, LayerSums, finish_errors, finish_loss, finish_squares, pieces_of, sizes_of
 from .samples import LayerSample
 
 # Elements of the largest weight whose sums are captured: launches of larger ones take the device longer than the host.

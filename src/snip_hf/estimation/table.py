@@ -49,7 +49,4 @@ class DivergenceTable:
     def totals(self, fmt: str) -> dict[str, float]:
         """Returns the sums of the loss and weight divergence over all layers, each wholly in `fmt`."""
         rows = [row for row in self.rows if row.format == fmt and row.gemm == LAYER]
-        return {
-            "loss": sum(row.loss_divergence for row in rows),
-            "weight": sum(row.weight_divergence for row in rows),
-        }
+        return {"loss": sum(row.loss_divergence for row in rows), "weight": sum(row.weight_divergence for row in rows)}

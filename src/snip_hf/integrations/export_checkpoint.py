@@ -38,10 +38,7 @@ from ..planning.plan import PrecisionPlan
 from .export import NotExpressible
 
 # Files to copy: those of the tokenizer and chat templates.
-_COPIED = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    "chat_template*",
-)
+_COPIED = (*("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"), "chat_template*")
 _DTYPE = torch.bfloat16
 
 

@@ -86,8 +86,7 @@ class Trackers:
             state.log_history.append({**found, "epoch": state.epoch, "step": step_of(event)})
             for report in self._reports():
                 self._try(
-                    report,
-                    lambda report=report, found=found: report.on_log(args, state, control, logs=dict(found)),
+                    report, lambda report=report, found=found: report.on_log(args, state, control, logs=dict(found))
                 )
 
     def _reports(self) -> list[TrainerCallback]:

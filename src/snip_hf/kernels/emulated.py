@@ -56,13 +56,7 @@ class _Part(NamedTuple):
 
 
 @torch.library.custom_op("snip_hf::forward_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
-def forward_gemm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    ends: Tensor | None = None,
-) -> Tensor:
+def forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, ends: Tensor | None = None) -> Tensor:
     """Returns x @ weight^T + bias, (..., O) for x (..., I), in x's dtype; the bias is added after the GEMM in FP32."""
     format, parts = _read(state, ends, "forward")
     products: Iterable[Tensor]
@@ -103,11 +97,7 @@ def grad_input_gemm(grad_output: Tensor, weight: Tensor, state: Tensor, ends: Te
 
 @torch.library.custom_op("snip_hf::grad_weight_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
 def grad_weight_gemm(
-    grad_output: Tensor,
-    x: Tensor,
-    state: Tensor,
-    ends: Tensor | None = None,
-    transposed: bool = False,
+    grad_output: Tensor, x: Tensor, state: Tensor, ends: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
     """Returns grad_output^T @ x, (O, I) or (E, O, I), in grad_output's dtype; zeros for a matrix without tokens.
 

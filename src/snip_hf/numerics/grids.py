@@ -59,12 +59,7 @@ def integers(largest: int) -> ElementGrid:
 
 
 def floats(
-    exponent_bits: int,
-    mantissa_bits: int,
-    *,
-    subnormals: bool = True,
-    infinities: bool = False,
-    nans: bool = False,
+    exponent_bits: int, mantissa_bits: int, *, subnormals: bool = True, infinities: bool = False, nans: bool = False
 ) -> ElementGrid:
     """Returns the grid of a floating-point format with the bias 2**(exponent_bits - 1) - 1.
 

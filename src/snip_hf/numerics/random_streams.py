@@ -32,11 +32,7 @@ def matrix_keys(key: int, matrices: int) -> list[int]:
 
 
 def uniform(
-    key: int,
-    shape: tuple[int, int] | torch.Size,
-    device: torch.device | str = "cpu",
-    rank: int = 0,
-    ranks: int = 1,
+    key: int, shape: tuple[int, int] | torch.Size, device: torch.device | str = "cpu", rank: int = 0, ranks: int = 1
 ) -> Tensor:
     """Returns numbers (k + 1/2) / 256, k = 0 ... 255, one per element: a pure function of (key, rank, ranks, element).
 

@@ -31,15 +31,8 @@ from .update_rules import SLOPES, Autograd, Elementwise, UpdateContext, lion
 
 logger = logging.getLogger(__name__)
 
-ELEMENTWISE: Mapping[str, Elementwise] = {
-    **update_rules.ELEMENTWISE,
-    **bitsandbytes_states.ELEMENTWISE,
-}
-AUTOGRAD: Mapping[str, Autograd] = {
-    **update_rules.AUTOGRAD,
-    **bitsandbytes_states.AUTOGRAD,
-    **low_rank.AUTOGRAD,
-}
+ELEMENTWISE: Mapping[str, Elementwise] = {**update_rules.ELEMENTWISE, **bitsandbytes_states.ELEMENTWISE}
+AUTOGRAD: Mapping[str, Autograd] = {**update_rules.AUTOGRAD, **bitsandbytes_states.AUTOGRAD, **low_rank.AUTOGRAD}
 DEFAULT = "adamw_torch' or 'adamw_torch_fused"
 """Values of the Trainer's `optim` that always work."""
 

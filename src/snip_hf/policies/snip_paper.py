@@ -107,10 +107,7 @@ class PaperEstimate(LayerCriterion):
         squares = [
             square.sum()
             for operand, tensor in operands.items()
-            for square in (
-                tensor.square(),
-                (sums.rounded(operand, name, 1, roundings[operand]) - tensor).square(),
-            )
+            for square in (tensor.square(), (sums.rounded(operand, name, 1, roundings[operand]) - tensor).square())
         ]
         responses = sums.w.new_zeros(len(PLACES)) if self.trace is None else self.trace
         # Scales from the sampled tokens to all tokens, and from one micro-batch to the mean over the step's.
@@ -155,11 +152,5 @@ def _sum_of(row: Divergence) -> float:
 
 
 register_policy(
-    Policy(
-        name="snip-paper",
-        cost=quality,
-        granularities=("layer",),
-        criterion=PaperEstimate,
-        weighs_updates=True,
-    )
+    Policy(name="snip-paper", cost=quality, granularities=("layer",), criterion=PaperEstimate, weighs_updates=True)
 )

@@ -19,13 +19,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..estimation.table import DivergenceTable
-from ..json_io import (
-    SCHEMA_VERSION,
-    append_json_line,
-    parse_json,
-    write_atomic,
-    write_json_atomic,
-)
+from ..json_io import SCHEMA_VERSION, append_json_line, parse_json, write_atomic, write_json_atomic
 from ..planning.plan import PrecisionPlan
 from ..text import printable
 from .events import Event, Refresh, Start

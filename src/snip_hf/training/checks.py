@@ -97,11 +97,7 @@ def check_equal(values: Mapping[str, Any], ranks: Ranks) -> None:
 
 
 def check_alike(
-    model: nn.Module,
-    layers: Mapping[str, SnipLayer],
-    plan: PrecisionPlan,
-    max_steps: int | None,
-    processes: Processes,
+    model: nn.Module, layers: Mapping[str, SnipLayer], plan: PrecisionPlan, max_steps: int | None, processes: Processes
 ) -> None:
     """Refuses ranks with different swapped layers, attention, first plans or lengths of training, as `check_equal`."""
     with processes.everyone.together():  # stages of a pipeline have different layers

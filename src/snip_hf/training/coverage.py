@@ -43,12 +43,7 @@ class CoverageCounter:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        in_force: PlanInForce,
-        processes: Processes,
-        record: RunRecord,
-        accelerator: Any = None,
+        self, model: nn.Module, in_force: PlanInForce, processes: Processes, record: RunRecord, accelerator: Any = None
     ) -> None:
         self.latest: Coverage | None = None
         """The last coverage; None: none yet, or counting failed."""

@@ -59,13 +59,7 @@ def quantize(
 
 
 def _by_kernel(
-    x: Tensor,
-    format: NumberFormat,
-    rule: Operand,
-    contracts: int,
-    state: Tensor,
-    amax: Tensor,
-    tensor_scale: Tensor,
+    x: Tensor, format: NumberFormat, rule: Operand, contracts: int, state: Tensor, amax: Tensor, tensor_scale: Tensor
 ) -> Packed:
     """Quantizes in one launch."""
     kind = kind_of(format)

@@ -672,7 +672,7 @@ def report(config: Config, lines: Sequence[Line], step: int | None = None) -> st
     heads = ["contender", "in 4 bits", "pairs", difference, "p", "p, Holm", "detectable", "diverged"]
     parts = [
         f"Held-out loss under the plan after {step} steps, paired by seed: mean ± half of the 95% interval (Student's "
-        "t). Detectable: the true difference that the test finds with power 0.8.",
+        "t). In 4 bits: mean over the steps. Detectable: the true difference that the test finds with power 0.8.",
         _table(heads, rows),
     ]
     if config.comparisons:

@@ -379,6 +379,10 @@ def test_the_plan_of_a_run_is_read_from_its_folder_and_other_folders_are_refused
         f"snip-hf: {run / 'snip'}/snip/history.jsonl does not exist; "
         f"expected the output folder of a run with SnipCallback. Give the folder around it: {run}\n"
     )
+    (run / "snip" / "history.jsonl").unlink()
+    assert main(["compare", str(run), str(run)]) == 2
+    advice = f"It has only a plan, which `snip-hf inspect` and `compare` accept: {run / 'snip' / 'plan.json'}\n"
+    assert capsys.readouterr().err.endswith(advice)
 
 
 def test_report_of_a_file_is_told_which_folder_to_give(

@@ -226,6 +226,8 @@ def _read_events(path: Path, notes: list[str], until: float) -> tuple[Start, lis
             advice = f" Give the folder around it: {run.parent}"
         elif inside := sorted(run.glob(f"*/{FOLDER}/{path.name}")):
             advice = f" Give one of the runs in it, such as {inside[0].parent.parent}"
+        elif (plan := path.with_name("plan.json")).exists():
+            advice = f" It has only a plan, which `snip-hf inspect` and `compare` accept: {plan}"
         missing = path if run.exists() else run
         raise FileNotFoundError(
             f"{missing} does not exist; expected the output folder of a run with SnipCallback.{advice}"

@@ -207,7 +207,7 @@ def _print_losses(compared: Sequence[Compared], console: Console) -> None:
     runs = [one for one in compared if one.losses]
     if len(runs) < 2:
         if any(one.run is not None for one in compared):
-            say(console, "Losses cannot be compared: fewer than two runs have any.")
+            say(console, "Losses cannot be compared: fewer than two runs have any. The Trainer records them.")
         return
     for kind, name in _KINDS.items():
         found = {one.letter: one.losses_of(kind) for one in runs}

@@ -13,9 +13,6 @@ def printable(text: object, limit: int = 200) -> str:
     UTF-8), and keeps letters of all scripts. The result has at most `limit` characters and ends with "..." if cut.
     """
     # Cuts before escaping, because texts may have megabytes, and after it, because escapes are longer.
-    shown = "".join(map(_escaped, str(text)[: limit + 1]))
+    given = str(text)[: limit + 1]
+    shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in given)
     return shown if len(shown) <= limit else shown[: max(0, limit - 3)] + "..."
-
-
-def _escaped(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")

@@ -148,15 +148,7 @@ if TYPE_CHECKING or find_spec("triton") is not None:
 
     @triton.jit
     def _weight_errors_kernel(  # type: ignore[no-untyped-def]
-        weight,
-        first,
-        second,
-        found,
-        narrow,
-        sums,
-        size,
-        IS_TWO: tl.constexpr,
-        BLOCK: tl.constexpr,
+        weight, first, second, found, narrow, sums, size, IS_TWO: tl.constexpr, BLOCK: tl.constexpr
     ):
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < size

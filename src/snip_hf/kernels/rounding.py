@@ -104,11 +104,8 @@ def takes(format: NumberFormat, operand: str) -> bool:
     """
     rule = format.operand(operand)
     grid = rule.grid or format.grid
-    return not rule.noise and len(rule.targets) <= _MOST_TARGETS and (grid is None or _is_narrow(grid))
-
-
-def _is_narrow(grid: ElementGrid) -> bool:
-    return grid.min_exponent - grid.mantissa_bits >= -126 and grid.max < 2.0**127
+    is_narrow = grid is None or (grid.min_exponent - grid.mantissa_bits >= -126 and grid.max < 2.0**127)
+    return not rule.noise and len(rule.targets) <= _MOST_TARGETS and is_narrow
 
 
 def round_by_kernel(
@@ -138,7 +135,7 @@ def round_by_kernel(
         (x, y, y if amax is None else amax),
         (*x.shape, *x.stride(), *call.numbers),
         (*call.tiles, is_random, *call.flags),
-        (_as_int64(stream), first),
+        (stream - 2**64 if stream >= 2**63 else stream, first),
         **call.options,
     )
     return y
@@ -242,7 +239,3 @@ def scale_rule(format: NumberFormat, rule: Operand) -> str:
     """Returns the rule of the scales; "even" is "floor" after a carry was added."""
     name = format.rule_of(rule)
     return "floor" if name == "even" else name
-
-
-def _as_int64(key: int) -> int:
-    return key - 2**64 if key >= 2**63 else key

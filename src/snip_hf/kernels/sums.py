@@ -202,13 +202,7 @@ if TYPE_CHECKING or find_spec("triton") is not None:
 
     @triton.jit
     def _token_figures_kernel(  # type: ignore[no-untyped-def]
-        of_x,
-        grad_output,
-        is_kept,
-        figures,
-        outputs,
-        grad_output_row,
-        BLOCK: tl.constexpr,
+        of_x, grad_output, is_kept, figures, outputs, grad_output_row, BLOCK: tl.constexpr
     ):
         token = tl.program_id(0).to(tl.int64)
         of_g, largest_g = _of_row(grad_output + token * grad_output_row, outputs, BLOCK)

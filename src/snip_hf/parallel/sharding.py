@@ -195,18 +195,16 @@ def remove_sharding_hooks(model: nn.Module) -> None:
     """Removes the hooks by which FSDP2 and DeepSpeed gather parameters; the caller provides whole ones."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks):
-            for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook) or _is_of_deepspeed(hook)]:
+            for key in [key for key, hook in hooks.items() if _gathers(hook)]:
                 del hooks[key]
 
 
-def _is_of_fsdp(hook: Any) -> bool:
+def _gathers(hook: Any) -> bool:
+    # DeepSpeed's, for ZeRO-3, also prefetch and trace the order of modules.
+    if str(getattr(hook, "__module__", "")).startswith("deepspeed."):
+        return True
     while hook is not None:
         if type(getattr(hook, "__self__", None)).__name__ == "FSDPState":
             return True
         hook = getattr(hook, "__wrapped__", None)
     return False
-
-
-def _is_of_deepspeed(hook: Any) -> bool:
-    """Returns True for DeepSpeed's hooks; those of ZeRO-3 gather, prefetch and trace the order of modules."""
-    return str(getattr(hook, "__module__", "")).startswith("deepspeed.")

@@ -101,8 +101,6 @@ def plan_figure(run: Run) -> Figure:
         codes = np.array([[np.nan if name is None else shown.index(name) for name in row] for row in formats])
         panel.pcolormesh(edges(starts, run.last_step), rows, codes, cmap=colours, vmin=-0.5, vmax=len(shown) - 0.5)
         panel.set_title(gemm if mixed else "all three GEMMs", fontsize=10)
-        panel.set_xlabel("optimizer step")
-        panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         if kept:
             marks = panel.plot(kept, [-0.5] * len(kept), "kx", clip_on=False, label="plan kept")
     entries = [FORMATS[name] for name in shown]
@@ -135,8 +133,6 @@ def divergence_figure(run: Run) -> Figure:
         bar = figure.colorbar(image, ax=panel, location="top", label=label, pad=pad, aspect=30, ticks=ticks)
         bar.minorticks_off()
         bar.ax.set_xticklabels([f"{tick:.0e}" for tick in ticks])
-        panel.set_xlabel("optimizer step")
-        panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     _title(figure, f"Divergence of each layer in {FORMATS[run.formats[0]].label} (white: zero or not measured)")
     return figure
 
@@ -201,7 +197,7 @@ def loss_figure(losses: Mapping[str, Losses], applied: Sequence[int] = ()) -> Fi
 
 
 def _layer_panels(layers: list[str], count: int) -> tuple[Figure, list[Axes]]:
-    """Returns a figure with `count` panels side by side. Rows are layers, first on top, labelled on the left."""
+    """Returns a figure with `count` panels over steps, side by side. Rows are layers, first on top, labelled left."""
     is_named = len(layers) <= _MOST_NAMED_ROWS
     # The letters of a name are 0.1 inches high.
     height = 2.2 + (max(0.13 * len(layers), min(0.19 * len(layers), 12.0), 2.0) if is_named else 14.0)
@@ -221,6 +217,8 @@ def _layer_panels(layers: list[str], count: int) -> tuple[Figure, list[Axes]]:
     # `parse_math=False`, because a name with two dollar signs is not a formula.
     axes[0].set_yticks(shown, [printable(label, _NAME) for label in labels], fontsize=7, parse_math=False)
     for panel in axes:
+        panel.set_xlabel("optimizer step")
+        panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         panel.tick_params(labeltop=height > _MOST_HEIGHT)
         for row in firsts[1:]:
             panel.axhline(row - 0.5, color="white", linewidth=1.5 if is_named else 0.4)

@@ -19,12 +19,12 @@ from .. import __version__
 from ..config import SnipConfig
 from ..json_io import write_atomic
 from ..policies.target import describe_target
-from ..records.events import Refresh
 from ..records.load import Run
 from ..text import printable
 from .facts import plan_in_force, policy_text
 from .figures import Losses, figures_of, loss_figure, png
 from .run_report import Content, run_contents
+from .tables import number
 
 # Maximum lengths of a cell, a sentence and a config value.
 _CELL, _SENTENCE, _VALUE = 200, 2000, 2000
@@ -191,17 +191,8 @@ def _seconds(run: Run) -> str:
 
 
 def _solvers(run: Run) -> str:
-    names = dict.fromkeys(map(_solver, run.refreshes))
-    return ", ".join(name for name in names if name) or _NOTHING
-
-
-def _solver(refresh: Refresh) -> str:
-    return "" if refresh.solver is None else f"{refresh.solver} {refresh.solver_version or ''}".strip()
-
-
-def _mean(run: Run) -> str:
-    mean = run.mean_fp4_fraction
-    return _NOTHING if mean is None else f"{mean:.4f}"
+    names = (f"{one.solver} {one.solver_version or ''}".strip() for one in run.refreshes if one.solver is not None)
+    return ", ".join(dict.fromkeys(names)) or _NOTHING
 
 
 _ROWS: tuple[tuple[str, Callable[[Run], str]], ...] = (
@@ -209,7 +200,7 @@ _ROWS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("Decided by", lambda run: policy_text(run.config)),
     ("Target", lambda run: describe_target(run.config) or _NOTHING),
     ("FP4 share at the end", lambda run: plan_in_force(run).describe()),
-    ("FP4 share, mean over the steps", _mean),
+    ("FP4 share, mean over the steps", lambda run: number(run.mean_fp4_fraction, ".4f")),
     ("Coverage", _coverage),
     ("Speed of the linears", _speed),
     ("Last step", lambda run: f"{run.last_step:,}"),

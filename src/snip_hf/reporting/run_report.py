@@ -61,10 +61,10 @@ def run_report(
     return write_figures(run, out_dir)
 
 
-def run_contents(run: Run, micro_batches: int | None = None) -> list[Content]:
+def run_contents(run: Run) -> list[Content]:
     """Returns the tables and sentences of `print_run`, for a page."""
     console = _CollectingConsole()
-    print_run(run, console, micro_batches)
+    print_run(run, console)
     return console.contents
 
 

@@ -83,9 +83,9 @@ class Packed:
     def dequantize(self) -> Tensor:
         """Returns the operand's values, (R, K), FP32."""
         per_row = _up(self.contracted, self.kind.block) // self.kind.block
-        scales = _read_scales(unswizzled(self.scales, self.rows, per_row), self.kind) * self.tensor_scale
+        scales = unswizzled(self.scales, self.rows, per_row).view(self.kind.scale_dtype).to(torch.float32)
         values = _read_elements(self.data, self.kind)[: self.rows, : self.contracted]
-        return values * scales.repeat_interleave(self.kind.block, 1)[:, : self.contracted]
+        return values * (scales * self.tensor_scale).repeat_interleave(self.kind.block, 1)[:, : self.contracted]
 
 
 def empty(kind: Kind, rows: int, contracted: int, device: torch.device) -> Packed:
@@ -176,10 +176,6 @@ def _written_scales(scales: Tensor, tensor_scale: Tensor, kind: Kind) -> Tensor:
         return torch.where(scales.isnan(), 255, codes).to(torch.uint8)
     # A product of FP32 numbers divided by one of them is the other one within the last bit, far below E4M3's spacing.
     return (scales / tensor_scale).to(kind.scale_dtype).view(torch.uint8)
-
-
-def _read_scales(scales: Tensor, kind: Kind) -> Tensor:
-    return scales.view(kind.scale_dtype).to(torch.float32)
 
 
 def swizzled(scales: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ everything is still in the output folder, so it can be called again.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from torch import nn
 from ..kernels.backend import BACKENDS
 from ..parallel.sharding import compute_device
 from ..planning.plan import PrecisionPlan
+from ..python_state import Wrapped
 from ..records.run_folder import FOLDER
 from ..text import printable
 from .model_card import PLAN_FILE, completed, model_tags, new_card, plan_section, repository_name, trained_section
@@ -66,16 +67,13 @@ def keep_model_card(trainer: Trainer) -> None:
     """
     from .trainer import SnipCallback
 
-    create_model_card = trainer.create_model_card
-
-    @functools.wraps(create_model_card)
-    def create_and_complete(*args: Any, **kwargs: Any) -> None:
+    def create_and_complete(create_model_card: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         create_model_card(*args, **kwargs)
         for one in trainer.callback_handler.callbacks if trainer.is_world_process_zero() else ():
             if isinstance(one, SnipCallback) and one.controller is not None:
                 complete_card(Path(str(trainer.args.output_dir)), one.controller)
 
-    trainer.create_model_card = create_and_complete  # type: ignore[method-assign]
+    Wrapped(trainer, "create_model_card", create_and_complete)
 
 
 def complete_card(output_dir: Path, controller: SnipController) -> None:

@@ -102,14 +102,6 @@ def on_compute_device(tensor: Tensor) -> Tensor:
     return tensor if tensor.device.type == device.type else with_own_part(own_part(tensor).to(device), tensor)
 
 
-def has_first_rows(tensor: Tensor) -> bool:
-    """Returns True if the first rank holds the whole first row of a tensor, which may be sharded."""
-    if not isinstance(tensor, DTensor):
-        return True
-    dims = [one.dim for one in tensor.placements if not one.is_replicate()]  # type: ignore[attr-defined]
-    return all(dim == 0 for dim in dims)
-
-
 def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ..python_state import binding_kept
-from .sharding import all_gather, has_first_rows, own_part
+from .sharding import all_gather, own_part
 
 # The attribute of a view with the parameter that it stands for.
 _SOURCE = "snip_partitioned"
@@ -47,10 +47,11 @@ def are_on_disk(model: nn.Module) -> bool:
 def first_row(parameter: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:
     """Returns a parameter's first row, or first number of a vector, and its shape; None if this rank lacks the row."""
     shape = whole_shape(parameter)
-    if not is_partitioned(parameter):
-        held = own_part(parameter.detach()) if has_first_rows(parameter) else None
-    else:
+    if is_partitioned(parameter):
         held = parameter.ds_tensor.detach()  # type: ignore[attr-defined]
+    else:
+        split = [one.dim for one in getattr(parameter, "placements", ()) if not one.is_replicate()]
+        held = own_part(parameter.detach()) if set(split) <= {0} else None
     count = shape[-1] if len(shape) > 1 else 1
     is_there = held is not None and held.numel() >= min(count, math.prod(shape))
     return (held.reshape(-1)[:count] if is_there and held is not None else None), shape

@@ -53,3 +53,10 @@ def test_refreshes_divergences_and_losses_have_a_file_each_if_there_are_any(tmp_
     assert len(rows) == 2 * len(GEMMS) * len(assignments[0])
     assert (rows[0]["step"], rows[0]["format"], rows[0]["weight_divergence"]) == ("100", "fp4", "0.3")
     assert table(tmp_path / "out" / "losses.csv")[-1] == {"step": "50", "loss": "9.5", "eval_loss": "19.5"}
+
+
+def test_names_from_elsewhere_are_escaped(tmp_path: Path) -> None:
+    name = "layers.0.\x1b[31m\ud800\n"
+    write_run(tmp_path, [{name: dict.fromkeys(GEMMS, "fp8")}])
+    write_csv(load_run(tmp_path), tmp_path / "out")
+    assert table(tmp_path / "out" / "plan.csv")[0]["layer"] == "layers.0.\\x1b[31m\\ud800\\n"

@@ -13,7 +13,10 @@ from ..estimation.table import Divergence
 from ..json_io import write_atomic
 from ..numerics.gemms import GEMMS
 from ..records.load import Run
+from ..text import printable
 
+# Maximum length of a text.
+_CELL = 2000
 _REFRESH = (
     "step",
     "applied_step",
@@ -57,7 +60,7 @@ def write_csv(run: Run, folder: Path) -> list[Path]:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(headings)
-        writer.writerows(rows_of)
+        writer.writerows([printable(one, _CELL) if isinstance(one, str) else one for one in row] for row in rows_of)
         write_atomic(folder / name, text.getvalue().encode())
     return [folder / name for name in tables]
 

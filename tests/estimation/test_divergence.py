@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
+from models import built
 from slow_cases import slow
-from small import adamw_after, text, tiny_llama, tiny_lm, tiny_phi, tokens, trained_tiny_lm, weight_divergences
+from small import BYTES, adamw_after, text, tiny_llama, tiny_lm, tiny_phi, tokens, trained_tiny_lm, weight_divergences
 from sums_of_layer import LayerSums
 from thread_ranks import on_ranks
 from torch import Tensor, nn
-from transformers import NemotronConfig, NemotronForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import NemotronConfig, OPTConfig, PretrainedConfig
 
 from snip_hf.config import SnipConfig
 from snip_hf.estimation import layer_sums
@@ -135,46 +136,11 @@ def test_under_other_optimizers_it_is_right_to_a_tenth(kind: str) -> None:
     assert_near_the_truth(ratios, 0.1, shift=0.1)
 
 
-def tiny_opt(seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        config = OPTConfig(
-            vocab_size=128,
-            hidden_size=64,
-            word_embed_proj_dim=64,
-            ffn_dim=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=256,
-            dropout=0.0,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        return OPTForCausalLM(config)
-
-
-def tiny_nemotron(seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        config = NemotronConfig(
-            vocab_size=128,
-            hidden_size=64,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-        return NemotronForCausalLM(config)
-
-
-# Family -> how it is built; the most that the median error may be in FP8 and in FP4.
-RELU_FAMILIES: dict[str, tuple[Callable[[int], nn.Module], float, float]] = {
-    "OPT": (tiny_opt, 0.3, 0.2),
-    "Nemotron": (tiny_nemotron, 0.15, 0.15),
+_SIZES: dict[str, Any] = {**BYTES, "hidden_size": 64, "num_hidden_layers": 2}
+# Family -> its config; the most that the median error may be in FP8 and in FP4.
+RELU_FAMILIES: dict[str, tuple[PretrainedConfig, float, float]] = {
+    "OPT": (OPTConfig(**_SIZES, ffn_dim=256, word_embed_proj_dim=64, dropout=0.0), 0.3, 0.2),
+    "Nemotron": (NemotronConfig(**_SIZES, intermediate_size=256, num_key_value_heads=2), 0.15, 0.15),
 }
 
 
@@ -185,10 +151,10 @@ def test_no_kink_of_relu_is_taken_for_curvature(family: str) -> None:
 
     Trained models differ by processor; of 3 of them, chance alone may move a median error by a third.
     """
-    build, *most = RELU_FAMILIES[family]
+    config_of_model, *most = RELU_FAMILIES[family]
     ratios: dict[str, list[float]] = {fmt: [] for fmt in fp4_config().formats[::-1]}
     for index in range(6):
-        model = build(index)
+        model = built(config_of_model, index)
         optimizer, batch = adamw_after(model, steps=60), text(4, 96, 60)
         truth = weight_divergences(measure_divergence(model, batch, optimizer, draws=4, gemms=(LAYER,), config=EXACT))
         for seed in range(2):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
-from small import text, tiny_lm, tokens, watched
+from small import BYTES, text, tiny_lm, tokens, watched
 from tiny_runs import FAST, differing, model_with_dropout, train, weights
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
@@ -167,20 +167,8 @@ def test_hooks_do_not_change_captured_inputs_twice(tmp_path: Path) -> None:
 
 
 def test_aux_losses_of_transformers_models_take_part_in_the_probe() -> None:
-    config = MixtralConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        output_router_logits=True,
-        router_aux_loss_coef=1.0,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    sizes = {**BYTES, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_key_value_heads": 2}
+    config = MixtralConfig(**sizes, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=1.0)
     model = MixtralForCausalLM(config).train()
     hooks = {name: dict(module._forward_hooks) for name, module in model.named_modules()}
     estimated = estimate_divergence(model, text(2, 8)).loss

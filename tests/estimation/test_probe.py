@@ -12,8 +12,18 @@ import pytest
 import torch
 from configs import fp4_config
 from same_samples import assert_same_samples, tensors_of
+from small import (
+    BYTES,
+    checkpoint_activations,
+    exact_tensors,
+    relative_error,
+    text,
+    tiny_llama,
+    tiny_lm,
+    tokens,
+    watched,
+)
 from small import Batch as Inputs
-from small import checkpoint_activations, exact_tensors, relative_error, text, tiny_llama, tiny_lm, tokens, watched
 from torch import Tensor, nn
 from transformers import Olmo2Config, Olmo2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -538,18 +548,8 @@ def test_frozen_weights_do_not_change_what_is_recorded() -> None:
 
 
 def test_every_layer_is_recorded_where_no_norm_comes_first_and_the_embedding_is_tied_to_the_head() -> None:
-    config = Olmo2Config(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    model = Olmo2ForCausalLM(config)
+    sizes = {**BYTES, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = Olmo2ForCausalLM(Olmo2Config(**sizes, tie_word_embeddings=True))
     assert model.lm_head.weight is model.model.embed_tokens.weight
     converted = convert_model(copy.deepcopy(model), fp4_config())
     for checkpointing in (False, True):

@@ -23,7 +23,7 @@ from snip_hf.numerics.gemms import GEMMS
 
 Batch = dict[str, Tensor]
 Exact = dict[str, Tensor]
-_BYTES: dict[str, Any] = {
+BYTES: dict[str, Any] = {
     "vocab_size": 128,
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
@@ -31,6 +31,7 @@ _BYTES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+"""Of the configs of byte-level models."""
 
 
 class Block(nn.Module):
@@ -103,7 +104,7 @@ def drawn(*shape: int, seed: int, mean: float = 0.0) -> Tensor:
 def tiny_llama(seed: int = 0, hidden: int = 64, layers: int = 2, **options: Any) -> PreTrainedModel:
     """A byte-level Llama."""
     config = LlamaConfig(
-        **_BYTES,
+        **BYTES,
         hidden_size=hidden,
         intermediate_size=2 * hidden + hidden // 2,
         num_hidden_layers=layers,
@@ -115,7 +116,7 @@ def tiny_llama(seed: int = 0, hidden: int = 64, layers: int = 2, **options: Any)
 
 def tiny_phi() -> PreTrainedModel:
     """A byte-level Phi: in its first block the linears of the MLP see nothing of a token but which byte it is."""
-    return built(PhiConfig(**_BYTES, hidden_size=64, intermediate_size=256, num_hidden_layers=2))
+    return built(PhiConfig(**BYTES, hidden_size=64, intermediate_size=256, num_hidden_layers=2))
 
 
 def convert_in_formats(model: nn.Module, config: SnipConfig | None = None) -> list[str]:

@@ -285,8 +285,8 @@ class _Estimate:
         replays = self._replays if self._criterion is LayerCriterion and can_be_replayed(matrices, sample) else None
         if replays is not None and not callable(push):
             layer = DenseLayer(matrices[0], push, sample, (along_o, along_t))
-            given = replays, layer, micro_batches, self._sizes
-            found = replayed_sums(*given, formats=config.quantized_formats, form=config.loss_estimator)
+            formats, form = config.quantized_formats, config.loss_estimator
+            found = replayed_sums(replays, layer, micro_batches, self._sizes, formats=formats, form=form)
             return [_Results(name, fmt, *sums, LayerCriterion.no_rows(sample.x)) for fmt, sums in found.items()]
         own = sample.without_dots() if self._criterion_takes_dots else sample
         sums = LayerSums(own, matrices, push, micro_batches, self._sizes, formats=config.quantized_formats)

@@ -160,11 +160,9 @@ def load_run(run_dir: str | os.PathLike[str], checkpoint: Checkpoint | None = No
     divergences = _read_divergences(folder / FOLDER, applied[-1:], notes, until)
     source_folder = folder if checkpoint is None else checkpoint.folder
     log = read_log(source_folder, notes)
-    facts = {**start.versions, **log.facts}
-    retargets = _of(Retarget, events)
-    contents = plans, measured, refreshes, counted, divergences, log.losses, facts
+    contents = plans, measured, refreshes, counted, divergences, log.losses, {**start.versions, **log.facts}
     pending = None if checkpoint is None else checkpoint.pending
-    return Run(source_folder, *contents, notes, alarms, retargets, pending)
+    return Run(source_folder, *contents, notes, alarms, _of(Retarget, events), pending)
 
 
 def load_recorded(path: str | os.PathLike[str]) -> Run:

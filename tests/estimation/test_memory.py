@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 from dataclasses import astuple
@@ -71,12 +72,18 @@ def peak_mib(function: Any) -> float:
     return most / MIB
 
 
-def llama(dtype: torch.dtype = torch.float32, frozen: str = "", **options: Any) -> LlamaForCausalLM:
-    model = tiny_llama(hidden=128, layers=3, **options).to(dtype)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not (frozen and frozen in name))
-    convert_model(model, fp4_config())
-    return model
+def test_low_precision_weights_that_do_not_move_are_not_copied() -> None:
+    model, batch = tiny_llama(hidden=128, layers=3).to(torch.bfloat16), Batch.of(text(2, 20))
+    wide = copy.deepcopy(model).float()
+    for each in (model, wide):
+        convert_model(each, fp4_config())
+    still = ProbeSettings(0, 128)
+    taken, least = (peak_mib(partial(run_probe, one, batch, {}, still)) for one in (model, wide))
+    swapped = sum(layer.weight.numel() for layer in snip_linears(model).values())
+    assert taken - least < 0.25 * 4 * swapped / MIB
+    one, other = (run_probe(each, batch, {}, still) for each in (model, wide))
+    assert one.loss == other.loss
+    assert_same_samples(one.layers, other.layers)
 
 
 def test_a_probe_keeps_as_many_tokens_as_predicted() -> None:

@@ -1,6 +1,6 @@
 """The memory of a probe, and the parts that its passes compute twice to stay within a bound.
 
-A pass in FP32 holds the activations of every block and a moved FP32 copy of every swapped weight. A block that is
+A pass in FP32 holds the activations of every block and an FP32 copy of every swapped weight that moves. A block that is
 recomputed (activation checkpointing) holds its input only; if all blocks are, their moved weights can be made again
 each time a layer runs. Either changes no number.
 
@@ -120,7 +120,8 @@ def find_savings(
     samples = _FP32 * sizes.sampled * sum(features)
     # Samples of the passes before: of this direction's first side, of the directions before, and of noise.
     sides = sizes.probes + (sizes.probes > 1) + sizes.noisy
-    moved = sum(_elements(layer.weight, sizes.ranks) for layer in layers.values()) * bool(sizes.probes)
+    moving = [layer.weight for layer in layers.values() if layer.weight.requires_grad and sizes.probes]
+    moved = sum(_elements(weight, sizes.ranks) for weight in moving)
     logits = _PER_WORD * sizes.tokens * _vocabulary(model)
     most = 0 if recomputes_already(model) else len(members)
 

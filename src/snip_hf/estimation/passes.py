@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -91,11 +92,13 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
     Args:
         model: the model, in `traceless`.
         weights: as `run_pass` takes them.
-        in_fp32: whether stand-ins of other parameters and of buffers are in FP32. Otherwise they keep their dtype, and
-            parameters that are not sharded are not copied.
+        in_fp32: whether stand-ins of other parameters and of buffers are in FP32, except weights that only swapped
+            layers read: these convert them when they run. Otherwise they keep their dtype, and parameters that are not
+            sharded are not copied.
     """
     frozen = frozen_in_a_pass(model)
-    swapped = {id(layer.weight) for layer in snip_linears(model).values()}
+    swapped = Counter(id(layer.weight) for layer in snip_linears(model).values())
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     stand_ins: dict[int, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if plain_name(name) in weights:
@@ -109,7 +112,8 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
         copy = parameter.detach() if id(parameter) in swapped else whole(parameter.detach())
         if parameter.is_floating_point():
             # Something before the first layer must require gradients, so that the backward pass reaches all layers.
-            copy = copy.to(torch.float32 if in_fp32 else copy.dtype).requires_grad_(id(parameter) not in frozen)
+            widens = in_fp32 and swapped[id(parameter)] != uses[id(parameter)]
+            copy = copy.to(torch.float32 if widens else copy.dtype).requires_grad_(id(parameter) not in frozen)
         stand_ins[id(parameter)] = copy
     for parameter in changed_by_adapters(model):
         # torch's parametrization asks for a parameter and writes it to itself, so this one has its own version counter.

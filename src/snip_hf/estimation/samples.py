@@ -113,7 +113,7 @@ class _Recorded(torch.autograd.Function):
         # Not X itself: what the backward pass needs of it is a sample, and often nothing else keeps it.
         ctx.save_for_backward(weight, *recorder.inputs_of(x, dispatch))
         ctx.layer, ctx.dispatch, ctx.name, ctx.recorder = layer, dispatch, name, recorder
-        matrices, bias = layer.matrices(whole(weight)), layer.bias
+        matrices, bias = layer.matrices(whole(weight).to(x.dtype)), layer.bias
         if dispatch is None and not is_split(x, matrices[0]):
             return torch.nn.functional.linear(x, matrices[0], bias)
         y = _by_matrix(x, [matrix.t() for matrix in matrices], dispatch)  # (T, I) x (I, O)
@@ -128,7 +128,7 @@ class _Recorded(torch.autograd.Function):
             ctx.recorder.keep(ctx.name, Inputs(*of_x), grad_output, ctx.dispatch)
         grad_input = None
         if ctx.needs_input_grad[0]:
-            matrices = ctx.layer.matrices(whole(weight))
+            matrices = ctx.layer.matrices(whole(weight).to(grad_output.dtype))
             grad_input = _by_matrix(grad_output, matrices, ctx.dispatch)  # (T, O) x (O, I)
         return grad_input, None, None, None, None, None
 

@@ -1,7 +1,10 @@
-"""Formats and policies of less-loss.yaml: variants of MXFP4, and one kind of GEMM in 4 bits."""
+"""Formats and policies of less-loss.yaml and blocks.yaml: variants of MXFP4, one kind of GEMM in 4 bits, and backward
+GEMMs of the first blocks in 4 bits.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +13,7 @@ from snip_hf.numerics.formats import Operand
 from snip_hf.numerics.gemms import GEMMS, Assignment
 from snip_hf.numerics.grids import scale_grid
 from snip_hf.policies.registry import Policy, register_policy
+from snip_hf.policies.rules import rule
 from snip_hf.policies.setting import Setting
 
 _variant = partial(replace, formats["mxfp4"])
@@ -36,3 +40,11 @@ def _only(low: str, setting: Setting) -> Assignment:
 
 for _gemm in GEMMS:
     register_policy(Policy(name=f"only-{_gemm.replace('_', '-')}", assign=partial(_only, _gemm), aims_at_share=False))
+
+
+def _front(setting: Setting, stage: Sequence[str]) -> list[str]:
+    """Backward GEMMs first, then forward GEMMs, both from the first block on."""
+    return sorted(setting.groups(stage), key=lambda group: setting.members(group)[0][1] == "forward")
+
+
+register_policy(rule("backward-front", _front, granularities=("gemm",)))

@@ -574,6 +574,7 @@ def test_tricks_are_contenders(files: tuple[Path, Path], tmp_path: Path, monkeyp
         compare.import_modules(["eval.proof.tricks"])
         config = proof("less-loss")
         own = {name: config.contenders[name] for name in ("only-grad-weight", "mxfp4-nearest", "mxfp4-ue5m3")}
+        own["backward-front"] = proof("blocks").contenders["backward-front"]
         options = ["--cache", f"{files[1]}.cache", "--seeds", "3", "--only", *own, "--override"]
         options += [f"contenders={json.dumps(own)}", "training.measure_at=[]", "snip.formats=[mxfp4, fp8-delayed]"]
         assert run(files[0], tmp_path / "lines.jsonl", *options) == 0
@@ -581,8 +582,8 @@ def test_tricks_are_contenders(files: tuple[Path, Path], tmp_path: Path, monkeyp
         error = quantize(gradient, "mxfp4-ue5m3-tensor", "gradient", seed=0) - gradient
         assert error.norm() < 0.2 * gradient.norm()
     lines = compare.read_lines(tmp_path / "lines.jsonl")
-    assert [line["share"] for line in lines] == [pytest.approx(1 / 3, abs=1e-5), 1, 1]
-    assert len({line["losses"]["5"] for line in lines}) == 3
+    assert [line["share"] for line in lines] == [pytest.approx(1 / 3, abs=1e-5), 1, 1, pytest.approx(0.75, abs=0.05)]
+    assert len({line["losses"]["5"] for line in lines}) == 4
 
 
 # --- scores

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
+from models import batch as words
+from models import build
+from same_samples import assert_same_samples
 from small import TinyLM, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
 from tiny_runs import differing
 from torch import Tensor, nn
@@ -23,6 +26,7 @@ from snip_hf import is_probing
 from snip_hf.estimation.batch import Batch, Objective
 from snip_hf.estimation.divergence import estimate_divergence
 from snip_hf.estimation.passes import run_pass
+from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.layers.convert import convert_model
 
 
@@ -222,3 +226,17 @@ def test_passes_that_overlap_in_any_order_leave_torch_as_it_was(order: tuple[int
     assert of_torch() == before
     assert seen and all(seen)
     handle.remove()
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "mamba"])
+def test_modules_that_read_a_weight_of_a_bf16_model_or_its_dtype_get_fp32(family: str) -> None:
+    model = build(family).to(torch.bfloat16)
+    for name, module in model.named_modules():
+        if name.endswith("down_proj"):  # as T5 casts inputs of its last linear
+            module.register_forward_pre_hook(lambda module, args: args[0].to(module.weight.dtype))
+    wide = copy.deepcopy(model).float()
+    for each in (model, wide):
+        convert_model(each, fp4_config())
+    one, other = (run_probe(each, Batch.of(words()), {}, ProbeSettings(0)) for each in (model, wide))
+    assert one.loss == other.loss
+    assert_same_samples(one.layers, other.layers)

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ..layers.adapters import changed_by_adapters, switched_parameters
 from ..layers.kinds import known_weights
 from ..layers.state import plain_name, snip_linears
 from ..numerics.random_state import random_state_kept
-from ..parallel.sharding import compute_device, remove_sharding_hooks, whole
+from ..parallel.sharding import compute_device, is_sharded, remove_sharding_hooks, whole
 from ..parallel.tensor_parallel import without_tensor_parallelism
 from ..python_state import Shared, binding_kept
 from ..text import WITHOUT_PROBE
@@ -84,6 +85,19 @@ def traceless(model: nn.Module, has_been_through_hooks: bool = True) -> Iterator
             yield
 
 
+class _SeenInFP32(Tensor):
+    """A weight in its own dtype that all code sees in FP32: T5, for one, casts the input of a layer to its dtype."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
+            return torch.float32
+        with torch._C.DisableTorchFunctionSubclass():
+            if func != Tensor.device.__get__:  # type: ignore[attr-defined]
+                args, kwargs = tree_map_only(cls, lambda weight: weight.to(torch.float32), (args, kwargs))
+            return func(*args, **(kwargs or {}))
+
+
 def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = True) -> None:
     """Replaces the model's parameters, buffers and tensors that are plain attributes by stand-ins.
 
@@ -92,9 +106,9 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
     Args:
         model: the model, in `traceless`.
         weights: as `run_pass` takes them.
-        in_fp32: whether stand-ins of other parameters and of buffers are in FP32, except weights that only swapped
-            layers read: these convert them when they run. Otherwise they keep their dtype, and parameters that are not
-            sharded are not copied.
+        in_fp32: whether stand-ins of other parameters and of buffers are in FP32; weights that belong to swapped layers
+            only are then converted each time they are read. Otherwise stand-ins keep their dtype, and parameters that
+            are not sharded are not copied.
     """
     frozen = frozen_in_a_pass(model)
     swapped = Counter(id(layer.weight) for layer in snip_linears(model).values())
@@ -105,15 +119,16 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
             given = weights[plain_name(name)]
             # PEFT may set `requires_grad` of this tensor, which still moves in place between passes: detach it.
             used = given if given.requires_grad else given.detach().requires_grad_(id(parameter) not in frozen)
-            stand_ins.setdefault(id(parameter), used)
+            stand_ins.setdefault(id(parameter), _seen_in_fp32(used))
     for parameter in model.parameters():
         if id(parameter) in stand_ins:
             continue
         copy = parameter.detach() if id(parameter) in swapped else whole(parameter.detach())
         if parameter.is_floating_point():
             # Something before the first layer must require gradients, so that the backward pass reaches all layers.
-            widens = in_fp32 and swapped[id(parameter)] != uses[id(parameter)]
+            widens = in_fp32 and (is_sharded(copy) or swapped[id(parameter)] != uses[id(parameter)])
             copy = copy.to(torch.float32 if widens else copy.dtype).requires_grad_(id(parameter) not in frozen)
+            copy = _seen_in_fp32(copy) if in_fp32 else copy
         stand_ins[id(parameter)] = copy
     for parameter in changed_by_adapters(model):
         # torch's parametrization asks for a parameter and writes it to itself, so this one has its own version counter.
@@ -134,6 +149,10 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
                 if id(value) not in stand_ins:
                     stand_ins[id(value)] = value.clone()
                 attributes[name] = stand_ins[id(value)]
+
+
+def _seen_in_fp32(weight: Tensor) -> Tensor:
+    return weight if weight.dtype == torch.float32 or is_sharded(weight) else weight.as_subclass(_SeenInFP32)
 
 
 def frozen_in_a_pass(model: nn.Module) -> set[int]:

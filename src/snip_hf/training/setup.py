@@ -124,9 +124,9 @@ def set_up(
     bare = unwrap(model) if isinstance(model, nn.Module) else ModelParts([unwrap(part) for part in model])
     check_guard(config, is_deepspeed=deepspeed_engine(model, accelerator) is not None)
     probes = policy_of(config).needs_probe
-    source = (TorchGradients if probes else GradientSource)(optimizer, accelerator)
-    if probes and (zero := find_zero(optimizer, model, accelerator)) is not None:
-        source = ZeroGradients(optimizer, zero)
+    zero = find_zero(optimizer, model, accelerator) if probes else None
+    gradients = TorchGradients if probes else GradientSource
+    source = gradients(optimizer, accelerator) if zero is None else ZeroGradients(optimizer, zero)
     backend = select_backend(config.backend, compute_device(next(bare.parameters())), formats_in_use(config))
     for text in config_warnings(config, backend.recompiles_for_bf16):
         log.warning("snip-hf: %s", text)

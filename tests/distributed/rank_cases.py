@@ -37,8 +37,10 @@ SHARDED = {
     "ddp-views-adamw": Training(_LATER, "adamw", wrapper="ddp-views", steps=6),
     "fsdp2-conv1d": Training(_CONV1D, "sgd", wrapper="fsdp2", steps=6, is_conv1d=True),
     "ddp-conv1d": Training(_CONV1D, "sgd", steps=6, is_conv1d=True),
-    "fsdp2-experts": Training(_OF_EXPERTS, "sgd", wrapper="fsdp2", steps=6, is_mixture=True),
-    "ddp-experts": Training(_OF_EXPERTS, "sgd", steps=6, is_mixture=True),
+    "fsdp2-experts": Training(_OF_EXPERTS, "sgd", wrapper="fsdp2", steps=6, family="qwen3-moe"),
+    "ddp-experts": Training(_OF_EXPERTS, "sgd", steps=6, family="qwen3-moe"),
+    "fsdp2-mamba": Training(_LATER, "adamw", wrapper="fsdp2", steps=6, family="mamba"),
+    "ddp-mamba": Training(_LATER, "adamw", steps=6, family="mamba"),
     "fsdp2-sgd-gemm-accumulated-clipped": replace(SHARED["sgd-gemm-accumulated-clipped"], wrapper="fsdp2"),
 }
 if find_spec("peft"):

@@ -23,6 +23,7 @@ PAIRS = {
         "fsdp2-adamw": "ddp-adamw",
         "fsdp2-conv1d": "ddp-conv1d",
         "fsdp2-experts": "ddp-experts",
+        "fsdp2-mamba": "ddp-mamba",
         LORA: "ddp-lora",
         f"fsdp2-{SGD}": SGD,
     }.items()

@@ -17,16 +17,19 @@ from conv1d_twins import as_conv1d
 from devices import accelerator as accelerator_of
 from devices import device
 from expert_models import build
+from models import built
 from small import adamw_after, text, tiny_llama
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import MambaConfig
 
 from snip_hf import SnipController
 from snip_hf.layers.convert import convert_model
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.training.gradients import Clipping
 
+_BLOCKS = {"llama": "LlamaDecoderLayer", "qwen3-moe": "Qwen3MoeDecoderLayer", "mamba": "MambaBlock"}
 LENGTH = 128  # one tile, so that whole tiles are of one rank
 States = dict[str, dict[str, Tensor]]
 """Parameter -> its weight and the optimizer's state of it, by name."""
@@ -56,8 +59,8 @@ class Training:
     dropout: float = 0.0
     is_conv1d: bool = False
     """The MLPs are of `Conv1D`, which stores its weight as (I, O)."""
-    is_mixture: bool = False
-    """A Qwen3-MoE in the place of the Llama."""
+    family: str = "llama"
+    """Or "qwen3-moe" or "mamba", another model in the place of the Llama."""
     has_adapters: bool = False
     """LoRA on all linears of the blocks; the rest is frozen."""
     hidden: int = 32
@@ -107,8 +110,7 @@ def train(training: Training, folder: Path, states: Mapping[int, States] | None 
         states: `Found.states` of another run, with which every step begins; None: each begins where the one before
             ended.
     """
-    block = "Qwen3MoeDecoderLayer" if training.is_mixture else "LlamaDecoderLayer"
-    accelerator = accelerator_of(training.wrapper, block, training.mixed_precision)
+    accelerator = accelerator_of(training.wrapper, _BLOCKS[training.family], training.mixed_precision)
     model, optimizer, controller = _prepared(training, accelerator, folder)
     found = Found()
     torch.manual_seed(7 + accelerator.process_index)
@@ -150,8 +152,10 @@ def train(training: Training, folder: Path, states: Mapping[int, States] | None 
 def _prepared(training: Training, accelerator: Accelerator, folder: Path) -> tuple[nn.Module, Any, Any]:
     """Returns model, optimizer and controller, which is None without snip-hf."""
     model: nn.Module = tiny_llama(hidden=training.hidden, layers=2, attention_dropout=training.dropout)
-    if training.is_mixture:
+    if training.family == "qwen3-moe":
         model = build("qwen3-moe")
+    if training.family == "mamba":
+        model = built(MambaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2, state_size=8, time_step_rank=8))
     if training.is_conv1d:
         as_conv1d(model, [name for name, _ in model.named_modules() if name.endswith("_proj") and ".mlp." in name])
     if training.has_adapters:

@@ -24,6 +24,7 @@ from models import (
 )
 from small import convert_in_formats, tiny_llama
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -120,17 +121,26 @@ def test_the_flops_of_every_kind_of_weight_are_those_counted_by_hand(family: str
     assert found.aside["output head"] == flops(HIDDEN * VOCABULARY)
 
 
-@pytest.mark.parametrize("converts", [False, True])
-def test_a_weight_that_is_used_without_a_call_of_its_layer_is_listed_and_sees_no_tokens(converts: bool) -> None:
+@pytest.mark.parametrize(("converts", "is_sharded"), [(False, False), (True, False), (True, True)])
+def test_a_weight_that_is_used_without_a_call_of_its_layer_is_listed_and_sees_no_tokens(
+    converts: bool, is_sharded: bool, alone: None
+) -> None:
     model = build("jamba")
     if converts:
         convert_model(model, fp4_config())
+    if is_sharded:
+        fully_shard(model)
+
+    def hooks() -> list[int]:
+        return [hook for module in model.modules() for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
+
+    before = hooks()
     counted = count_pass(model, text(), None)
     (left,) = [one for one in counted.coverage.uncovered if one.kind == "Linear"]
     reason = "the model multiplies with its weight without a call of the layer"
     assert (left.name, left.reason) == ("model.layers.*.mamba.dt_proj", reason)
     assert counted.tokens.get("model.layers.0.mamba.dt_proj") == (0 if converts else None)
-    assert not [hook for module in model.modules() for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
+    assert hooks() == before
 
 
 def test_a_layer_that_is_called_and_whose_weight_is_used_otherwise_too_is_covered_in_part() -> None:

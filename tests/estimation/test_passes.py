@@ -20,6 +20,7 @@ from small import TinyLM, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
 from tiny_runs import differing
 from torch import Tensor, nn
 from torch._dynamo import eval_frame
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM
 
 from snip_hf import is_probing
@@ -228,8 +229,11 @@ def test_passes_that_overlap_in_any_order_leave_torch_as_it_was(order: tuple[int
     handle.remove()
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "mamba"])
-def test_modules_that_read_a_weight_of_a_bf16_model_or_its_dtype_get_fp32(family: str) -> None:
+def test_modules_that_read_a_weight_of_a_bf16_model_or_its_dtype_get_all_of_it_in_fp32(
+    family: str, is_sharded: bool, alone: None
+) -> None:
     model = build(family).to(torch.bfloat16)
     for name, module in model.named_modules():
         if name.endswith("down_proj"):  # as T5 casts inputs of its last linear
@@ -237,6 +241,8 @@ def test_modules_that_read_a_weight_of_a_bf16_model_or_its_dtype_get_fp32(family
     wide = copy.deepcopy(model).float()
     for each in (model, wide):
         convert_model(each, fp4_config())
+    if is_sharded:
+        fully_shard(model)
     one, other = (run_probe(each, Batch.of(words()), {}, ProbeSettings(0)) for each in (model, wide))
     assert one.loss == other.loss
     assert_same_samples(one.layers, other.layers)

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from ..config import SnipConfig
 from ..layers.adapters import ADAPTER, adapter_modules, is_adapted
@@ -394,6 +396,8 @@ class FlopsByWeight(TorchDispatchMode):
             self._is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if not self._is_paused:  # a layer that runs gathers its own weight
+            args = tree_map_only(DTensor, whole, args)
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         known = _FORMULAS.get(func.name().partition(".")[0])  # without the name of an overload

@@ -120,9 +120,8 @@ def find_savings(
     samples = _FP32 * sizes.sampled * sum(features)
     # Samples of the passes before: of this direction's first side, of the directions before, and of noise.
     sides = sizes.probes + (sizes.probes > 1) + sizes.noisy
-    # Shards that do not move are copied to FP32, too.
-    copied = [one for layer in layers.values() if (one := layer.weight).requires_grad or is_sharded(one)]
-    moved = sum(_elements(weight, sizes.ranks) for weight in copied) * bool(sizes.probes)
+    moving = [layer.weight for layer in layers.values() if layer.weight.requires_grad and sizes.probes]
+    moved = sum(_elements(weight, sizes.ranks) for weight in moving)
     logits = _PER_WORD * sizes.tokens * _vocabulary(model)
     most = 0 if recomputes_already(model) else len(members)
 

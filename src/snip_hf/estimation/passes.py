@@ -18,7 +18,7 @@ from ..layers.adapters import changed_by_adapters, switched_parameters
 from ..layers.kinds import known_weights
 from ..layers.state import plain_name, snip_linears
 from ..numerics.random_state import random_state_kept
-from ..parallel.sharding import compute_device, is_sharded, remove_sharding_hooks, whole
+from ..parallel.sharding import compute_device, is_sharded, own_part, remove_sharding_hooks, whole
 from ..parallel.tensor_parallel import without_tensor_parallelism
 from ..python_state import Shared, binding_kept
 from ..text import WITHOUT_PROBE
@@ -85,17 +85,27 @@ def traceless(model: nn.Module, has_been_through_hooks: bool = True) -> Iterator
             yield
 
 
-class _SeenInFP32(Tensor):
-    """A weight in its own dtype that all code sees in FP32: T5, for one, casts the input of a layer to its dtype."""
+class _Seen(Tensor):
+    """A weight that all code sees whole and in FP32: T5 casts a layer's input to its dtype, Mamba multiplies by it."""
+
+    held: Tensor
+    """The weight in its own dtype, which may be sharded."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
-            return torch.float32
+        if func in _KNOWN:
+            return _KNOWN[func](args[0].held)
         with torch._C.DisableTorchFunctionSubclass():
-            if func != Tensor.device.__get__:  # type: ignore[attr-defined]
-                args, kwargs = tree_map_only(cls, lambda weight: weight.to(torch.float32), (args, kwargs))
+            args, kwargs = tree_map_only(cls, lambda weight: whole(weight.held).to(torch.float32), (args, kwargs))
             return func(*args, **(kwargs or {}))
+
+
+# Attributes that need no copy.
+_KNOWN: dict[Any, Callable[[Tensor], Any]] = {
+    Tensor.dtype.__get__: lambda held: torch.float32,  # type: ignore[attr-defined]
+    Tensor.device.__get__: compute_device,  # type: ignore[attr-defined]
+    Tensor.shape.__get__: lambda held: held.shape,  # type: ignore[attr-defined]
+}
 
 
 def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = True) -> None:
@@ -119,16 +129,16 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
             given = weights[plain_name(name)]
             # PEFT may set `requires_grad` of this tensor, which still moves in place between passes: detach it.
             used = given if given.requires_grad else given.detach().requires_grad_(id(parameter) not in frozen)
-            stand_ins.setdefault(id(parameter), _seen_in_fp32(used))
+            stand_ins.setdefault(id(parameter), _seen(used))
     for parameter in model.parameters():
         if id(parameter) in stand_ins:
             continue
         copy = parameter.detach() if id(parameter) in swapped else whole(parameter.detach())
         if parameter.is_floating_point():
             # Something before the first layer must require gradients, so that the backward pass reaches all layers.
-            widens = in_fp32 and (is_sharded(copy) or swapped[id(parameter)] != uses[id(parameter)])
+            widens = in_fp32 and swapped[id(parameter)] != uses[id(parameter)]
             copy = copy.to(torch.float32 if widens else copy.dtype).requires_grad_(id(parameter) not in frozen)
-            copy = _seen_in_fp32(copy) if in_fp32 else copy
+            copy = _seen(copy) if in_fp32 else copy
         stand_ins[id(parameter)] = copy
     for parameter in changed_by_adapters(model):
         # torch's parametrization asks for a parameter and writes it to itself, so this one has its own version counter.
@@ -151,8 +161,12 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
                 attributes[name] = stand_ins[id(value)]
 
 
-def _seen_in_fp32(weight: Tensor) -> Tensor:
-    return weight if weight.dtype == torch.float32 or is_sharded(weight) else weight.as_subclass(_SeenInFP32)
+def _seen(weight: Tensor) -> Tensor:
+    if weight.dtype == torch.float32 and not is_sharded(weight):
+        return weight
+    seen = own_part(weight).as_subclass(_Seen)
+    seen.held = weight
+    return seen
 
 
 def frozen_in_a_pass(model: nn.Module) -> set[int]:

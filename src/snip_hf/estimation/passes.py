@@ -18,7 +18,7 @@ from ..layers.adapters import changed_by_adapters, switched_parameters
 from ..layers.kinds import known_weights
 from ..layers.state import plain_name, snip_linears
 from ..numerics.random_state import random_state_kept
-from ..parallel.sharding import compute_device, is_sharded, own_part, remove_sharding_hooks, whole
+from ..parallel.sharding import compute_device, is_sharded, remove_sharding_hooks, whole
 from ..parallel.tensor_parallel import without_tensor_parallelism
 from ..python_state import Shared, binding_kept
 from ..text import WITHOUT_PROBE
@@ -164,7 +164,8 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
 def _seen(weight: Tensor) -> Tensor:
     if weight.dtype == torch.float32 and not is_sharded(weight):
         return weight
-    seen = own_part(weight).as_subclass(_Seen)
+    # A kernel that knows no subclasses must not take a part for the whole.
+    seen = (torch.empty(0) if is_sharded(weight) else weight).as_subclass(_Seen)
     seen.held = weight
     return seen
 

@@ -1,4 +1,4 @@
-"""Do the CSV files hold the numbers of the run, and nothing that a spreadsheet would compute?"""
+"""Do the CSV files hold the numbers of the run, and escaped names?"""
 
 from __future__ import annotations
 

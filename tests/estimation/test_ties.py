@@ -20,7 +20,8 @@ from snip_hf.estimation import divergence
 from snip_hf.estimation.memory import Savings
 from snip_hf.estimation.ties import SharedInputs, ties_of, usual_ties
 from snip_hf.layers.state import snip_linears
-from snip_hf.policies.setting import Setting, siblings
+from snip_hf.records.load import load_run
+from snip_hf.reporting.run_report import reason_table
 
 LLAMA = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 Ties = tuple[tuple[str, ...], ...]
@@ -129,16 +130,16 @@ def test_a_run_runs_no_module_before_training_does(tmp_path: Path, caplog: pytes
     take_steps(model, optimizer, controller, [{"input_ids": ids, "labels": ids}] * 4)
     controller.close()
     plan = json.loads((tmp_path / "snip" / "plan.json").read_text())
-    assert plan["provenance"]["config"]["ties"] == [list(tie) for tie in LLAMA]
+    assert plan["provenance"]["config"]["ties"] == "auto"
     for row in plan["assignment"]:
         block = row.rpartition(".")[0]
         if row.endswith("up_proj"):
             assert plan["assignment"][row] == plan["assignment"][f"{block}.gate_proj"]
 
 
-def test_ties_that_a_probe_finds_replace_the_usual_names(caplog: pytest.LogCaptureFixture) -> None:
+def test_ties_that_a_probe_finds_replace_the_usual_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "snip_hf")
-    loop = Loop(SnipConfig.from_dict({**CONFIG.to_dict(), "ties": "auto"}))
+    loop = Loop(SnipConfig.from_dict({**CONFIG.to_dict(), "ties": "auto"}), tmp_path)
     for block in loop.model.model.layers:  # whose v does not see what q and k see
         block.self_attn.v_proj.register_forward_pre_hook(lambda module, args: (args[0] * 1,))
     loop.run(4)
@@ -147,16 +148,13 @@ def test_ties_that_a_probe_finds_replace_the_usual_names(caplog: pytest.LogCaptu
     assert loop.controller.state_dict()["ties"] == [list(tie) for tie in found]
     assert loop.controller.state_dict()["config"]["ties"] == "auto"
     assert "share their formats: q_proj, k_proj; gate_proj, up_proj." in caplog.text
+    run = load_run(tmp_path)
+    reasons = reason_table(run)
+    assert run.config["ties"] == "auto" and reasons is not None
+    assert "0 q_proj:forward x 2" in map(str, reasons.columns[1].cells)
     twin = Loop(SnipConfig.from_dict({**CONFIG.to_dict(), "ties": "auto"}))
     assert twin.controller is not None
     twin.controller.load_state_dict(loop.controller.state_dict())
     assert twin.controller.state_dict()["ties"] == loop.controller.state_dict()["ties"]
     twin.controller.close()
     loop.controller.close()
-
-
-def test_ties_that_nobody_has_found_are_an_error() -> None:
-    config = fp4_config(ties="auto")
-    flops = {"layers.0.q": {"forward": 1.0, "grad_input": 1.0, "grad_weight": 1.0}}
-    with pytest.raises(ValueError, match=r"^ties='auto' is resolved when a run begins; "):
-        siblings(Setting(config, flops, (("layers.0.q",),)))

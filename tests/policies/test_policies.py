@@ -114,7 +114,7 @@ def needs_all(setting: Setting, stage: Any, assignment: dict[str, dict[str, str]
     for group in setting.groups(stage):
         layer, gemm = setting.members(group)[0]
         parent, _, last = layer.rpartition(".")
-        tie = next((names for names in setting.config.ties if last in names), last)
+        tie = next((names for names in setting.ties if last in names), last)
         key = (parent, tie, gemm)
         if assignment[layer][gemm] == "fp4":
             parts[key] = parts.get(key, 0) + shares[group]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ..config import ALL, DoesNotFit, SnipConfig
 from ..costs.flops import Tokens, Work, executed
 from ..costs.timing import MeasuredCost
+from ..estimation.ties import Ties
 from ..layers.state import blocks_of
 from ..numerics.gemms import GEMMS
 
@@ -28,6 +29,13 @@ class Setting:
     """Times that replace FLOPs in the target; None: FLOPs count."""
     tokens: Tokens | None = None
     """Tokens per layer in the last counted micro-batch; None if all layers saw the same number."""
+    found_ties: Ties = ()
+    """Ties found in the model, which hold if `config.ties` is "auto"."""
+
+    @property
+    def ties(self) -> Ties:
+        """The last names of linears that share a format, tie by tie."""
+        return self.found_ties if isinstance(self.config.ties, str) else self.config.ties
 
     @property
     def executed(self) -> Work:
@@ -117,17 +125,6 @@ def find_stages(layers: Sequence[str], config: SnipConfig) -> tuple[tuple[str, .
     return config.stages
 
 
-def names_of(config: SnipConfig) -> tuple[tuple[str, ...], ...]:
-    """Returns the tied last names.
-
-    Raises:
-        ValueError: `ties` is "auto", which a run resolves when it begins.
-    """
-    if isinstance(config.ties, str):
-        raise ValueError(f"ties={config.ties!r} is resolved when a run begins; name the ties here.")
-    return config.ties
-
-
 def check_ties(setting: Setting) -> None:
     """Checks that ties fit the model.
 
@@ -136,7 +133,7 @@ def check_ties(setting: Setting) -> None:
     """
     stage_of = {layer: index for index, stage in enumerate(setting.stages) for layer in stage}
     last_names = {layer.rpartition(".")[2] for layer in stage_of}
-    for names in names_of(setting.config):
+    for names in setting.ties:
         for name in names:
             if name not in last_names:
                 raise DoesNotFit(
@@ -154,10 +151,10 @@ def check_ties(setting: Setting) -> None:
 
 
 def siblings(setting: Setting) -> list[list[str]]:
-    """Returns the lists of tied layers: siblings whose last names are tied by `config.ties`."""
+    """Returns the lists of tied layers: siblings whose last names are tied."""
     tied: list[list[str]] = []
     for stage in setting.stages:
-        for names in names_of(setting.config):
+        for names in setting.ties:
             parents: dict[str, list[str]] = {}
             for layer in stage:
                 parent, _, last = layer.rpartition(".")

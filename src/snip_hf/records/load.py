@@ -22,6 +22,7 @@ from ..costs.flops import Tokens
 from ..costs.timing import MeasuredCost
 from ..estimation.coverage import Coverage
 from ..estimation.table import Divergence, DivergenceTable
+from ..estimation.ties import Ties
 from ..json_io import MAX_JSON_BYTES, check_schema, from_json, read_as, read_json, short
 from ..numerics.formats import check_format
 from ..planning.plan import PrecisionPlan, forward_shares
@@ -348,6 +349,7 @@ class _DivergenceFile:
     loss: float
     columns: tuple[str, ...]
     rows: tuple[Any, ...]
+    ties: Ties = ()
 
 
 def read_divergence(path: str | os.PathLike[str]) -> tuple[int, DivergenceTable]:
@@ -366,7 +368,7 @@ def read_divergence(path: str | os.PathLike[str]) -> tuple[int, DivergenceTable]
         row: Divergence = from_json(Divergence, dict(zip(found.columns, values, strict=True)), f"rows[{index}]")
         check_format(row.format, f"rows[{index}].format")
         rows.append(row)
-    return found.step, DivergenceTable(found.loss, tuple(rows))
+    return found.step, DivergenceTable(found.loss, tuple(rows), found.ties)
 
 
 def read_log(folder: Path, notes: list[str]) -> TrainerLog:

@@ -96,7 +96,7 @@ class RunFolder:
         columns = list(records[0]) if records else []
         rows = [list(record.values()) for record in records]
         origin = {"schema_version": SCHEMA_VERSION, "step": step, "loss": table.loss}
-        document = {**origin, "columns": columns, "rows": rows}
+        document = {**origin, "ties": table.ties, "columns": columns, "rows": rows}
         self._write(lambda folder: write_json_atomic(folder / f"divergence-{step}.json", document))
 
     def append(self, event: Event) -> None:

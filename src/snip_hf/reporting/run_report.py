@@ -200,11 +200,9 @@ def _last_decision(run: Run) -> tuple[int, Setting, dict[str, Any]] | None:
     plan = plan_in_force(run)
     if plan.measured is None and run.config.get("budget") == "measured":
         return None
-    # The probe may have found other ties than those of the start.
-    ties_in_force = {"ties": (plan.provenance.config or run.config).get("ties")}
-    config = SnipConfig.from_dict({**run.config, **ties_in_force})
-    setting = Setting(config, plan.flops, plan.stages, plan.measured, plan.tokens).at_step(step)
-    return step, setting, problem(setting, run.divergences[step])
+    config, table = SnipConfig.from_dict(run.config), run.divergences[step]
+    setting = Setting(config, plan.flops, plan.stages, plan.measured, plan.tokens, table.ties).at_step(step)
+    return step, setting, problem(setting, table)
 
 
 def other_shares(run: Run) -> list[str]:

@@ -20,7 +20,6 @@ from ..layers.state import unwrapped_name
 from ..parallel.zero3 import first_row
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import policy_of
-from ..policies.setting import names_of
 from ..records.events import TARGETS, Retarget
 from .checks import differences
 from .guard import Health
@@ -159,7 +158,7 @@ def state_of(run: RunParts, step: int) -> dict[str, Any]:
         postponed=run.schedule.postponed,
         is_counted=not run.coverage.is_due,
         coverage=run.coverage.latest,
-        ties=names_of(run.in_force.setting.config),
+        ties=run.in_force.setting.ties,
         guard=None if run.guard is None else run.guard.health,
     ).to_dict()
 

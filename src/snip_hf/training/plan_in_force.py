@@ -122,10 +122,10 @@ class PlanInForce:
         self.plan.apply(self._model, elsewhere=self.setting.flops)
 
     def tie(self, ties: Ties) -> bool:
-        """Ties layers by the last parts of their names; returns False if they were tied before."""
-        config = self.setting.config
-        self.setting = replace(self.setting, config=replace(config, ties=ties))
-        return config.ties != ties
+        """Ties layers by the last parts of their names if the config asks for it; returns True if that is new."""
+        before = self.setting.ties
+        self.setting = replace(self.setting, found_ties=ties)
+        return self.setting.ties != before
 
     def save(self) -> None:
         """Writes the plan into the run's folder."""

@@ -94,7 +94,6 @@ class Refresher:
         processes: those of the run.
         record: gets refreshes and divergences.
         solver: the first one to ask.
-        finds_ties: whether each probe ties the layers that receive the same tensor.
     """
 
     def __init__(
@@ -106,14 +105,12 @@ class Refresher:
         processes: Processes,
         record: RunRecord,
         solver: str,
-        finds_ties: bool,
     ) -> None:
         self.pending: PendingRefresh | None = None
         """The refresh whose plan is not applied yet."""
         self._model, self._in_force, self._layers, self._source = model, in_force, layers, source
         self._processes, self._everyone, self._record = processes, processes.everyone, record
-        self._log, self._finds_ties = record.log, finds_ties
-        self._config = in_force.setting.config
+        self._log, self._config = record.log, in_force.setting.config
         self._solver = solver
         """The solver in use; it changes after a failure."""
         self._was_trained = False
@@ -224,8 +221,7 @@ class Refresher:
                 step,
                 self._source.why_no_update(),
             )
-        if self._finds_ties:
-            self.tie(table.ties)
+        self.tie(table.ties)
         program = problem(self._in_force.setting.at_step(step), table) | {"solver": self._solver}
         begun = replace(
             self._in_force.begun(step),

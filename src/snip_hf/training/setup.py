@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from ..config import AUTO_TIES, POLICIES, SnipConfig
+from ..config import POLICIES, SnipConfig
 from ..costs.flops import Work, linear_flops
 from ..costs.timing import MeasuredCost, describe_cost, measure_cost, read_times
 from ..estimation.attention import foreign_attention
@@ -144,8 +144,7 @@ def set_up(
             log.warning("snip-hf: %s", warning)
     setting = find_setting(bare, config, processes.pipeline)
     in_force = _first_in_force(bare, backend.name, setting, processes, record)
-    finds_ties = config.ties == AUTO_TIES
-    refresher = Refresher(bare, in_force, layers, source, processes, record, solver, finds_ties)
+    refresher = Refresher(bare, in_force, layers, source, processes, record, solver)
     coverage = CoverageCounter(bare, in_force, processes, record, accelerator)
     guard = None
     if config.guard != "off":
@@ -199,9 +198,7 @@ def find_setting(model: nn.Module, config: SnipConfig, pipeline: Ranks) -> Setti
         ValueError: stages or ties that do not fit the model, or an unreadable file of times.
     """
     flops = flops_of_all(model, pipeline)
-    if config.ties == AUTO_TIES:  # until a probe finds them
-        config = replace(config, ties=usual_ties(flops))
-    setting = Setting(config, flops, find_stages(list(flops), config))
+    setting = Setting(config, flops, find_stages(list(flops), config), found_ties=usual_ties(flops))
     check_ties(setting)
     if config.timing_file is not None:
         folder = os.path.dirname(os.path.abspath(config.timing_file))

@@ -46,7 +46,7 @@ def test_a_checkpoint_is_its_run_up_to_its_step(data: Path, name: str, step: int
     assert len(found.refreshes) < len(whole.refreshes)
     assert list(found.divergences) == [probe for probe in whole.divergences if probe <= step]
     assert found.plans[-1][1].assignment == saved_plan(folder).assignment
-    assert found.measured == saved_plan(folder).measured
+    assert found.plans[-1][1].measured == saved_plan(folder).measured
     assert not any("differs" in note for note in found.notes)
 
 
@@ -66,7 +66,7 @@ def test_a_checkpoint_alone_has_its_plan_and_its_configuration(data: Path, tmp_p
     ((step, plan),) = found.plans
     assert (step, plan.assignment) == (5, saved_plan(source).assignment)
     assert found.config["granularity"] == "gemm"
-    assert found.measured is not None and found.losses.keys() == load_run(data / "gemm").losses.keys()
+    assert plan.measured is not None and found.losses.keys() == load_run(data / "gemm").losses.keys()
     assert (found.refreshes, found.divergences) == ([], {})
     assert found.notes == ["There is no history beside the checkpoint, so only its plan is known."]
 

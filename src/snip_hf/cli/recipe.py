@@ -115,7 +115,7 @@ def _content(root: Path, file: str) -> bytes:
 
 
 def _is_there(path: Path, content: bytes) -> bool:
-    return path.is_file() and not path.is_symlink() and path.read_bytes() == content
+    return path.is_file() and path.read_bytes() == content
 
 
 def _head(path: Path) -> str:

@@ -11,7 +11,6 @@ from ..integrations.hub import run_folder
 from ..records.run_folder import FOLDER
 from ..text import printable
 
-_MAX_RUNS = 8
 _MAX_PATH = 4096
 
 
@@ -38,19 +37,17 @@ def report(arguments: argparse.Namespace) -> int:
         raise ValueError("--bf16 adds a run to the page, so it needs --html.")
     if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
         raise NotADirectoryError(f"--out {arguments.out} is a file; expected a folder.")
-    if len(arguments.runs) > _MAX_RUNS:
-        raise ValueError(f"Got {len(arguments.runs)} runs, expected at most {_MAX_RUNS} in one report.")
-    folders = [run_folder(name) for name in arguments.runs]
     names = short_names([*arguments.runs, *([] if arguments.bf16 is None else [arguments.bf16])])
-    runs = {name: load_recorded(folder) for name, folder in zip(names, folders, strict=False)}
+    given = dict(zip(names, arguments.runs, strict=False))
+    runs = {name: load_recorded(run_folder(path)) for name, path in given.items()}
     bf16 = None if arguments.bf16 is None else (f"{names[-1]} (BF16)", _bf16_losses(arguments.bf16))
     console = Console()
     files: list[Path] = []
-    for (name, run), given in zip(runs.items(), arguments.runs, strict=True):
+    for name, run in runs.items():
         if len(runs) > 1:
             say(console, f"Run {name}")
         print_run(run, console, arguments.micro_batches)
-        folder = _folder(given, name, arguments.out, len(runs))
+        folder = _folder(given[name], name, arguments.out, len(runs))
         files += write_figures(run, folder)
         if arguments.csv:
             files += write_csv(run, folder)
@@ -67,7 +64,7 @@ def _folder(given: str, name: str, out: Path | None, count: int) -> Path:
     if out is None and os.path.lexists(given):
         return Path(given) / FOLDER
     base = Path("snip-report") if out is None else out
-    return base / name.replace("/", "-").replace(os.sep, "-") if count > 1 else base
+    return base / name.replace("/", "-") if count > 1 else base
 
 
 def _bf16_losses(name: str) -> dict[int, dict[str, float]]:
@@ -90,12 +87,11 @@ def _bf16_losses(name: str) -> dict[int, dict[str, float]]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Returns the shortest ending of each path that no other path has; equal paths get a number."""
+    """Returns the shortest ending of each path that no other path has."""
     from ..layers.labels import endings
 
     paths = ["/".join(part for part in _plain(name).parts if part != os.sep) or name for name in names]
-    numbers = [f" #{index}" * (paths.count(path) > 1) for index, path in enumerate(paths, 1)]
-    return [(end or path) + number for end, path, number in zip(endings(paths, "/"), paths, numbers, strict=True)]
+    return [end or path for end, path in zip(endings(paths, "/"), paths, strict=True)]
 
 
 def _plain(name: str) -> Path:

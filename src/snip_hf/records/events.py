@@ -46,7 +46,7 @@ class _Line:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Any:
         """Parses a line; raises ValueError, naming the field, if it is not such an event."""
-        return from_json(cls, _entries(record, cls.event))
+        return from_json(cls, _entries(record))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +83,7 @@ class Start:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Start:
         """Parses a line; raises ValueError, naming the field, if it is not a start."""
-        line = from_json(_StartLine, _entries(record, cls.event))
+        line = from_json(_StartLine, _entries(record))
         check_schema(line.schema_version)
         policy = line.config.get("policy")
         if not isinstance(policy, str):
@@ -320,10 +320,8 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def _entries(record: Mapping[str, Any], expected: str) -> dict[str, Any]:
+def _entries(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries of a line without its kind, and without the status, which others imply."""
-    if record.get("event") != expected:
-        raise ValueError(f"event is {short(record.get('event'))}, expected {expected!r}.")
     return {name: value for name, value in record.items() if name not in ("event", "status")}
 
 

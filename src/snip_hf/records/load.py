@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from ..config import SnipConfig
 from ..costs.flops import Tokens
-from ..costs.timing import MeasuredCost
 from ..estimation.coverage import Coverage
 from ..estimation.table import Divergence, DivergenceTable
 from ..estimation.ties import Ties
@@ -71,9 +70,8 @@ class Run:
 
     folder: Path
     plans: list[tuple[int, PrecisionPlan]]
-    """(step after which it was in force, plan), beginning with the plan at the start."""
-    measured: MeasuredCost | None
-    """The times in plan.json, which the history lacks; None if plan.json has none or cannot be used."""
+    """(step after which it was in force, plan), beginning with the plan at the start. The last one has the times in
+    plan.json, which the history lacks."""
     refreshes: list[Refresh]
     counted: list[Counted]
     """Coverage of each counted micro-batch."""
@@ -155,13 +153,13 @@ def load_run(run_dir: str | os.PathLike[str], checkpoint: Checkpoint | None = No
     start, events = _read_events(folder / FOLDER / "history.jsonl", notes, until)
     refreshes, alarms, counted = _of(Refresh, events), _of(Alarm, events), _of(Counted, events)
     plans = _plans(start.plan, _in_order(refreshes, alarms), counted)
-    source = folder / FOLDER / "plan.json" if checkpoint is None else checkpoint.plan
-    measured = _measured(source, plans[-1][1], notes)
+    begin, last = plans[-1]
+    plans[-1] = begin, _timed(last, folder / FOLDER / "plan.json" if checkpoint is None else checkpoint.plan, notes)
     applied = [refresh.step for refresh in refreshes if refresh.applied_step is not None]
     divergences = _read_divergences(folder / FOLDER, applied[-1:], notes, until)
     source_folder = folder if checkpoint is None else checkpoint.folder
     log = read_log(source_folder, notes)
-    contents = plans, measured, refreshes, counted, divergences, log.losses, {**start.versions, **log.facts}
+    contents = plans, refreshes, counted, divergences, log.losses, {**start.versions, **log.facts}
     pending = None if checkpoint is None else checkpoint.pending
     return Run(source_folder, *contents, notes, alarms, _of(Retarget, events), pending)
 
@@ -182,8 +180,7 @@ def load_recorded(path: str | os.PathLike[str]) -> Run:
         return load_run(around, checkpoint)
     notes = ["There is no history beside the checkpoint, so only its plan is known."]
     log, plans = read_log(folder, notes), [(checkpoint.step, checkpoint.plan)]
-    measured, pending = checkpoint.plan.measured, checkpoint.pending
-    return Run(folder, plans, measured, [], checkpoint.counted, {}, log.losses, log.facts, notes, pending=pending)
+    return Run(folder, plans, [], checkpoint.counted, {}, log.losses, log.facts, notes, pending=checkpoint.pending)
 
 
 def thinned(items: Sequence[T], count: int) -> list[T]:
@@ -272,23 +269,23 @@ def _tokens_at(counted: Sequence[Counted], step: int | None, start: PrecisionPla
     return known[0 if step is None else -1].tokens
 
 
-def _measured(source: Path | PrecisionPlan, plan: PrecisionPlan, notes: list[str]) -> MeasuredCost | None:
-    """Returns the times in plan.json or a checkpoint; adds a note if its plan differs from the history's last plan."""
+def _timed(plan: PrecisionPlan, source: Path | PrecisionPlan, notes: list[str]) -> PrecisionPlan:
+    """Returns a plan with the times in plan.json or a checkpoint; adds a note if the plan there is another one."""
     name = "plan.json" if isinstance(source, Path) else "The plan in the checkpoint"
     try:
         saved = PrecisionPlan.load(source) if isinstance(source, Path) else source
         differences = plan.changes(saved)
-        dataclasses.replace(plan, measured=saved.measured)  # refuses times of other GEMMs
+        timed = dataclasses.replace(plan, measured=saved.measured)  # refuses times of other GEMMs
     except (OSError, ValueError) as error:
         notes.append(f"{name} cannot be used: {error}")
-        return None
+        return plan
     if differences:
         key, (ours, theirs) = next(iter(differences.items()))
         notes.append(
             f"{name} differs from the history in {len(differences)} GEMMs ({key} is {theirs}, but {ours} in the "
             "history); the tables and figures follow the history."
         )
-    return saved.measured
+    return timed
 
 
 def _read_divergences(

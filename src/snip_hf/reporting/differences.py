@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..json_io import short
 from ..layers.labels import LayerLabels
 from ..planning.plan import PrecisionPlan
 from ..records.load import STATE_NAME, Run, load_recorded, read_log, thinned
@@ -118,9 +117,7 @@ def share_table(compared: Sequence[Compared]) -> Table:
         if plan is None:
             table.add_row(one.letter, "-", str(max(one.losses)), *["-"] * 6)
             continue
-        policy = plan.provenance.policy if run is None else short(run.config.get("policy")).strip("'")
-        if run is not None and run.config.get("fixed_plan"):
-            policy = "fixed plan"
+        policy = "fixed plan" if one.config.get("fixed_plan") else plan.provenance.policy
         applied = 0 if run is None else sum(refresh.applied_step is not None for refresh in run.refreshes)
         table.add_row(
             one.letter,

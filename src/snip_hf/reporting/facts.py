@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +16,8 @@ from ..records.load import Run
 def policy_text(config: Mapping[str, Any]) -> str:
     """Names the policy or the fixed plan that decided."""
     if config.get("fixed_plan"):
-        return f"fixed plan {value_text(config['fixed_plan'])}"
-    return f"policy {value_text(config.get('policy'))}"
+        return f"fixed plan {config['fixed_plan']}"
+    return f"policy {config.get('policy')}"
 
 
 def makes_plans_without_probe(config: Mapping[str, Any]) -> bool:
@@ -45,16 +44,6 @@ def mean_shares_text(run: Run) -> list[str]:
         f"Mean up to step {steps:,}, the last in the files of the run: {mean:.4f} of the {of} FLOPs in FP4, with a "
         f"target of {target:.4f}."
     ]
-
-
-def value_text(value: object) -> str:
-    """Returns the text of a config value that may come from elsewhere."""
-    return value if isinstance(value, str) else short(value)
-
-
-def plan_in_force(run: Run) -> PrecisionPlan:
-    """Returns the last plan, with its measured times."""
-    return dataclasses.replace(run.plans[-1][1], measured=run.measured)
 
 
 def alarm_sentences(alarms: Sequence[Alarm]) -> list[str]:

@@ -21,7 +21,7 @@ from ..json_io import write_atomic
 from ..policies.target import describe_target
 from ..records.load import Run
 from ..text import printable
-from .facts import plan_in_force, policy_text
+from .facts import policy_text
 from .figures import Losses, figures_of, loss_figure, png
 from .run_report import Content, run_contents
 from .tables import number
@@ -168,11 +168,11 @@ def _coverage(run: Run) -> str:
     if not run.counted:
         return _NOTHING
     share = run.counted[-1].coverage.share
-    return f"{share:.1%} of the model's matmul FLOPs, {share * plan_in_force(run).fp4_fraction:.1%} of all in FP4"
+    return f"{share:.1%} of the model's matmul FLOPs, {share * run.plans[-1][1].fp4_fraction:.1%} of all in FP4"
 
 
 def _speed(run: Run) -> str:
-    plan = plan_in_force(run)
+    plan = run.plans[-1][1]
     speedup = plan.linear_speedup()
     return _NOTHING if speedup is None else f"{speedup:.3f} times BF16's ({plan.speed_source})"
 
@@ -199,7 +199,7 @@ _ROWS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("Model", lambda run: run.plans[-1][1].provenance.model_name or _NOTHING),
     ("Decided by", lambda run: policy_text(run.config)),
     ("Target", lambda run: describe_target(run.config) or _NOTHING),
-    ("FP4 share at the end", lambda run: plan_in_force(run).describe()),
+    ("FP4 share at the end", lambda run: run.plans[-1][1].describe()),
     ("FP4 share, mean over the steps", lambda run: number(run.mean_fp4_fraction, ".4f")),
     ("Coverage", _coverage),
     ("Speed of the linears", _speed),

@@ -27,10 +27,8 @@ from .facts import (
     coverage_text,
     makes_plans_without_probe,
     mean_shares_text,
-    plan_in_force,
     policy_text,
     retarget_sentences,
-    value_text,
 )
 from .figures import write_figures
 from .tables import name_text, new_table, number, plan_table, print_cost, print_stages, say
@@ -82,14 +80,14 @@ class _CollectingConsole(Console):
 def print_run(run: Run, console: Console, micro_batches: int | None = None) -> None:
     """Prints the refreshes, the losses and the last plan."""
     config = run.last_config
-    policy, plan = policy_text(config), plan_in_force(run)
+    policy, plan = policy_text(config), run.plans[-1][1]
     by_time = config.get("budget") == "measured"
     target = describe_target(config)
     say(
         console,
-        f"{policy[0].upper()}{policy[1:]}, granularity {value_text(config.get('granularity'))}, "
+        f"{policy[0].upper()}{policy[1:]}, granularity {config.get('granularity')}, "
         f"{'no target' if target is None else f'target {target}'}, attained {plan.describe()}. Model: "
-        f"{value_text(plan.provenance.model_name or 'not named')}.",
+        f"{plan.provenance.model_name or 'not named'}.",
     )
     if target is not None and isinstance(config.get("target_fp4_fraction"), list):
         _say_some(console, mean_shares_text(run))
@@ -105,7 +103,7 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         say(
             console,
             f"No refresh was recorded ({policy}, first refresh due at step "
-            f"{value_text(config.get('first_refresh') or '100 or earlier')}): the initial plan is in force.",
+            f"{config.get('first_refresh') or '100 or earlier'}): the initial plan is in force.",
         )
     if run.pending is not None:
         say(console, f"Step {run.pending[0]} was probed; its plan is due after step {run.pending[1]}.")
@@ -175,13 +173,8 @@ def loss_table(run: Run) -> Table:
     for step, row in run.losses.items():
         training = row.get("loss", training)
         if step in shown:
-            table.add_row(str(step), _fixed(training), _fixed(row.get("eval_loss")))
+            table.add_row(str(step), number(training, ".4f"), number(row.get("eval_loss"), ".4f"))
     return table
-
-
-def _fixed(value: float | None, digits: int = 4) -> str:
-    # A huge loss such as 1e100 gets four digits, not a hundred.
-    return number(value, f".{digits}f" if value is None or abs(value) < 1e9 else ".4g")
 
 
 def _price(tie: list[list[dict[str, Any]]]) -> float:
@@ -197,7 +190,7 @@ def _last_decision(run: Run) -> tuple[int, Setting, dict[str, Any]] | None:
     step = max((refresh.step for refresh in run.refreshes if refresh.applied_step is not None), default=None)
     if step is None or step not in run.divergences:
         return None
-    plan = plan_in_force(run)
+    plan = run.plans[-1][1]
     if plan.measured is None and run.config.get("budget") == "measured":
         return None
     config, table = SnipConfig.from_dict(run.config), run.divergences[step]
@@ -241,7 +234,7 @@ def reason_table(run: Run) -> Table | None:
     if (decision := _last_decision(run)) is None:
         return None
     step, setting, program = decision
-    plan, config = plan_in_force(run), setting.config
+    plan, config = run.plans[-1][1], setting.config
     divergences = {(row.layer, row.gemm): row for row in run.divergences[step].rows if row.format == run.formats[0]}
     stage_of = {group: row["name"] for row in program["constraints"] for group in row["groups"]}
     options, work = {group["name"]: group["options"] for group in program["groups"]}, setting.executed
@@ -279,7 +272,7 @@ def reason_table(run: Run) -> Table | None:
         name = labels.layer(layer) + group.removeprefix(layer)  # includes the GEMM at granularity "gemm"
         if len(tied) > 1:
             name = f"{name} x {len(tied)}"
-        stage, price = stage_of[group].removeprefix("stage "), _fixed(prices[group] if rows else None, 3)
+        stage, price = stage_of[group].removeprefix("stage "), number(prices[group] if rows else None, ".3f")
         table.add_row(stage, name_text(name), *numbers, price, formats)
     captions = []
     if len(shown) < len(order):

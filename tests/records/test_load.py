@@ -11,6 +11,7 @@ from written_runs import random_assignments, write_divergence, write_run
 from snip_hf.records import load
 from snip_hf.records.events import LOSS, Alarm, Retarget
 from snip_hf.records.load import load_run
+from snip_hf.reporting.page import comparison
 
 
 def test_raised_formats_are_in_force_after_an_alarm(tmp_path: Path) -> None:
@@ -44,6 +45,8 @@ def test_the_last_config_has_the_target_that_a_run_was_last_resumed_with(tmp_pat
             file.write(json.dumps(event.to_record()) + "\n")
     run = load_run(tmp_path)
     assert run.last_config == {**run.config, "target_fp4_fraction": 0.6}
+    rows = dict(comparison({"": run}, {"": run.losses}, None))
+    assert rows["Target"] == ["at least 60.0% of the linears' FLOPs in FP4"]
 
 
 def test_of_many_tables_the_one_of_the_last_applied_refresh_is_read(

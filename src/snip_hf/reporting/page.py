@@ -198,7 +198,7 @@ def _solvers(run: Run) -> str:
 _ROWS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("Model", lambda run: run.plans[-1][1].provenance.model_name or _NOTHING),
     ("Decided by", lambda run: policy_text(run.config)),
-    ("Target", lambda run: describe_target(run.config) or _NOTHING),
+    ("Target", lambda run: describe_target(run.last_config) or _NOTHING),
     ("FP4 share at the end", lambda run: run.plans[-1][1].describe()),
     ("FP4 share, mean over the steps", lambda run: number(run.mean_fp4_fraction, ".4f")),
     ("Coverage", _coverage),

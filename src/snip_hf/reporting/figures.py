@@ -172,7 +172,7 @@ def loss_figure(losses: Mapping[str, Losses], applied: Sequence[int] = ()) -> Fi
     kinds = (("loss", "training"), ("eval_loss", "validation"))
     for number, (name, rows) in enumerate(losses.items()):
         for index, (key, kind) in enumerate(kinds):
-            points = curve(rows, key)
+            points = [(step, row[key]) for step, row in rows.items() if key in row]
             if not points:
                 continue
             colour = _COLOURS[index if len(losses) == 1 else number % len(_COLOURS)]
@@ -232,8 +232,3 @@ def _title(figure: Figure, title: str) -> None:
 def edges(steps: Sequence[int], last_step: int) -> np.ndarray[Any, Any]:
     """Returns the edges of the intervals that begin at each step and end at the last step, in non-decreasing order."""
     return np.maximum.accumulate([*steps, max(last_step, max(steps) + 1)])
-
-
-def curve(losses: Mapping[int, Mapping[str, float]], key: str) -> list[tuple[int, float]]:
-    """Returns (step, loss), with NaN for values that overflow axes."""
-    return [(step, row[key] if abs(row[key]) < 1e100 else math.nan) for step, row in losses.items() if key in row]

@@ -18,8 +18,6 @@ from ..text import printable
 
 # Maximum number of columns of a plan table: models have fewer kinds of linears unless each expert has its own.
 _MOST_KINDS = 32
-# Maximum number of rows in a table of costs.
-_MOST_ROWS = 64
 _MOST_ITEMS = 20
 # Maximum length of a name in a table, and of a sentence.
 _NAME, _SENTENCE = 60, 2000
@@ -109,7 +107,7 @@ def cost_table(plan: PrecisionPlan) -> Table:
         table.add_column(heading, justify="left" if heading in ("linear", "GEMM") else "right")
     for fmt in times.formats:
         table.add_column(f"{FORMATS[fmt].label}\nms", justify="right")
-    for share in cost_shares(plan.executed, times)[:_MOST_ROWS]:
+    for share in cost_shares(plan.executed, times):
         milliseconds = (f"{1e3 * share.seconds[fmt]:.4g}" for fmt in times.formats)
         shares = (f"{share.flops:.4f}", f"{share.time:.4f}", f"{share.ratio:.2f}")
         table.add_row(name_text(share.kind), share.gemm, *shares, *milliseconds)

@@ -575,6 +575,12 @@ def check_config(config: object) -> None:
         )
 
 
+def changed_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a config of unknown origin that differ from their defaults."""
+    usual = SnipConfig().to_dict()
+    return {name: value for name, value in config.items() if name not in usual or value != usual[name]}
+
+
 def as_names(field: str, names: object) -> tuple[str, ...]:
     """Returns a list of names as a tuple; raises TypeError for anything else."""
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):

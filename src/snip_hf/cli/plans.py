@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..config import SnipConfig
+from ..config import SnipConfig, changed_fields
 from ..costs.flops import linear_flops
 from ..integrations.export import TARGETS, NotExpressible
 from ..integrations.hub import load_plan
@@ -54,8 +54,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         if value is not None:
             name, shown = _NAMES.get(field.name, field.name), value
             if field.name == "config":
-                usual = SnipConfig().to_dict()
-                others = [f"{key}={json.dumps(one)}" for key, one in value.items() if one != usual.get(key)]
+                others = [f"{key}={json.dumps(one)}" for key, one in changed_fields(value).items()]
                 shown = ", ".join(others) or "SnipConfig()"
             say(console, f"{name}: {shown}", _MAX_VALUE)
     return 0 if arguments.model is None else compare_with_model(plan, arguments.model)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from huggingface_hub import ModelCard
 
-from ..config import SnipConfig
+from ..config import changed_fields
 from ..estimation.coverage import Coverage
 from ..numerics.formats import FORMATS
 from ..planning.plan import PrecisionPlan
@@ -100,11 +100,7 @@ def plan_section(plan: PrecisionPlan, repository: str, base_model: str | None) -
 
 
 def _section(begin: str, plan: PrecisionPlan, head: str, rows: Mapping[str, str], tail: str) -> str:
-    defaults = SnipConfig().to_dict()
-    changed = {
-        name: value for name, value in (plan.provenance.config or {}).items() if defaults.get(name, value) != value
-    }
-    if changed:
+    if changed := changed_fields(plan.provenance.config or {}):
         # Backquotes would end the code block.
         text = json.dumps(changed, indent=2).replace("`", "\\u0060")
         tail = f"{_CONFIG.format(config=text)}\n\n{tail}"

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
-from ..config import SnipConfig
+from ..config import changed_fields
 from ..json_io import write_atomic
 from ..policies.target import describe_target
 from ..records.load import Run
@@ -114,11 +114,11 @@ def config_code(config: Mapping[str, Any]) -> str:
 
     It always includes the granularity, whose default depends on the policy.
     """
-    defaults = SnipConfig().to_dict() | {"granularity": None}
+    changed = changed_fields(config)
     fields = [
         f"    {name}={value!r}," if name.isidentifier() else f"    # {printable(name)}: {value!r}"
         for name, value in config.items()
-        if name not in defaults or defaults[name] != value
+        if name in changed or name == "granularity"
     ]
     inside = "\n".join(printable(field, _VALUE) for field in fields)
     call = f"SnipConfig(\n{inside}\n)" if inside else "SnipConfig()"

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config import SnipConfig
-from ..costs.flops import Tokens
 from ..estimation.coverage import Coverage
 from ..estimation.table import Divergence, DivergenceTable
 from ..estimation.ties import Ties
@@ -248,25 +247,18 @@ def _plans(
         for cell, (_, new) in count.changes.items():
             layer, _, gemm = cell.rpartition(":")
             assignment[layer][gemm] = new
-    start = dataclasses.replace(start, assignment=assignment, tokens=_tokens_at(counted, None, start))
+    tokens = counted[0].tokens if counted else start.tokens
+    start = dataclasses.replace(start, assignment=assignment, tokens=tokens)
     plans = [(start.provenance.step, start)]
     for event in applied:
         for cell, (_, new) in event.changes.items():
             layer, _, gemm = cell.rpartition(":")
             assignment[layer][gemm] = new
-        tokens = _tokens_at(counted, event.step, start)
+        tokens = next((count.tokens for count in reversed(counted) if count.step <= event.step), start.tokens)
         provenance = dataclasses.replace(start.provenance, step=event.step)
         plan = dataclasses.replace(start, assignment=assignment, provenance=provenance, tokens=tokens)
         plans.append((_begins(event), plan))
     return plans
-
-
-def _tokens_at(counted: Sequence[Counted], step: int | None, start: PrecisionPlan) -> Tokens | None:
-    """Returns the tokens of the last count up to a step; None asks for the first count."""
-    known = [event for event in counted if step is None or event.step <= step]
-    if not known:
-        return start.tokens
-    return known[0 if step is None else -1].tokens
 
 
 def _timed(plan: PrecisionPlan, source: Path | PrecisionPlan, notes: list[str]) -> PrecisionPlan:

@@ -143,10 +143,8 @@ def settings_table(compared: Sequence[Compared]) -> Table | None:
     table = new_table("Settings that differ")
     for heading in ("field", *(one.letter for one in configured)):
         table.add_column(heading, overflow="fold")
-    for name in differing[:_MOST_LAYERS]:
+    for name in differing:
         table.add_row(name_text(name), *(Text(printable(value, _VALUE)) for value in values[name]))
-    if len(differing) > _MOST_LAYERS:
-        table.caption = f"The first {_MOST_LAYERS} of {len(differing):,} fields."
     return table
 
 

@@ -289,7 +289,7 @@ def frontier() -> str:
     }
     speeds = section("results-speed.md", "At equal loss")
     losses = section("results-loss.md", "By share, in the default formats")
-    losses += section("results-policies.md", "At the default share").partition("\n\n| SmolLM2")[0]
+    losses += section("results-policies.md", "At the default share").partition("| 30M Llama from scratch, eight")[0]
     losses += section("results-loss.md", "Full training runs")
     parts = [text(400, 28, "Loss above BF16 (30M Llama, 2,700 steps) against speed (8B shape, one H200)", 15)]
     for gap in (0, 0.5, 1, 1.5):

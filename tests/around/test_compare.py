@@ -421,7 +421,10 @@ def proof(name: str) -> compare.Config:
     ],
 )
 def test_the_committed_lines_are_of_todays_configs(name: str, of: str) -> None:
-    config = proof(of)
+    check_lines(name, proof(of))
+
+
+def check_lines(name: str, config: compare.Config) -> None:
     with gzip.open(ROOT / "eval" / "results" / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
         for line in map(json.loads, lines):
             assert line["key"] == config.cell_key(line["contender"], line["seed"])
@@ -572,9 +575,11 @@ def test_tricks_are_contenders(files: tuple[Path, Path], tmp_path: Path, monkeyp
     monkeypatch.delitem(sys.modules, "eval.proof.tricks", raising=False)
     with restored(FORMATS):
         compare.import_modules(["eval.proof.tricks"])
-        config = proof("less-loss")
+        config, blocks = proof("less-loss"), proof("blocks")
+        check_lines("less-loss-begun", config)
+        check_lines("blocks", blocks)
         own = {name: config.contenders[name] for name in ("only-grad-weight", "mxfp4-nearest", "mxfp4-ue5m3")}
-        own["backward-front"] = proof("blocks").contenders["backward-front"]
+        own["backward-front"] = blocks.contenders["backward-front"]
         options = ["--cache", f"{files[1]}.cache", "--seeds", "3", "--only", *own, "--override"]
         options += [f"contenders={json.dumps(own)}", "training.measure_at=[]", "snip.formats=[mxfp4, fp8-delayed]"]
         assert run(files[0], tmp_path / "lines.jsonl", *options) == 0

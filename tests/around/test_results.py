@@ -163,15 +163,21 @@ def test_speeds_of_earlier_versions_are_those_of_the_lines(row: str) -> None:
         assert cell == ", ".join(f"{bf16 / run['step_ms']:.3f}" for run in shown), share
 
 
+LARGE = "8B, 8 layers"
+
+
+def case_of(run: dict[str, Any]) -> str:
+    return f"{run['model']}, {run['case'].removeprefix('8 x 2,048 tokens').removeprefix(', ')}".removesuffix(", ")
+
+
 def test_speeds_of_combinations_are_those_of_the_lines() -> None:
     lines = [run for run in lines_of("speed_combinations") if "step_ms" in run]
-    names = {"8B, 8 layers": "8B shape", "Qwen3-4B, 12 layers": "Qwen3-4B, 12 layers", "Qwen3-0.6B": "Qwen3-0.6B"}
     written = cells("results-speed.md", "Combinations")
     for row, cell in written.items():
-        commit = "53ac727e" if "53ac727e" in row else "fe61c8e4"
-        runs = [run for run in lines if run["commit"] == commit and row.startswith(names.get(run["model"], "-"))]
-        case = row.partition("shape, ")[2].removesuffix(", `53ac727e`")
-        runs = [run for run in runs if run["case"].removeprefix("8 x 2,048 tokens").removeprefix(", ") == case]
+        name, _, other = row.partition(", `")
+        commit = other.removesuffix("`") or "fe61c8e4"
+        name = name.replace("8B shape", LARGE)
+        runs = [run for run in lines if run["commit"] == commit and name == case_of(run)]
         bf16, peak, last = bf16_of(runs), bf16_of(runs, "peak_gib"), {run["recipe"]: run for run in runs}
         both = last["torchao tensorwise"], last["snip-hf 75%"]
         speeds, memory = ([f"{bf16 / run['step_ms']:.3f}" for run in both], [f"{most(run) / peak:.3f}" for run in both])
@@ -186,6 +192,8 @@ SHORT = {
     "1 x 128 tokens, CUDA graphs, `dabb1842` (1)": ("speed_graphs", "reduce-overhead"),
     "1 x 128 tokens, CUDA graphs, `dabb1842`, quiet host (2)": ("step_profile", "reduce-overhead"),
     "1 x 128 tokens, CUDA graphs, `fe61c8e4`, beside other work (3)": ("speed_combinations", ""),
+    "1 x 128 tokens, `2fa3edda`, beside another timing (2)": ("step_profile", ""),
+    "1 x 2,048 tokens, `2fa3edda`, beside another timing (3)": ("speed_combinations", ""),
     "1 x 64 to 256 tokens, `c9913a10`, quiet host (3)": ("speed_combinations", ""),
 }
 
@@ -337,9 +345,46 @@ AT_HALF = {
 }
 
 
+BLOCKS = {
+    "`backward-front` minus `backward-first`": ("backward-front", "backward-first"),
+    "SNIP minus `backward-first`": ("snip", "backward-first"),
+    "all `fp8-delayed` minus BF16": ("fp8", "bf16"),
+    "SNIP minus BF16": ("snip", "bf16"),
+    "`backward-first` minus BF16": ("backward-first", "bf16"),
+    "`backward-front` minus BF16": ("backward-front", "bf16"),
+}
+POOLED = {
+    "SNIP minus `backward-first`": ("snip", "backward-first"),
+    "SNIP minus all `fp8-delayed`": ("snip", "fp8"),
+    "`backward-first` minus all `fp8-delayed`": ("backward-first", "fp8"),
+}
+
+
+def pooled(ours: str, other: str, step: str) -> Paired:
+    """Returns the differences at 50% over the seeds of both experiments from scratch."""
+    both = [by_contender(name) for name in ("default", "blocks")]
+    pairs = [pair for found in both for pair in zip(found[ours, step], found[other, step], strict=True)]
+    return Paired.of([100 * (one / base - 1) for one, base in pairs])
+
+
 def test_losses_at_the_default_share_are_those_of_the_lines(half: dict[tuple[str, str], list[float]]) -> None:
-    from_scratch, continued = cells_of_tables("results-policies.md", "At the default share")
+    from_scratch, more_seeds, continued, longer = cells_of_tables("results-policies.md", "At the default share")
     assert list(from_scratch) == list(continued) == list(AT_HALF)
+    assert list(more_seeds) == [*BLOCKS, *(f"{row}, 16 seeds of both tables, unplanned" for row in POOLED)]
+    for row, last in differences("blocks", BLOCKS, "2700", 2).items():
+        assert more_seeds[row] == [*(str(paired("blocks", *BLOCKS[row], s)) for s in ("700", "1400", "2100")), *last]
+    for row, (ours, other) in POOLED.items():
+        found = [pooled(ours, other, step) for step in ("700", "1400", "2100", "2700")]
+        last = (*map(str, found), f"{found[-1].detectable:.3f}", f"{shown(found[-1].p)}, alone")
+        assert more_seeds[f"{row}, 16 seeds of both tables, unplanned"] == [*last]
+    for row, name in {
+        "all `fp8-delayed`": "fp8",
+        "50% by SNIP": "snip",
+        "50% by `backward-first`": "backward-first",
+    }.items():
+        ends = [{line["contender"]: line for line in lines_of("smollm2-5000", "eval")}[one] for one in (name, "bf16")]
+        losses = [(*line["losses"].values(), line["loss_unquantized"]) for line in ends]
+        assert longer[row] == [f"{100 * (ours / bf16 - 1):+.3f}" for ours, bf16 in zip(*losses, strict=True)]
     for row, last in differences("default", AT_HALF, "2700", 2).items():
         ours, other = AT_HALF[row]
         earlier = [str(gap(half[ours, step], half[other, step])) for step in ("700", "1400", "2100")]
@@ -360,12 +405,11 @@ def test_losses_at_the_default_share_are_those_of_the_lines(half: dict[tuple[str
     assert cells("results.md", "What do 4 bits buy against FP8?")["50%, the default"][0] == str(against)
     assert f"| `SnipConfig()` | {found} |" in (ROOT / "docs/choosing.md").read_text(encoding="utf-8")
     rules = cells("results.md", "Is a probe better than a rule?")
-    for row, name, step in (
-        ("30M, 2,700 steps, {mxfp4, fp8-delayed}, 50%, the default", "default", "2700"),
-        ("SmolLM2-135M, 1,000 steps, {mxfp4, fp8-delayed}, 50%, eight other orders", "smollm2-default", "1000"),
-    ):
-        found = paired(name, "backward-first", "snip", step)
-        assert rules[row][1:] == [str(found), f"{found.detectable:.3f}"]
+    found = paired("smollm2-default", "backward-first", "snip", "1000")
+    row = "SmolLM2-135M, 1,000 steps, {mxfp4, fp8-delayed}, 50%, eight other orders"
+    assert rules[row][1:] == [str(found), f"{found.detectable:.3f}"]
+    found, row = pooled("backward-first", "snip", "2700"), next(row for row in rules if "16 seeds" in row)
+    assert rules[row][1:] == [str(found), f"{found.detectable:.3f}"]
 
 
 EQUAL_LOSS = {
@@ -480,6 +524,10 @@ TUNED = {
 }
 
 
+SCORED = {"all `fp8-delayed`": "fp8", "50% by SNIP": "snip-50", "75% by SNIP": "snip-75"}
+SCORED |= {"75% by `backward-first`": "backward-first", "all MXFP4": "mxfp4"}
+
+
 def differences(
     name: str, rows: dict[str, tuple[str, str]], step: str, planned: int
 ) -> dict[str, tuple[str, str, str]]:
@@ -523,12 +571,24 @@ def test_losses_of_the_checkpoint_are_those_of_the_lines() -> None:
 
 
 def test_losses_of_instruction_tuning_are_those_of_the_lines() -> None:
-    written = cells("results-policies.md", "Instruction tuning")
-    assert list(written) == list(TUNED)
+    written, accuracy = cells_of_tables("results-policies.md", "Instruction tuning")
+    assert (list(written), list(accuracy)) == (list(TUNED), list(SCORED))
     for row, last in differences("sft", TUNED, "270", 3).items():
         assert paired("sft", *TUNED[row], "270").count == 8
-        of_adapters = [str(paired("sft-lora", *TUNED[row], step)) for step in ("270", None)]
+        first, unquantized = (str(paired("sft-lora", *TUNED[row], step)) for step in ("70", None))
+        of_adapters = [first, *differences("sft-lora", TUNED, "270", 3)[row], unquantized]
         assert written[row] == [str(paired("sft", *TUNED[row], "70")), *last, *of_adapters]
+    scores: dict[tuple[str, str], list[float]] = {}
+    for line in lines_of("sft-lora-scores", "eval"):
+        name, _, seed = line["model"].rpartition("/")[2].rpartition("-")
+        scores.setdefault((name, seed), []).append(100 * line["metrics"]["acc_norm"]["value"])
+    seeds = [seed for name, seed in scores if name == "bf16"]
+    found = {
+        row: Paired.of([statistics.mean(scores[name, seed]) - statistics.mean(scores["bf16", seed]) for seed in seeds])
+        for row, name in SCORED.items()
+    }
+    for (row, one), p in zip(found.items(), holm([one.p for one in found.values()]), strict=True):
+        assert accuracy[row] == [str(one), f"{one.detectable:.3f}", shown(p)]
 
 
 def test_estimates_by_share_are_those_of_the_lines(

@@ -46,7 +46,7 @@ CASES = {
     "SFT in shards of packs": Case("SFT", shards=True, has_packs=True),
     "SFT in shards of parts": Case("SFT", shards=True, has_parts=True),
 }
-RESUMED = ("SFT", "DPO", "DPO of adapters", "DPO in shards of adapters", "SFT in shards of parts")
+RESUMED = ("DPO", "DPO in shards of adapters", "SFT in shards of parts")
 SAVED = 3
 """The step of the checkpoint, in the middle of a refresh."""
 STEPS = 8

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, AdamW, Muon, Optimizer, RMSprop
+from torch.optim import AdamW, Muon, Optimizer, RMSprop
 from torch.utils._pytree import tree_leaves, tree_map
 from trainings import SCHEDULE
 
@@ -165,7 +165,6 @@ def muon(parameters: list[nn.Parameter]) -> Optimizer:
     [
         (adamw, False, "snip"),
         slow(adamw, True, "snip"),
-        slow(lambda parameters: SGD(parameters, lr=0.1, momentum=0.9), True, "snip"),
         slow(muon, False, "snip"),
         slow(RMSprop, False, "snip"),
         *[slow(adamw, False, policy) for policy in ("fisher", "hessian-trace", "greedy", "kl")],

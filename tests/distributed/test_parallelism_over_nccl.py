@@ -17,7 +17,7 @@ import pytest
 import torch
 from comparing import LOSS, WEIGHT, distance, equal_share, errors, read_run
 from rank_runs import OnTwoGpus, on_two_gpus
-from run_distributed_config import COMPILED, TRAINS_SHARDED, UNIFORM, WHY_NOT, save_mixture, save_model
+from run_distributed_config import COMPILED, ONCE, TRAINS_SHARDED, UNIFORM, WHY_NOT, save_mixture, save_model
 from run_parallelism_config import RUNS
 from run_zero3 import SAVED
 from run_zero3 import STEPS as ZERO3_STEPS
@@ -104,7 +104,7 @@ def test_two_gpus_that_share_a_model_plan_and_lose_as_one(config: OnTwoGpus, nam
     assert_alike(first, theirs)
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", [name for name in LOOPS if name not in ONCE])
 def test_a_resumed_loop_is_the_uninterrupted_one_to_the_bit(config: OnTwoGpus, name: str) -> None:
     for whole, again in zip(config[name], config[f"{name}-resumed"], strict=True):
         assert 0 < len(again["losses"]) < len(whole["losses"])

@@ -461,11 +461,7 @@ def test_help_and_wrong_usage_load_no_library() -> None:
 
 
 def test_the_package_runs_as_a_process_of_its_own(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "snip_hf", "solve", write(tmp_path / "problem.json", PROBLEM)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["choices"] == CHOICES
-    command[-1] = str(tmp_path / "none.json")
+    command = [sys.executable, "-m", "snip_hf", "solve", str(tmp_path / "none.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == f"snip-hf: [Errno 2] No such file or directory: {command[-1]!r}"

@@ -207,7 +207,10 @@ def test_recipes_of_an_installed_wheel_are_listed_copied_and_read(archives: Any,
     assert str(site) in python("-c", "import snip_hf; print(snip_hf.__file__)")
     assert python("-m", "snip_hf", "recipe", "list").startswith("quickstart")
     assert "recipes/pretrain.py recipes/snip-50.yaml" in python("-m", "snip_hf", "recipe", "copy", "snip-50")
-    program = "import sys; sys.path[0] = 'recipes'; from parts.recipe import load_recipe; from pathlib import Path; "
-    shown = python("-c", f"{program} print(load_recipe(Path('recipes/snip-50.yaml')).snip.target_fp4_fraction)")
-    assert shown == "0.5\n"
-    assert "--override KEY=VALUE" in python("recipes/pretrain.py", "--help")
+    program = (
+        "import sys; sys.path[0] = 'recipes'; from parts.recipe import load_recipe; from pathlib import Path; "
+        "print(load_recipe(Path('recipes/snip-50.yaml')).snip.target_fp4_fraction); "
+        "import runpy; runpy.run_path('recipes/pretrain.py', run_name='__main__')"
+    )
+    shown = python("-c", program, "--help")
+    assert shown.startswith("0.5\n") and "--override KEY=VALUE" in shown

@@ -98,13 +98,13 @@ def _run(script: Path, words: list[str], environment: dict[str, str], log: Path)
     runpy.run_path(str(script), run_name="__main__")
 
 
-def start_ranks(script: str, *words: object, folder: Path, ranks: int = 2, timeout: float = 280) -> Ended:
+def start_ranks(script: str | Path, *words: object, folder: Path, ranks: int = 2, timeout: float = 280) -> Ended:
     """Runs a script of this folder in so many processes with the environment that torchrun gives, each with its log.
 
     NCCL refuses ranks of one host that share a GPU, so with a single GPU each rank poses as a host.
 
     Args:
-        script: name of a file here.
+        script: name of a file here, or a path.
         words: its arguments.
         folder: gets the logs.
         ranks: number of processes.
@@ -118,7 +118,7 @@ def start_ranks(script: str, *words: object, folder: Path, ranks: int = 2, timeo
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
     environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    path = Path(__file__).with_name(script)
+    path = Path(__file__).parent / script
     arguments = list(map(str, words))
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"log-{rank}.txt" for rank in range(ranks)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from comparing import LOSS, WEIGHT, errors, read_run, share_below
 from configs import fp4_config
 from own_loop import take_steps
 from pipeline_case import CHUNKS, CONFIG, STAGES, STEPS, batch_of
+from rank_processes import RECIPES, assert_succeeded, start_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipController
@@ -21,7 +20,6 @@ from snip_hf import SnipController
 pytestmark = pytest.mark.slow
 
 Ranks = list[dict[str, Any]]
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pipeline.py"
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +104,10 @@ def test_a_pattern_to_skip_may_name_layers_of_one_process_only(pipeline: Ranks) 
 
 
 def test_the_recipe_trains_every_stage_at_the_share(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, str(RECIPE), "--steps", "12", "--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "torchao" not in done.stderr
-    first, last = map(float, re.findall(r"^loss (\S+) -> (\S+)$", done.stdout, re.MULTILINE)[0])
+    ended = start_ranks(RECIPES / "pipeline.py", "--steps", 12, "--output", tmp_path, folder=tmp_path)
+    assert_succeeded(ended)
+    assert not any("torchao" in log for log in ended.logs)
+    first, last = map(float, re.findall(r"^loss (\S+) -> (\S+)$", ended.logs[1], re.MULTILINE)[0])
     assert last < first
-    shares = re.findall(r"(\d+\.\d)%", done.stdout.partition("FP4 share per stage: ")[2])
+    shares = re.findall(r"(\d+\.\d)%", ended.logs[0].partition("FP4 share per stage: ")[2])
     assert len(shares) == 4 and min(map(float, shares)) >= 75

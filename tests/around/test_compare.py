@@ -134,8 +134,7 @@ def test_a_cell_that_runs_again_gives_the_same_losses_and_what_is_done_is_left(
     assert "Time is up" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("contender", ["bf16", "snip"])
-@pytest.mark.parametrize("cut", ["killed", "time is over"])
+@pytest.mark.parametrize(("contender", "cut"), [("bf16", "time is over"), ("snip", "killed")])
 def test_a_cell_that_was_cut_off_goes_on_bit_for_bit(
     contender: str, cut: str, files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,7 +109,6 @@ def test_on_bytes_the_second_linear_of_an_mlp_is_not_low() -> None:
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=3e-2),
     "Muon": lambda p: torch.optim.Muon(p, lr=1e-2),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),  # differentiated numerically

@@ -168,9 +168,11 @@ def test_a_solver_that_cannot_be_started_again_costs_the_refresh_and_not_the_run
     assert set(resumed.losses) == {1, 2, 3, 4, 5}
 
 
-def test_a_moved_checkpoint_is_found(full: Run, tmp_path: Path) -> None:
+def test_a_moved_checkpoint_is_found_whatever_lies_in_the_output_folder(full: Run, tmp_path: Path) -> None:
+    """There: the same step of another run of the same configuration."""
     step = 5
     moved = shutil.copytree(full.folder / f"checkpoint-{step}", tmp_path / "elsewhere" / "best")
+    shutil.copytree(full.folder / "checkpoint-6", tmp_path / "run" / f"checkpoint-{step}")
     resumed = train(tmp_path / "run", CONFIG, resume=moved)
     assert_same_end(resumed, full)
     start, *refreshes = resumed.history
@@ -232,7 +234,9 @@ def refused(folder: Path, callback: SnipCallback, resume: Path, kind: type[Excep
     return str(caught.value)
 
 
-def test_a_checkpoint_of_another_configuration_is_refused(full: Run, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_configuration_is_refused_unless_only_the_solvers_time_limit_differs(
+    full: Run, tmp_path: Path
+) -> None:
     checkpoint = interrupted(full, 7, tmp_path)
     config = fp4_config(stages=2, target_fp4_fraction=0.5, seed=3, **SCHEDULE)
     model = model_with_dropout()
@@ -244,13 +248,8 @@ def test_a_checkpoint_of_another_configuration_is_refused(full: Run, tmp_path: P
     )
     assert not snip_linears(model)  # plain, as before
     # The message's advice works, with the same model and the unchanged state.
-    resumed = train(tmp_path, CONFIG, model=model, resume=checkpoint, **SAVING)
-    assert_same_end(resumed, full)
-
-
-def test_the_solvers_time_limit_may_differ_on_resume(full: Run, tmp_path: Path) -> None:
-    checkpoint = interrupted(full, 7, tmp_path)
-    resumed = train(tmp_path, fp4_config(stages=2, solver_time_limit=5.0, **SCHEDULE), resume=checkpoint, **SAVING)
+    patient = fp4_config(stages=2, solver_time_limit=5.0, **SCHEDULE)
+    resumed = train(tmp_path, patient, model=model, resume=checkpoint, **SAVING)
     assert resumed.losses == full.losses
     assert differing(weights(resumed.model), weights(full.model)) == []
     assert without_seconds(resumed.refreshes) == without_seconds(full.refreshes)
@@ -319,14 +318,6 @@ def test_a_run_that_ended_early_resumes_without_a_second_line_for_its_last_refre
     assert [(line["step"], line["status"], line["applied_step"]) for line in history(tmp_path)[1:]] == [
         (2, "applied", 4)
     ]
-
-
-def test_the_state_is_that_of_the_weights_whatever_lies_in_the_output_folder(full: Run, tmp_path: Path) -> None:
-    """Weights from one folder, and in the output folder the same step of another run of the same configuration."""
-    checkpoint = interrupted(full, 7, tmp_path / "mine")
-    (tmp_path / "other").mkdir()
-    shutil.copytree(full.folder / "checkpoint-6", tmp_path / "other" / "checkpoint-7")
-    assert_same_end(train(tmp_path / "other", CONFIG, resume=checkpoint, **SAVING), full)
 
 
 # --- what the Trainer can be asked to save, and where checkpoints may come to lie

@@ -26,6 +26,7 @@ from snip_hf.layers.gated import put_gates
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
 
+MXFP4 = ("mxfp4",) * 3
 FP8, HIDDEN, TOKENS = torch.float8_e4m3fn, 128, 128
 TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 PARTITIONED = "aot_eager_decomp_partition"
@@ -52,7 +53,7 @@ class Block:
         self,
         tied: bool,
         compiler: str | None = PARTITIONED,
-        formats: tuple[str, ...] = ("mxfp4",) * 3,
+        formats: tuple[str, ...] = MXFP4,
         gated: bool = False,
     ):
         model = tiny_llama(hidden=HIDDEN, layers=1).train()
@@ -97,18 +98,38 @@ class Block:
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(linear, "SMALL", 0)  # weights of this size are too large to be kept in FP8
+def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def large_weights() -> Iterator[None]:
+    """Weights of this size are too large to be kept in FP8."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "SMALL", 0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def alone(large_weights: None) -> Block:
+    torch._dynamo.reset()
+    return Block(tied=False)
+
+
+@pytest.fixture(scope="module")
+def tied(large_weights: None) -> Block:
+    torch._dynamo.reset()
+    return Block(tied=True)
+
+
 pytestmark = pytest.mark.slow
 
 
-def test_an_operand_that_can_be_computed_again_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, tied = Block(tied=False), Block(tied=True)
+def test_an_operand_that_can_be_computed_again_is_not_saved(
+    alone: Block, tied: Block, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Columns of the inputs of gate and up, which have more outputs than inputs.
     assert alone.saved[FP8] == 2
     # Those of q, k, v together and of gate and up together.
@@ -122,13 +143,11 @@ def test_an_operand_that_can_be_computed_again_is_not_saved(monkeypatch: pytest.
     assert before.saved[torch.bfloat16] == tied.saved[torch.bfloat16]
 
 
-@pytest.mark.parametrize(
-    "formats", [("mxfp4",) * 3, ("bf16", "fp8-tensor", "mxfp4"), ("fp8-delayed",) * 3], ids="/".join
-)
+@pytest.mark.parametrize("formats", [MXFP4, ("bf16", "fp8-tensor", "mxfp4"), ("fp8-delayed",) * 3], ids="/".join)
 def test_gradients_and_notes_are_those_of_columns_that_were_saved(
-    formats: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    formats: tuple[str, ...], alone: Block, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = Block(tied=False, formats=formats)
+    late = alone if formats == MXFP4 else Block(tied=False, formats=formats)
     monkeypatch.setattr(type(TENSOR_SCALED), "quantizes_late", False)
     torch._dynamo.reset()
     before = Block(tied=False, formats=formats)
@@ -137,13 +156,13 @@ def test_gradients_and_notes_are_those_of_columns_that_were_saved(
         assert torch.equal(late.gradients[name], gradient), name
 
 
-def test_a_gated_mlp_that_runs_as_one_saves_no_more() -> None:
-    gated, tied = Block(tied=True, gated=True), Block(tied=True)
+def test_a_gated_mlp_that_runs_as_one_saves_no_more(tied: Block) -> None:
+    gated = Block(tied=True, gated=True)
     assert gated.saved == tied.saved
     assert gated.awaited == [PARAMETERS]  # of o; down's input is encoded with the gradients of gate and up
     assert len(tied.awaited) == 2
 
 
-def test_late_encoding_waits_for_no_copy_of_a_gradient() -> None:
+def test_late_encoding_waits_for_no_copy_of_a_gradient(tied: Block) -> None:
     """Inductor would write a gradient that is cast from FP32 once more for each operator that reads it."""
-    assert Block(tied=True).awaited == [PARAMETERS] * 2  # of down and of o
+    assert tied.awaited == [PARAMETERS] * 2  # of down and of o

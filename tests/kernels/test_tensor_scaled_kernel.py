@@ -92,8 +92,11 @@ def test_the_kernels_write_the_bytes_of_the_reference(operand: str, formats: tup
 @pytest.mark.parametrize("operand", OPERANDS)
 def test_one_launch_writes_them_where_the_exponent_and_encoded_formats_are_known(operand: str, run: Run) -> None:
     row_gemm, column_gemm = GEMMS_OF[operand]
-    for formats in (MXFP4, ("ufp4", "mxfp4", "ufp4"), *DELAYED[:2], ("mxfp4", "fp8-delayed", "fp8-delayed")):
-        for gemms in ((row_gemm, column_gemm), (row_gemm, -1), (-1, column_gemm)):
+    mixed = ("mxfp4", "fp8-delayed", "fp8-delayed")
+    for formats in (MXFP4, ("ufp4", "mxfp4", "ufp4"), *DELAYED[:2], mixed):
+        check(run, rising(70, 66), formats, operand, (row_gemm, column_gemm), 3, settled=True)
+    for formats in (MXFP4, mixed):
+        for gemms in ((row_gemm, -1), (-1, column_gemm)):
             check(run, rising(70, 66), formats, operand, gemms, 3, settled=True)
     check(run, rising(64, 128), MXFP4, operand, GEMMS_OF[operand], -20, settled=True)
 

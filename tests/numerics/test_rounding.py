@@ -613,7 +613,7 @@ class TestUniform:
         """2**20 hashes, 496 pairs of bits: by chance the largest stays below 5.5 standard errors in all but 2e-5 of the
         cases. Power: a correlation of 0.0084 of any two bits is found with 99.9%."""
         words = hashes(stream_key(**KEY), 1024, 1024).flatten()
-        signs = torch.stack([(words >> bit & 1) * 2 - 1 for bit in range(32)]).to(torch.float32)
+        signs = torch.stack([((words >> bit & 1) * 2 - 1).to(torch.float32) for bit in range(32)])
         correlations = (signs @ signs.t()).double() / len(words)
         assert (correlations.diagonal() == 1).all()
         assert correlations.fill_diagonal_(0).abs().max() < 5.5 / 2**10

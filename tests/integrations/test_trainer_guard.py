@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from configs import fp4_config
-from tiny_runs import SCHEDULE, Run, arguments, data, differing, model_with_dropout, train, weights
+from tiny_runs import SCHEDULE, Run, arguments, data, model_with_dropout, train, weights
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
@@ -77,14 +77,6 @@ def test_the_loss_and_the_norm_of_a_step_are_those_that_the_trainer_logs(tmp_pat
     logged = [run.losses[step] for step in range(3, 11)]
     assert recent["loss"] == pytest.approx([loss for loss, _ in logged], abs=1e-3)
     assert recent["gradient norm"] == pytest.approx([norm for _, norm in logged], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_healthy_runs_are_the_same_to_the_bit_without_an_alarm(tmp_path: Path) -> None:
-    runs = {guard: train(tmp_path / guard, config(guard=guard), max_steps=12, **LOW) for guard in ("off", "raise")}
-    assert alarms(tmp_path / "raise") == []
-    assert runs["raise"].losses == runs["off"].losses
-    assert differing(weights(runs["raise"].model), weights(runs["off"].model)) == []
 
 
 @pytest.mark.slow

@@ -342,8 +342,11 @@ def test_exponents_are_saved_and_loaded_as_json() -> None:
             exponents.load(others, {"a": wrong})
 
 
-def test_losses_name_layers_and_operands_the_worst_first_and_begin_anew() -> None:
+@pytest.mark.parametrize("packs", [False, True], ids=["apart", "packed"])
+def test_losses_name_layers_and_operands_the_worst_first_and_begin_anew(packs: bool) -> None:
     found = {"a": Records.new(CPU), "b": Records.new(CPU)}
+    if packs:
+        exponents.pack(list(found.values()))
     found["a"].record[1, [BLOCKS, SMALL]] = torch.tensor([200, 10])
     found["b"].record[0, [BLOCKS, SATURATED, CLIPPED]] = torch.tensor([1000, 3, 2])
     assert len(exponents.losses(found, resets=False)) == 2

@@ -17,7 +17,7 @@ each set of facts a memory of their own, and `Records.set_formats` leaves it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -209,11 +209,16 @@ def _repack(records: Sequence[Records]) -> None:
 
 def follow(records: Sequence[Records]) -> None:
     """Sets the next step's exponents from the largest magnitudes since the last call, if there were any."""
-    tensors = [one.record if one.everything is None else one.everything for one in records]
-    for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        _follow(tensor.data)  # unseen by compiled graphs and autograd
+    for tensor in _tensors_of(records):
+        _follow(tensor)
     _update_views(records)
     _repack(records)
+
+
+def _tensors_of(records: Iterable[Records]) -> list[Tensor]:
+    """Returns the tensors that contain the records, each once, unseen by compiled graphs and autograd."""
+    tensors = [one.record if one.everything is None else one.everything for one in records]
+    return [tensor.data for tensor in {id(tensor): tensor for tensor in tensors}.values()]
 
 
 def _update_views(records: Sequence[Records]) -> None:
@@ -314,9 +319,8 @@ def losses(records: Mapping[str, Records], resets: bool = True) -> list[Losses]:
             if row[SATURATED] or row[SMALL] or row[CLIPPED]:
                 blocks = max(row[BLOCKS], 1)
                 found.append(Losses(name, operand, row[SATURATED] / blocks, row[SMALL] / blocks, row[CLIPPED]))
-    for one in records.values() if resets else ():
-        columns = kept_on_device((BLOCKS, SATURATED, SMALL, CLIPPED), one.record.device)
-        one.record.data.index_fill_(1, columns, 0)
+    for tensor in _tensors_of(records.values()) if resets else ():
+        tensor.index_fill_(-1, kept_on_device((BLOCKS, SATURATED, SMALL, CLIPPED), tensor.device), 0)
     return sorted(found, key=lambda one: (-one.saturated, -one.clipped_steps, -one.small))
 
 

@@ -189,12 +189,12 @@ def encoding_launches() -> Iterator[Callable[[], Any]]:
         operand: int = 0,
         gemms: tuple[int, int] = (0, 2),
         counts: bool = True,
-        is_known: bool = True,
+        needs: bool = False,
         in_blocks: bool = True,
     ) -> Callable[[], Any]:
         x = torch.zeros(shape[0], shape[1] + 64 * is_part, dtype=dtype)[:, : shape[1]]
-        outputs, known = empty_layouts(x, *gemms), (own.table, gemms, in_blocks) if is_known else None
-        return lambda: operators.launch_encode(x, state, own.record[operand], operand, counts, outputs, known)
+        layer, outputs = (state, own.record[operand], own.table), empty_layouts(x, *gemms)
+        return lambda: operators.launch_encode(x, layer, operand, gemms, counts, needs, in_blocks, outputs)
 
     def gate(
         shape: tuple[int, int] = (128, 192), counts: bool = True, has_rows: bool | None = None
@@ -211,7 +211,7 @@ def encoding_launches() -> Iterator[Callable[[], Any]]:
 
     yield from (encode(), encode((128, 256)), encode((192, 192)), encode((100, 192)), encode(dtype=torch.float32))
     yield from (encode(is_part=True), encode(operand=1), encode(operand=2), encode(gemms=(0, -1)), encode(gemms=(1, 2)))
-    yield from (encode(gemms=(-1, 2)), encode(counts=False), encode(is_known=False), encode(in_blocks=False))
+    yield from (encode(gemms=(-1, 2)), encode(counts=False), encode(needs=True), encode(in_blocks=False))
     yield from (gate(), gate((128, 256)), gate((100, 192)), gate(counts=False))
     for has_rows in (True, False):
         yield from (gate(has_rows=has_rows), gate((64, 192), has_rows=has_rows), gate(counts=False, has_rows=has_rows))

@@ -216,14 +216,13 @@ def encode_into(
         x = x if x.stride(1) == 1 else x.contiguous()
         state, record, table = layer
         row, needs, in_blocks = facts_of(record, operand, gemms, counts)
+        layer, in_blocks = (state, row, table), not needs and in_blocks
         if is_grouped:
-            in_blocks = not needs and in_blocks
-            _launch_matrices(x, blocks, (state, row, table), operand, gemms, counts, needs, in_blocks, outputs)
-        elif needs:
-            find_scales(x, state, (row, table), gemms, counts, outputs)
-            launch_encode(x, state, row, operand, counts, outputs)
+            _launch_matrices(x, blocks, layer, operand, gemms, counts, needs, in_blocks, outputs)
         else:
-            launch_encode(x, state, row, operand, counts, outputs, (table, gemms, in_blocks))
+            if needs:
+                find_scales(x, layer, gemms, counts, outputs)
+            launch_encode(x, layer, operand, gemms, counts, needs, in_blocks, outputs)
     elif is_grouped:
         reference.encode_matrices(x, layer, operand, gemms, counts, outputs, blocks)
     else:
@@ -258,21 +257,16 @@ def facts_of(record: Tensor, operand: int, gemms: tuple[int, int], counts: bool)
 
 
 def find_scales(
-    x: Tensor,
-    state: Tensor,
-    tensors: tuple[Tensor, Tensor],
-    gemms: tuple[int, int],
-    counts: bool,
-    outputs: Sequence[Tensor],
+    x: Tensor, layer: LayerTensors, gemms: tuple[int, int], counts: bool, outputs: Sequence[Tensor]
 ) -> None:
-    """Launches `scales_kernel` with the operand's record and the table."""
+    """Launches `scales_kernel`; the layer's record is the operand's."""
     (tokens, channels), (row_gemm, column_gemm) = x.shape, gemms
     height, width, warps, programs, counting = _PART
     parts = parts_of(tokens, height) * parts_of(channels, width)
     launch(
         scales_kernel,
         (min(parts, programs),),
-        (x, state, *tensors, outputs[1], outputs[3]),
+        (x, *layer, outputs[1], outputs[3]),
         (tokens, channels, x.stride(0), parts),
         (row_gemm, column_gemm, counts, counting, height, width),
         num_warps=warps,
@@ -281,39 +275,40 @@ def find_scales(
 
 def launch_encode(
     x: Tensor,
-    state: Tensor,
-    record: Tensor,
+    layer: LayerTensors,
     operand: int,
+    gemms: tuple[int, int],
     counts: bool,
+    needs: bool,
+    in_blocks: bool,
     outputs: Sequence[Tensor],
-    known: tuple[Tensor, tuple[int, int], bool] | None = None,
 ) -> None:
-    """Launches `encode_kernel`, with the parameters of the layouts in `outputs`.
+    """Launches `encode_kernel`.
 
     Args:
-        x, state, operand, counts, outputs: as in `encode_into`.
-        record: of the operand.
-        known: the table, the row and the column GEMM, and True if both have block formats: the kernel computes and
-            writes the parameters from the exponent in force. None: `scales_kernel` has written them.
+        x, operand, gemms, counts, outputs: as in `encode_into`.
+        layer: as there, but its record is the operand's.
+        needs: True if `scales_kernel` has written the parameters in `outputs`. Otherwise the kernel computes and writes
+            them from the exponent in force.
+        in_blocks: as in `Facts`; False if `needs`.
     """
     rows, row_parameters, columns, column_parameters = outputs
-    table, gemms, in_blocks = known or (row_parameters, (-1, -1), False)
-    tensors = x, state, record, table, row_parameters, column_parameters, rows, columns
-    layouts, pitch = (rows.shape[0] > 0, columns.shape[0] > 0), x.stride(0)
-    shape, is_known = x.shape, known is not None
-    key = encode_kernel.fn, x.get_device(), x.dtype, shape, pitch, operand, counts, layouts, is_known, gemms, in_blocks
+    tensors = x, *layer, row_parameters, column_parameters, rows, columns
+    shape, pitch = x.shape, x.stride(0)
+    key = encode_kernel.fn, x.get_device(), x.dtype, shape, pitch, operand, gemms, counts, needs, in_blocks
     if relaunch(key, tensors):
         return
     tokens, channels = shape
     padded_tokens, padded_channels = padded(tokens), padded(channels)
     runs, width, warps, registers = TILES[operand]
     is_ragged = padded_tokens != tokens or padded_channels != channels
+    layouts, known = (gemms[0] >= 0, gemms[1] >= 0), (-1, -1) if needs else gemms
     launch(
         encode_kernel,
         (parts_of(padded_channels, width), parts_of(padded_tokens, 4 * runs)),
         tensors,
         (tokens, channels, padded_tokens, padded_channels, pitch),
-        (*layouts, *gemms, is_known, in_blocks, operand == GRADIENT, counts, is_ragged, runs, width),
+        (*layouts, *known, not needs, in_blocks, operand == GRADIENT, counts, is_ragged, runs, width),
         key=key,
         num_warps=warps,
         maxnreg=registers,
@@ -374,9 +369,9 @@ def sums_fast(record: Tensor | None, gemm: int) -> bool:
     False while a graph is captured that is replayed under all plans.
     """
     view = None if record is None else view_of(record)
-    if record is None or view is None or (is_captured(record) and serves_all_plans(record, view)):
+    if record is None or view is None or not view.follows[gemm]:
         return False
-    return view.follows[gemm]
+    return not (is_captured(record) and serves_all_plans(record, view))
 
 
 @torch.library.impl(_library, "tensor_scaled_product", "CompositeExplicitAutograd")
@@ -391,12 +386,10 @@ def _product(
     left, left_parameters, right, right_parameters = operands
     if left.numel() == 0 or right.numel() == 0:
         return left.new_zeros(rows, columns, dtype=dtype)
+    scale, right_scale = left_parameters[SCALE], right_parameters[SCALE]
     if not runs_kernels(left):
-        found = reference.product(left, left_parameters[0], right, right_parameters[0])
-        return found[:rows, :columns].to(dtype).contiguous()
-    product: Tensor = torch._scaled_mm(
-        left, right.t(), left_parameters[:1], right_parameters[:1], None, None, dtype, sums_fast(record, gemm)
-    )
+        return reference.product(left, scale, right, right_scale)[:rows, :columns].to(dtype).contiguous()
+    product: Tensor = torch._scaled_mm(left, right.mT, scale, right_scale, None, None, dtype, sums_fast(record, gemm))
     return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
 
 

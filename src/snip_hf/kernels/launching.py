@@ -7,16 +7,16 @@ directly.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Key -> compiled kernel, its grid, and its last arguments. Cleared at `_MOST` entries, since sequences of varying
-# lengths would fill it.
-_COMPILED: dict[Hashable, tuple[Any, tuple[int, ...], tuple[Any, ...]]] = {}
+# Key -> launcher of the compiled kernel on a grid, and its last arguments. Cleared at `_MOST` entries, since sequences
+# of varying lengths would fill it.
+_COMPILED: dict[Hashable, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
 _MOST = 4096
 _ALIGNED = 15  # Triton compiles for addresses that are multiples of 16, and for others
 _MOST_PROGRAMS = 65_535  # of CUDA, along all axes but the first
@@ -30,8 +30,8 @@ def relaunch(key: Hashable, tensors: Sequence[Tensor], free: tuple[float, ...] =
             tensors' addresses and the free numbers.
         tensors, free: as in `launch`.
     """
-    known, first = _COMPILED.get(key), tensors[0]
-    if known is None or _is_elsewhere(first):
+    known = _COMPILED.get(key)
+    if known is None or _is_elsewhere(tensors[0]):
         return False
     together = 0
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -39,11 +39,9 @@ def relaunch(key: Hashable, tensors: Sequence[Tensor], free: tuple[float, ...] =
         together |= address
     if together & _ALIGNED:
         return False
-    compiled, grid, rest = known
-    # Triton and Inductor make this call, too. `compiled[grid]` also asks for the device and calls hooks of profilers,
-    # two thirds of its time in Python. For an address Triton does not ask the driver whether the device can read it.
-    call = *grid, torch._C._cuda_getCurrentRawStream(first.get_device()), compiled.function, compiled.packed_metadata
-    compiled.run(*call, None, None, None, *addresses, *free, *rest)
+    run, rest = known
+    # For an address Triton does not ask the driver whether the device can read it.
+    run(*addresses, *free, *rest)
     return True
 
 
@@ -92,7 +90,7 @@ def launch(
         return
     if len(_COMPILED) >= _MOST:
         _COMPILED.clear()
-    _COMPILED[key] = compiled, (*grid, 1, 1)[:3], (*numbers, *constants)
+    _COMPILED[key] = compiled[(*grid, 1, 1)[:3]], (*numbers, *constants)
 
 
 def _is_elsewhere(x: Tensor) -> bool:

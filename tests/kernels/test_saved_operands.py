@@ -5,6 +5,7 @@ torch.compile decides what is saved and what is computed again, by the same rule
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -97,39 +98,25 @@ class Block:
         self.largest = {name: record[:, LARGEST].tolist() for name, record in records.items()}
 
 
+@functools.cache
+def block(tied: bool) -> Block:
+    """The block in MXFP4 that several tests look at."""
+    return Block(tied)
+
+
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(linear, "SMALL", 0)  # weights of this size are too large to be kept in FP8
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def large_weights() -> Iterator[None]:
-    """Weights of this size are too large to be kept in FP8."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "SMALL", 0)
-        yield
-
-
-@pytest.fixture(scope="module")
-def alone(large_weights: None) -> Block:
-    torch._dynamo.reset()
-    return Block(tied=False)
-
-
-@pytest.fixture(scope="module")
-def tied(large_weights: None) -> Block:
-    torch._dynamo.reset()
-    return Block(tied=True)
-
-
 pytestmark = pytest.mark.slow
 
 
-def test_an_operand_that_can_be_computed_again_is_not_saved(
-    alone: Block, tied: Block, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_operand_that_can_be_computed_again_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, tied = block(tied=False), block(tied=True)
     # Columns of the inputs of gate and up, which have more outputs than inputs.
     assert alone.saved[FP8] == 2
     # Those of q, k, v together and of gate and up together.
@@ -145,9 +132,9 @@ def test_an_operand_that_can_be_computed_again_is_not_saved(
 
 @pytest.mark.parametrize("formats", [MXFP4, ("bf16", "fp8-tensor", "mxfp4"), ("fp8-delayed",) * 3], ids="/".join)
 def test_gradients_and_notes_are_those_of_columns_that_were_saved(
-    formats: tuple[str, ...], alone: Block, monkeypatch: pytest.MonkeyPatch
+    formats: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = alone if formats == MXFP4 else Block(tied=False, formats=formats)
+    late = block(tied=False) if formats == MXFP4 else Block(tied=False, formats=formats)
     monkeypatch.setattr(type(TENSOR_SCALED), "quantizes_late", False)
     torch._dynamo.reset()
     before = Block(tied=False, formats=formats)
@@ -156,13 +143,13 @@ def test_gradients_and_notes_are_those_of_columns_that_were_saved(
         assert torch.equal(late.gradients[name], gradient), name
 
 
-def test_a_gated_mlp_that_runs_as_one_saves_no_more(tied: Block) -> None:
-    gated = Block(tied=True, gated=True)
+def test_a_gated_mlp_that_runs_as_one_saves_no_more() -> None:
+    gated, tied = Block(tied=True, gated=True), block(tied=True)
     assert gated.saved == tied.saved
     assert gated.awaited == [PARAMETERS]  # of o; down's input is encoded with the gradients of gate and up
     assert len(tied.awaited) == 2
 
 
-def test_late_encoding_waits_for_no_copy_of_a_gradient(tied: Block) -> None:
+def test_late_encoding_waits_for_no_copy_of_a_gradient() -> None:
     """Inductor would write a gradient that is cast from FP32 once more for each operator that reads it."""
-    assert tied.awaited == [PARAMETERS] * 2  # of down and of o
+    assert block(tied=True).awaited == [PARAMETERS] * 2  # of down and of o

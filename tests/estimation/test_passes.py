@@ -24,11 +24,14 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM
 
 from snip_hf import is_probing
+from snip_hf.estimation import passes, samples
 from snip_hf.estimation.batch import Batch, Objective
 from snip_hf.estimation.divergence import estimate_divergence
+from snip_hf.estimation.memory import Savings
 from snip_hf.estimation.passes import run_pass
 from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.layers.convert import convert_model
+from snip_hf.parallel.sharding import is_sharded, whole
 
 
 def aliased(model: LlamaForCausalLM) -> LlamaForCausalLM:
@@ -246,3 +249,22 @@ def test_modules_that_read_a_weight_of_a_bf16_model_or_its_dtype_get_all_of_it_i
     one, other = (run_probe(each, Batch.of(words()), {}, ProbeSettings(0)) for each in (model, wide))
     assert one.loss == other.loss
     assert_same_samples(one.layers, other.layers)
+
+
+def test_a_recomputed_block_gathers_each_sharded_weight_once_per_product(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("llama")
+    layers = convert_model(model, fp4_config())
+    fully_shard(model)
+    gathered: list[Tensor] = []
+
+    def noted(tensor: Tensor) -> Tensor:
+        gathered.extend([tensor] * is_sharded(tensor))
+        return whole(tensor)
+
+    for module in (passes, samples):
+        monkeypatch.setattr(module, "whole", noted)
+    run_probe(model, Batch.of(words()), {}, ProbeSettings(0, savings=Savings(("model.layers.0", "model.layers.1"))))
+    others = len(list(model.parameters())) - len(layers)
+    assert len(gathered) == 3 * len(layers) + others  # forward twice, and backward

@@ -105,6 +105,7 @@ _KNOWN: dict[Any, Callable[[Tensor], Any]] = {
     Tensor.dtype.__get__: lambda held: torch.float32,  # type: ignore[attr-defined]
     Tensor.device.__get__: compute_device,  # type: ignore[attr-defined]
     Tensor.shape.__get__: lambda held: held.shape,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__: lambda held: held.requires_grad,  # type: ignore[attr-defined]
 }
 
 

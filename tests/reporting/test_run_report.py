@@ -25,6 +25,7 @@ from snip_hf.estimation.table import LAYER
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
+from snip_hf.records.events import Retarget
 from snip_hf.records.load import load_run
 from snip_hf.registry import UnknownName
 from snip_hf.reporting.figures import divergence_figure, plan_figure, write_figures
@@ -622,3 +623,15 @@ def test_other_shares_cost_what_their_best_plans_would(tmp_path: Path) -> None:
     assert 20 < at_75 < at_90 < 100 and sentence in joined(printed(tmp_path))
     write_divergence(tmp_path, 100, dict.fromkeys(costs, (0.0, 0.0)))
     assert not other_shares(load_run(tmp_path))
+
+
+def test_the_last_decision_is_explained_by_the_target_of_its_step(tmp_path: Path) -> None:
+    layers = random_assignments(2)
+    write_run(tmp_path, layers)
+    write_divergence(tmp_path, 100, {(layer, gemm): (1.0, 1.0) for layer in layers[0] for gemm in (*GEMMS, LAYER)})
+    with (tmp_path / "snip" / "history.jsonl").open("a") as file:
+        for step, (before, now) in {100: (0.5, 0.83), 101: (0.83, 0.31)}.items():
+            event = Retarget(step=step, fields={"target_fp4_fraction": (before, now)})
+            file.write(json.dumps(event.to_record()) + "\n")
+    (sentence,) = other_shares(load_run(tmp_path))
+    assert " at 83.0%" in sentence and " at 31.0%" not in sentence

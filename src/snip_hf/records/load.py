@@ -98,7 +98,12 @@ class Run:
     @property
     def last_config(self) -> Mapping[str, Any]:
         """`config` with the target of the last resume."""
-        return {**self.config, **{name: now for event in self.retargets for name, (_, now) in event.fields.items()}}
+        return self.config_at(math.inf)
+
+    def config_at(self, step: float) -> Mapping[str, Any]:
+        """Returns `config` with the target of an optimizer step, which a resume may have changed."""
+        events = [event for event in self.retargets if event.step <= step]
+        return {**self.config, **{name: now for event in events for name, (_, now) in event.fields.items()}}
 
     @cached_property
     def formats(self) -> tuple[str, ...]:

@@ -193,7 +193,7 @@ def _last_decision(run: Run) -> tuple[int, Setting, dict[str, Any]] | None:
     plan = run.plans[-1][1]
     if plan.measured is None and run.config.get("budget") == "measured":
         return None
-    config, table = SnipConfig.from_dict(run.config), run.divergences[step]
+    config, table = SnipConfig.from_dict(run.config_at(step)), run.divergences[step]
     setting = Setting(config, plan.flops, plan.stages, plan.measured, plan.tokens, table.ties).at_step(step)
     return step, setting, problem(setting, table)
 

@@ -136,7 +136,7 @@ def test_the_speed_is_that_of_the_nearest_model_that_was_measured(hidden: int, s
 
 
 def test_adapters_have_speeds_of_their_own() -> None:
-    for hidden, speed in ((2048, "0.96"), (5120, "1.38")):
+    for hidden, speed in ((2048, "0.96"), (5120, "1.35 to 1.38")):
         model = SimpleNamespace(config=LlamaConfig(hidden_size=hidden))
         found = doctor._speed(model, BACKENDS["tensor-scaled"], True)
         assert found.startswith(f"{speed} times compiled BF16, as measured at 75% in 4 bits and hidden size ")

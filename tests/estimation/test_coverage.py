@@ -24,7 +24,9 @@ from models import (
 )
 from small import convert_in_formats, tiny_llama
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -141,6 +143,20 @@ def test_a_weight_that_is_used_without_a_call_of_its_layer_is_listed_and_sees_no
     assert (left.name, left.reason) == ("model.layers.*.mamba.dt_proj", reason)
     assert counted.tokens.get("model.layers.0.mamba.dt_proj") == (0 if converts else None)
     assert hooks() == before
+
+
+def test_activations_that_ranks_share_are_counted_as_they_are_and_not_gathered(alone: None) -> None:
+    """torch's ring attention gives its operands to torch as such tensors."""
+    mesh = init_device_mesh("cpu", (1,))
+
+    def attend(_: nn.Module, x: Tensor) -> Tensor:
+        shared = DTensor.from_local(x, mesh, [Shard(1)])
+        attended: Tensor = torch.matmul(shared, shared.mT).to_local()
+        return attended
+
+    found = coverage(Model(nn.Identity(), attend), {"x": torch.ones(2, 6, 8, requires_grad=True)})
+    assert found.covered == found.flops == flops(64, 12)
+    assert sum(found.aside.values()) == flops(8, 2 * 6 * 6)
 
 
 def test_a_layer_that_is_called_and_whose_weight_is_used_otherwise_too_is_covered_in_part() -> None:

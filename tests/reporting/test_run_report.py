@@ -635,3 +635,16 @@ def test_the_last_decision_is_explained_by_the_target_of_its_step(tmp_path: Path
             file.write(json.dumps(event.to_record()) + "\n")
     (sentence,) = other_shares(load_run(tmp_path))
     assert " at 83.0%" in sentence and " at 31.0%" not in sentence
+
+
+def test_a_mean_target_is_not_given_after_a_resume_with_another_one(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(5))
+    history = tmp_path / "snip" / "history.jsonl"
+    start, *later = history.read_text().splitlines()
+    changing = {**json.loads(start)["config"], "target_fp4_fraction": [[1, 0.2], [100, 0.4]]}
+    history.write_text("\n".join([json.dumps({**json.loads(start), "config": changing}), *later, ""]))
+    assert "with a target of" in joined(printed(tmp_path))
+    event = Retarget(step=51, fields={"target_fp4_fraction": ([[1, 0.2], [100, 0.4]], [[1, 0.8], [200, 0.9]])})
+    with history.open("a") as file:
+        file.write(json.dumps(event.to_record()) + "\n")
+    assert "with a target of" not in joined(printed(tmp_path))

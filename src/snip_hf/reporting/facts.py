@@ -33,9 +33,10 @@ def coverage_text(coverage: Coverage, plan: PrecisionPlan) -> str:
 
 
 def mean_shares_text(run: Run) -> list[str]:
-    """Returns a sentence on the mean share of a run with a changing target; [] if its steps are unknown."""
+    """Returns a sentence on the mean share of a run with a changing target; [] if its steps are unknown, or a resume
+    replaced the target."""
     mean, shares = run.mean_fp4_fraction, read_shares(run.config.get("target_fp4_fraction"))
-    if mean is None or shares is None:
+    if mean is None or shares is None or run.retargets:
         return []
     steps = run.last_step
     of = "forward" if run.config.get("decides") == FORWARD else "linear"

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -397,7 +396,7 @@ class FlopsByWeight(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if not self._is_paused:  # a layer that runs gathers its own weight
-            args = tree_map_only(DTensor, lambda one: whole(one) if id(one) in self._leaves else one, args)
+            args = tree_map_only(Tensor, lambda one: whole(one) if id(one) in self._leaves else one, args)
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         known = _FORMULAS.get(func.name().partition(".")[0])  # without the name of an overload

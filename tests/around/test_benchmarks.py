@@ -307,6 +307,7 @@ def test_trainers_of_trl_are_timed_under_the_same_steps(
 
     monkeypatch.setattr(llamas, "SHAPES", dict.fromkeys((trl_speed.LARGE, trl_speed.SMALL), (128, 384, 2, 2, 1)))
     monkeypatch.setattr(llamas, "VOCABULARY", 256)
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)  # TRL's own tests train compiled
     first, _, *others = trl_speed.CELLS  # the second is the first's task again
     cells = [first, *((task, model, (trl_speed.OURS,)) for task, model, _ in others)]
     monkeypatch.setattr(trl_speed, "CELLS", cells)

@@ -336,30 +336,27 @@ def test_a_probe_and_a_rule_compare_as_in_the_lines() -> None:
     assert cells("results.md", "Is a probe better than a rule?")[row][1:] == [str(rule), f"{rule.detectable:.3f}"]
 
 
-AT_HALF = {
-    "SNIP minus `backward-first`": ("snip", "backward-first"),
-    "SNIP minus all `fp8-delayed`": ("snip", "fp8"),
-    "all `fp8-delayed` minus BF16": ("fp8", "bf16"),
-    "SNIP minus BF16": ("snip", "bf16"),
-    "`backward-first` minus BF16": ("backward-first", "bf16"),
-}
+CONTENDER = {"SNIP": "snip", "all `fp8-delayed`": "fp8", "BF16": "bf16"}
+CONTENDER |= {f"`{rule}`": rule for rule in ("backward-first", "backward-front")}
 
 
+def named(*rows: str) -> dict[str, tuple[str, str]]:
+    """Returns row "A minus B" -> the contenders A and B."""
+    pairs = (row.partition(" minus ") for row in rows)
+    return {row: (CONTENDER[ours], CONTENDER[other]) for row, (ours, _, other) in zip(rows, pairs, strict=True)}
+
+
+TO_BF16 = named("SNIP minus BF16", "`backward-first` minus BF16")
+TO_FP8 = named("SNIP minus `backward-first`", "SNIP minus all `fp8-delayed`")
+FP8 = named("all `fp8-delayed` minus BF16")
+AT_HALF = {**TO_FP8, **FP8, **TO_BF16}
 BLOCKS = {
-    "`backward-front` minus `backward-first`": ("backward-front", "backward-first"),
-    "SNIP minus `backward-first`": ("snip", "backward-first"),
-    "all `fp8-delayed` minus BF16": ("fp8", "bf16"),
-    "SNIP minus BF16": ("snip", "bf16"),
-    "`backward-first` minus BF16": ("backward-first", "bf16"),
-    "`backward-front` minus BF16": ("backward-front", "bf16"),
+    **named("`backward-front` minus `backward-first`", "SNIP minus `backward-first`"),
+    **FP8,
+    **TO_BF16,
+    **named("`backward-front` minus BF16"),
 }
-POOLED = {
-    "SNIP minus `backward-first`": ("snip", "backward-first"),
-    "SNIP minus all `fp8-delayed`": ("snip", "fp8"),
-    "`backward-first` minus all `fp8-delayed`": ("backward-first", "fp8"),
-    "SNIP minus BF16": ("snip", "bf16"),
-    "`backward-first` minus BF16": ("backward-first", "bf16"),
-}
+POOLED = {**TO_FP8, **named("`backward-first` minus all `fp8-delayed`"), **TO_BF16}
 
 
 def pooled(ours: str, other: str, step: str) -> Paired:

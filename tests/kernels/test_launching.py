@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,14 +64,6 @@ def test_the_second_launch_with_such_arguments_goes_to_the_compiled_kernel() -> 
     [(grid, arguments)] = kernel.compiled.seen
     assert grid == (5, 2, 1)
     assert arguments == (X.data_ptr(), Y.data_ptr(), 0.5, 64, 1, True)
-
-
-def test_tensors_are_elsewhere_if_another_device_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = SimpleNamespace(is_cuda=True, get_device=lambda: 1)
-    for current in (0, 1):
-        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda current=current: current, raising=False)
-        assert launching._is_elsewhere(x) == (current != 1)  # type: ignore[arg-type]
-    assert not launching._is_elsewhere(X)
 
 
 def test_a_key_stands_for_the_arguments_but_for_tensors_and_free_numbers() -> None:

@@ -94,8 +94,7 @@ def launch(
 
 
 def _is_elsewhere(x: Tensor) -> bool:
-    # `torch.cuda.current_device()` would also check that CUDA is initialized.
-    return x.is_cuda and x.get_device() != torch._C._cuda_getDevice()
+    return x.is_cuda and x.get_device() != torch.cuda.current_device()
 
 
 def on_device(numbers: Tensor, device: torch.device) -> Tensor:

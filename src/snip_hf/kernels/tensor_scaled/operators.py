@@ -386,10 +386,12 @@ def _product(
     left, left_parameters, right, right_parameters = operands
     if left.numel() == 0 or right.numel() == 0:
         return left.new_zeros(rows, columns, dtype=dtype)
-    scale, right_scale = left_parameters[SCALE], right_parameters[SCALE]
     if not runs_kernels(left):
-        return reference.product(left, scale, right, right_scale)[:rows, :columns].to(dtype).contiguous()
-    product: Tensor = torch._scaled_mm(left, right.mT, scale, right_scale, None, None, dtype, sums_fast(record, gemm))
+        found = reference.product(left, left_parameters[0], right, right_parameters[0])
+        return found[:rows, :columns].to(dtype).contiguous()
+    product: Tensor = torch._scaled_mm(
+        left, right.t(), left_parameters[:1], right_parameters[:1], None, None, dtype, sums_fast(record, gemm)
+    )
     return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
 
 

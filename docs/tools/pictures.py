@@ -280,7 +280,7 @@ def frontier() -> str:
     """Draws loss against speed, as docs/results-loss.md and docs/results-speed.md have them in their tables."""
     shown = {
         "all in `fp8-delayed`": ("all FP8, delayed scales", "0%, all `fp8-delayed`", FP8),
-        "50%, {mxfp4, fp8-delayed}, the default": ("50% in MXFP4, the default", "SNIP minus BF16", VIOLET),
+        "50%, {mxfp4, fp8-delayed}, the default": ("50% in MXFP4, the default", "1. SNIP minus BF16", VIOLET),
         "67%, {mxfp4, fp8-delayed}": ("67% in MXFP4", "67%", GREEN),
         "75%, {mxfp4, fp8-delayed}": ("75% in MXFP4", "75%", BLUE),
         "all MXFP4": ("all MXFP4", "100%, all MXFP4", MARK),
@@ -289,7 +289,7 @@ def frontier() -> str:
     }
     speeds = section("results-speed.md", "At equal loss")
     losses = section("results-loss.md", "By share, in the default formats")
-    losses += section("results-policies.md", "At the default share").partition("| 30M Llama from scratch, eight")[0]
+    losses += section("results-policies.md", "At the default share")
     losses += section("results-loss.md", "Full training runs")
     parts = [text(400, 28, "Loss above BF16 (30M Llama, 2,700 steps) against speed (8B shape, one H200)", 15)]
     for gap in (0, 0.5, 1, 1.5):

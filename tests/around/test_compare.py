@@ -25,12 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eval import arc_chats, compare, compare_scores
 from eval.paired import Paired, holm
 from eval.scoring.questions import packed
-from snip_hf import PrecisionPlan, quantize
+from snip_hf import quantize
 from snip_hf.config import DEFAULT_FP4_FRACTION, POLICIES
-from snip_hf.estimation.optimizer_step import RelativeUpdates
 from snip_hf.numerics.formats import FORMATS
-from snip_hf.training import gradients
-from snip_hf.training.refresh import Refresher
 
 ROOT = Path(__file__).resolve().parents[2]
 VALUES: dict[str, Any] = {
@@ -592,29 +589,6 @@ def test_tricks_are_contenders(files: tuple[Path, Path], tmp_path: Path, monkeyp
     lines = compare.read_lines(tmp_path / "lines.jsonl")
     assert [line["share"] for line in lines] == [pytest.approx(1 / 3, abs=1e-5), 1, 1, pytest.approx(0.5, abs=0.02)]
     assert len({line["losses"]["5"] for line in lines}) == 4
-
-
-def test_other_costs_of_gradients_make_other_plans(
-    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, "eval.proof.gradient", raising=False)
-    for place, name in (
-        (Refresher, "_divergences"),
-        (RelativeUpdates, "of"),
-        (gradients, "compared_parameters"),
-        (gradients, "responses"),
-    ):
-        monkeypatch.setattr(place, name, getattr(place, name))  # undone after the test, as what the module replaces
-    with restored(POLICIES):
-        compare.import_modules(["eval.proof.gradient"])
-        assert [proof("gradient").reference, len(proof("smollm2-gradient").contenders)] == ["fp8", 6]
-        own = {name: {"policy": name} for name in ("snip", "snip-gradient", "snip-fisher")}
-        options = ["--cache", f"{files[1]}.cache", "--seeds", "3", "--only", *own, "--save", str(tmp_path)]
-        options += ["--override", f"contenders={json.dumps(own)}", "training.measure_at=[]", "comparisons=[]"]
-        options += ["snip.granularity=gemm", "model.config.num_hidden_layers=3", "reference=snip"]
-        assert run(files[0], tmp_path / "lines.jsonl", *options) == 0
-    plans = [PrecisionPlan.load(tmp_path / f"{name}-3/snip/plan.json").assignment for name in own]
-    assert plans[0] != plans[1] and plans[0] != plans[2]
 
 
 # --- scores

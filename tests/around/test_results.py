@@ -336,45 +336,60 @@ def test_a_probe_and_a_rule_compare_as_in_the_lines() -> None:
     assert cells("results.md", "Is a probe better than a rule?")[row][1:] == [str(rule), f"{rule.detectable:.3f}"]
 
 
-CONTENDER = {"SNIP": "snip", "all `fp8-delayed`": "fp8", "BF16": "bf16"}
-CONTENDER |= {f"`{rule}`": rule for rule in ("backward-first", "backward-front")}
+CONTENDER = {
+    "SNIP": "snip",
+    "by gradients": "snip-gradient",
+    "by Fisher": "snip-fisher",
+    "`backward-first`": "backward-first",
+    "`backward-front`": "backward-front",
+    "all `fp8-delayed`": "fp8",
+    "BF16": "bf16",
+    "50% by SNIP": "snip-50",
+    "50% by gradients": "gradient-50",
+    "75% by SNIP": "snip-75",
+    "75% by gradients": "gradient-75",
+    "75% by Fisher": "fisher-75",
+}
+EXPERIMENTS = {"1": ("default", 2), "2": ("blocks", 2), "3": ("gradient", 4)}
+"""Number in the table -> the lines, and how many of the rows are planned tests."""
 
 
-def named(*rows: str) -> dict[str, tuple[str, str]]:
+def named(rows: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Returns row "A minus B" -> the contenders A and B."""
     pairs = (row.partition(" minus ") for row in rows)
     return {row: (CONTENDER[ours], CONTENDER[other]) for row, (ours, _, other) in zip(rows, pairs, strict=True)}
 
 
-TO_BF16 = named("SNIP minus BF16", "`backward-first` minus BF16")
-TO_FP8 = named("SNIP minus `backward-first`", "SNIP minus all `fp8-delayed`")
-FP8 = named("all `fp8-delayed` minus BF16")
-AT_HALF = {**TO_FP8, **FP8, **TO_BF16}
-BLOCKS = {
-    **named("`backward-front` minus `backward-first`", "SNIP minus `backward-first`"),
-    **FP8,
-    **TO_BF16,
-    **named("`backward-front` minus BF16"),
-}
-POOLED = {**TO_FP8, **named("`backward-first` minus all `fp8-delayed`"), **TO_BF16}
-
-
 def pooled(ours: str, other: str, step: str) -> Paired:
-    """Returns the differences at 50% over the seeds of both experiments from scratch."""
-    both = [by_contender(name) for name in ("default", "blocks")]
+    """Returns the differences at 50% over the seeds of all experiments from scratch that have both contenders."""
+    lines = [by_contender(name) for name, _ in EXPERIMENTS.values()]
+    both = [found for found in lines if {(ours, step), (other, step)} <= set(found)]
     pairs = [pair for found in both for pair in zip(found[ours, step], found[other, step], strict=True)]
     return Paired.of([100 * (one / base - 1) for one, base in pairs])
 
 
 def test_losses_at_the_default_share_are_those_of_the_lines(half: dict[tuple[str, str], list[float]]) -> None:
-    from_scratch, more_seeds, both, continued, longer = cells_of_tables("results-policies.md", "At the default share")
-    assert list(from_scratch) == list(continued) == list(AT_HALF)
-    assert (list(more_seeds), list(both)) == (list(BLOCKS), list(POOLED))
-    for row, last in differences("blocks", BLOCKS, "2700", 2).items():
-        assert more_seeds[row] == [*(str(paired("blocks", *BLOCKS[row], s)) for s in ("700", "1400", "2100")), *last]
-    for row, (ours, other) in POOLED.items():
-        found = [pooled(ours, other, step) for step in ("700", "1400", "2100", "2700")]
-        assert both[row] == [*map(str, found), f"{found[-1].detectable:.3f}", shown(found[-1].p)]
+    planned, together, continued, longer = cells_of_tables("results-policies.md", "At the default share")
+    steps = ("700", "1400", "2100", "2700")
+    for number, (name, count) in EXPERIMENTS.items():
+        rows = named([row[3:] for row in planned if row[0] == number])
+        for row, last in differences(name, rows, "2700", count).items():
+            assert planned[f"{number}. {row}"] == [*(str(paired(name, *rows[row], step)) for step in steps[:3]), *last]
+        assert len(rows) == (5 if number == "1" else count)
+    for row, names in named(list(together)).items():
+        found = [pooled(*names, step) for step in steps]
+        last = found[-1]
+        assert together[row] == [str(last.count), *map(str, found), f"{last.detectable:.3f}", shown(last.p)]
+    assert [row[0] for row in together.values()] == ["24"] * 3 + ["16"] * 3
+    other_orders = {row.removesuffix(", eight other orders"): row for row in continued}
+    at_half = named([row for row, written in other_orders.items() if row == written])
+    costs = named([row for row in other_orders if row not in at_half])
+    assert (len(at_half), len(costs)) == (5, 3)
+    for name, family, count in (("smollm2-default", at_half, 2), ("smollm2-gradient", costs, 3)):
+        for row, last in differences(name, family, "1000", count).items():
+            assert paired(name, *family[row], "1000").count == 8
+            first, second, whole = (str(paired(name, *family[row], step)) for step in ("250", "500", None))
+            assert continued[other_orders[row]] == [first, second, *last, whole], row
     for row, name in {
         "all `fp8-delayed`": "fp8",
         "50% by SNIP": "snip",
@@ -383,16 +398,8 @@ def test_losses_at_the_default_share_are_those_of_the_lines(half: dict[tuple[str
         ends = [{line["contender"]: line for line in lines_of("smollm2-5000", "eval")}[one] for one in (name, "bf16")]
         losses = [(*line["losses"].values(), line["loss_unquantized"]) for line in ends]
         assert longer[row] == [f"{100 * (ours / bf16 - 1):+.3f}" for ours, bf16 in zip(*losses, strict=True)]
-    for row, last in differences("default", AT_HALF, "2700", 2).items():
-        ours, other = AT_HALF[row]
-        earlier = [str(gap(half[ours, step], half[other, step])) for step in ("700", "1400", "2100")]
-        assert from_scratch[row] == [*earlier, *last], row
-    for row, last in differences("smollm2-default", AT_HALF, "1000", 2).items():
-        assert paired("smollm2-default", *AT_HALF[row], "1000").count == 8
-        first, second, whole = (str(paired("smollm2-default", *AT_HALF[row], step)) for step in ("250", "500", None))
-        assert continued[row] == [first, second, *last, whole], row
     found = gap(half["snip", "2700"], half["bf16", "2700"])
-    p = differences("default", AT_HALF, "2700", 2)["SNIP minus BF16"][2]
+    p = planned["1. SNIP minus BF16"][-1]
     assert cells("results.md", "Does the loss hold?")["50% by SNIP, the default, {mxfp4, fp8-delayed}"] == [
         str(found),
         f"{found.detectable:.3f}",
@@ -406,7 +413,7 @@ def test_losses_at_the_default_share_are_those_of_the_lines(half: dict[tuple[str
     found = paired("smollm2-default", "backward-first", "snip", "1000")
     row = "SmolLM2-135M, 1,000 steps, {mxfp4, fp8-delayed}, 50%, eight other orders"
     assert rules[row][1:] == [str(found), f"{found.detectable:.3f}"]
-    found, row = pooled("backward-first", "snip", "2700"), next(row for row in rules if "16 seeds" in row)
+    found, row = pooled("backward-first", "snip", "2700"), next(row for row in rules if "24 seeds of" in row)
     assert rules[row][1:] == [str(found), f"{found.detectable:.3f}"]
 
 

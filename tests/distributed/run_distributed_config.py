@@ -96,7 +96,7 @@ PROBED = {"first_refresh": 1, "start_format": "bf16"}
 """Before the probe nothing is rounded, so that its table can be compared closely."""
 UNIFORM = ("fp4", "fp8")
 ONCE = ("tp-tokens", "fsdp-ep", "fsdp-tp")
-"""Splits whose parts other splits have, too: their loops are not resumed."""
+"""Splits whose parts other splits have, too: their loops are not resumed, and no Trainer has them."""
 COMPILED = {"formats": ("mxfp4", "fp8-delayed"), "backend": "auto"}
 """The default formats, on the kernels of the device."""
 BY_TRAINER = fp4_config(**{**SCHEDULE, **PROBED}, target_fp4_fraction=0.5, backend="emulated")

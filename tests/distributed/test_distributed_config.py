@@ -6,7 +6,7 @@ transformers saves no checkpoint of such a Trainer's run that can be resumed, so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,48 +41,49 @@ SPLITS = {"tp": 2, "tp-tokens": 2, "fsdp-tp": 4, "tp-ep": 2, "fsdp-ep": 2, "fsdp
 """Tensor and expert parallelism, also with FSDP2 -> number of processes."""
 
 
-def trained_whole(folder: Path, save: Callable[[Path], None]) -> Whole:
-    save(folder)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Whole]:
+    """What one process finds: for a model whose halves are whole tiles of 128, one with experts, and a small one."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("llama", "mixture", "small")}
+    save_model(folders["llama"])
+    save_mixture(folders["mixture"])
+    tiny_llama(hidden=32, layers=2).save_pretrained(folders["small"] / "model")
     with one_thread():
-        return folder, {**one_process(folder), "trainer": by_trainer(folder, "trainer", {})}
+        found = {name: {"trainer": by_trainer(folder, "trainer", {})} for name, folder in folders.items()}
+        for name in ("llama", "mixture"):
+            found[name] |= one_process(folders[name])
+    return {name: (folder, found[name]) for name, folder in folders.items()}
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """Trains a model whose halves are whole tiles of 128."""
-    return trained_whole(tmp_path_factory.mktemp("one"), save_model)
+def model_of(part: str) -> str:
+    """Returns which model a folder of runs has."""
+    return "mixture" if part.endswith("ep") else "small" if part == "small" else "llama"
 
 
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """Trains a model with experts."""
-    return trained_whole(tmp_path_factory.mktemp("mixture"), save_mixture)
-
-
-def run(folder: Path, ranks: int, one: Whole, mixture: Whole, *words: str) -> Found:
+def run(folder: Path, ranks: int, whole: dict[str, Whole], *words: str) -> Found:
     splits = [name for name in SPLITS if SPLITS[name] == ranks and (TRAINS_SHARDED or "fsdp" not in name)]
-    for name in (ACCELERATE, *splits):
+    for name in (ACCELERATE, "small", *splits):
         (folder / name).mkdir()
-        (folder / name / "model").symlink_to((mixture if name.endswith("ep") else one)[0] / "model")
-    tiny_llama(hidden=32, layers=2).save_pretrained(folder / "small" / "model")
-    words = (*words, *(word for name in splits for word in (f"{name}/{name}", f"{name}/trainer-{name}")))
+        (folder / name / "model").symlink_to(whole[model_of(name)][0] / "model")
+    words += tuple(f"{name}/{name}" for name in splits)
+    words += tuple(f"{name}/trainer-{name}" for name in splits if name not in ONCE)
     assert_succeeded(start_ranks("run_sharded.py", folder, *words, folder=folder, ranks=ranks, timeout=500))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory, one: Whole, mixture: Whole) -> Found:
-    names = ("ddp", "dp-shard", "tp", "cp", "cp-loop", "cp-loop-resumed", "offloaded")
+def on_two(tmp_path_factory: pytest.TempPathFactory, whole: dict[str, Whole]) -> Found:
+    names = ("dp-shard", "tp", "cp", "cp-loop", "cp-loop-resumed", "offloaded")
     words = [*(f"{ACCELERATE}/{name}" for name in names), "small/fsdp", "small/offloaded"]
-    words += ["small/trainer-fsdp", "small/ddp"] if TRAINS_SHARDED else []
-    return run(tmp_path_factory.mktemp("two"), 2, one, mixture, *words)
+    words += ["small/trainer-fsdp"] if TRAINS_SHARDED else []
+    return run(tmp_path_factory.mktemp("two"), 2, whole, *words)
 
 
 @pytest.fixture(scope="module")
-def on_four(tmp_path_factory: pytest.TempPathFactory, one: Whole, mixture: Whole) -> Found:
-    words = [f"{ACCELERATE}/{name}" for name in ("ddp", *OF_FOUR)]
-    words += ["small/hsdp", "small/trainer-hsdp", "small/ddp"] if TRAINS_SHARDED else []
-    return run(tmp_path_factory.mktemp("four"), 4, one, mixture, *words)
+def on_four(tmp_path_factory: pytest.TempPathFactory, whole: dict[str, Whole]) -> Found:
+    words = [f"{ACCELERATE}/{name}" for name in OF_FOUR]
+    words += ["small/hsdp", "small/trainer-hsdp"] if TRAINS_SHARDED else []
+    return run(tmp_path_factory.mktemp("four"), 4, whole, *words)
 
 
 @pytest.fixture(params=["fsdp", pytest.param("hsdp", marks=needs_new_transformers)])
@@ -92,9 +93,11 @@ def sharded(request: pytest.FixtureRequest) -> tuple[str, Found]:
 
 
 @needs_new_transformers
-def test_a_sharded_models_plan_losses_and_divergences_are_those_under_ddp(sharded: tuple[str, Found]) -> None:
+def test_a_sharded_models_plan_losses_and_divergences_are_those_of_one_process(
+    sharded: tuple[str, Found], whole: dict[str, Whole]
+) -> None:
     name, found = sharded
-    ours, theirs = found[0][f"small/trainer-{name}"], found[0]["small/ddp"]
+    ours, theirs = found[0][f"small/trainer-{name}"], whole["small"][1]["trainer"]
     for rank in found:
         assert rank[f"small/trainer-{name}"]["kinds"] == {"DTensor"}
         assert rank[f"small/trainer-{name}"]["plan"] == theirs["plan"]
@@ -152,7 +155,7 @@ def split(request: pytest.FixtureRequest) -> Split:
     name = request.param
     found: Found = request.getfixturevalue({2: "on_two", 4: "on_four"}[SPLITS[name]])
     own = [{key.removeprefix(f"{name}/"): run for key, run in rank.items()} for rank in found]
-    return Split(name, own, request.getfixturevalue("mixture" if name.endswith("ep") else "one")[1])
+    return Split(name, own, request.getfixturevalue("whole")[model_of(name)][1])
 
 
 @pytest.mark.parametrize("fmt", UNIFORM)
@@ -179,6 +182,7 @@ def test_divergences_and_the_plan_of_a_split_model_are_those_of_one_process(spli
     assert ours["losses"][:3] == pytest.approx(theirs["losses"][:3], rel=1e-6)
 
 
+@pytest.mark.parametrize("split", of_splits(name for name in SPLITS if name not in ONCE), indirect=True)
 def test_the_trainer_plans_for_a_split_model_as_for_a_whole_one(split: Split) -> None:
     """Without a check of Accelerate's, which refuses tensor parallelism on CPUs."""
     theirs = split.one["trainer"]
@@ -200,16 +204,17 @@ def test_ranks_that_split_a_model_and_see_different_data_are_refused_together(sp
 
 
 @pytest.mark.parametrize("name", ["dp-shard", "tp", "replicated", "cp-shard"])
-def test_models_under_accelerates_parallelism_plan_and_lose_as_under_ddp(
-    name: str, request: pytest.FixtureRequest
+def test_models_under_accelerates_parallelism_plan_and_lose_as_in_one_process(
+    name: str, whole: dict[str, Whole], request: pytest.FixtureRequest
 ) -> None:
     found: Found = request.getfixturevalue("on_four" if name in OF_FOUR else "on_two")
+    theirs = whole["llama"][1]["trainer"]
     for rank in found:
-        ours, theirs = rank[f"{ACCELERATE}/{name}"], rank[f"{ACCELERATE}/ddp"]
-        assert "DTensor" in ours["kinds"] and theirs["kinds"] == {"Tensor"}
+        ours = rank[f"{ACCELERATE}/{name}"]
+        assert "DTensor" in ours["kinds"]
         assert ours["plan"] == theirs["plan"]
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
-    ours, theirs = found[0][f"{ACCELERATE}/{name}"], found[0][f"{ACCELERATE}/ddp"]
+    ours = found[0][f"{ACCELERATE}/{name}"]
     assert max(errors(ours["tables"][1], theirs["tables"][1], LOSS)) < 1e-5
 
 
@@ -220,10 +225,10 @@ def test_the_trainer_with_offloading_is_that_without_it_to_the_bit(on_two: Found
 
 @pytest.mark.parametrize("name", ["cp", "cp-loop"])
 def test_ranks_with_parts_of_sequences_plan_and_lose_as_one_process(
-    on_two: Found, one: Whole, tmp_path: Path, name: str
+    on_two: Found, whole: dict[str, Whole], tmp_path: Path, name: str
 ) -> None:
     with one_thread():
-        (tmp_path / "model").symlink_to(one[0] / "model")
+        (tmp_path / "model").symlink_to(whole["llama"][0] / "model")
         theirs = by_trainer(tmp_path, name, {}, THREE_ROWS) if name == "cp" else in_context(tmp_path, name)
     found = [rank[f"{ACCELERATE}/{name}"] for rank in on_two]
     for ours in found:

@@ -136,10 +136,11 @@ def train(task: str, model_name: str, recipe: str, options: argparse.Namespace) 
 
 def trainer_for(task: str, model: Any, options: argparse.Namespace, callbacks: list[Any], folder: str) -> Any:
     """Returns TRL's trainer of a task, with the arguments that a user would give."""
-    on_gpu, steps, compiles = options.device.type == "cuda", FIRST_TIMED + options.steps - 1, task != "GRPO"
+    on_gpu, steps = options.device.type == "cuda", FIRST_TIMED + options.steps - 1
+    compiler = None if task == "GRPO" else llamas.COMPILER
     common: dict[str, Any] = {
         "max_steps": steps, "per_device_train_batch_size": options.rows, "bf16": True, "use_cpu": not on_gpu,
-        "torch_compile": compiles, "torch_compile_backend": llamas.COMPILER if compiles else None,
+        "torch_compile": compiler is not None, "torch_compile_backend": compiler,
         "gradient_checkpointing": False, "optim": "adamw_torch_fused", "disable_tqdm": True, "save_strategy": "no",
         "logging_strategy": "no", "report_to": [], "dataloader_pin_memory": on_gpu,
     }  # fmt: skip

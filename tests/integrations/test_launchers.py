@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import runpy
 import shutil
 import socket
 import statistics
@@ -24,10 +25,12 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, TorchDynamoPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from events import records_of
 from parts.recipe import load_recipe
+from rank_processes import assert_succeeded, start_ranks
 from safetensors.torch import load_file
 from tiny_runs import history
 from transformers import AutoModelForCausalLM
@@ -240,20 +243,21 @@ def test_every_configuration_is_tested_and_in_the_readme() -> None:
     assert names <= set(re.findall(r"^\| `(\S+)` \|", text, re.MULTILINE))
 
 
-def environment(config: Path) -> dict[str, str]:
-    """Returns what `accelerate launch` gives the processes of a configuration."""
-    args, *_ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(config), "script.py"]))
+def as_launched(patch: pytest.MonkeyPatch, name: str, *options: str) -> None:
+    """Sets what `accelerate launch` gives the processes of a configuration, and hides GPUs."""
+    words = ["--config_file", str(CONFIGS / f"{name}.yaml"), *options, "script.py"]
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
     is_alone = args.num_processes == 1
-    found: dict[str, str] = prepare_simple_launcher_cmd_env(args)[1] if is_alone else prepare_multi_gpu_env(args)
-    return found
+    found = prepare_simple_launcher_cmd_env(args)[1] if is_alone else prepare_multi_gpu_env(args)
+    for key, value in (found | {"CUDA_VISIBLE_DEVICES": ""}).items():
+        patch.setenv(key, value)
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_each_configuration_for_gpus_compiles_the_decoder_layers_one_by_one(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for key, value in environment(CONFIGS / f"{name}.yaml").items():
-        monkeypatch.setenv(key, value)
+    as_launched(monkeypatch, name)
     plugin = TorchDynamoPlugin()
     assert plugin.backend.value == "INDUCTOR" and plugin.use_regional_compilation
 
@@ -280,13 +284,18 @@ def test_slurm_and_the_recipe_for_gpus_launch_with_configurations_that_compile()
     ],
 )
 def test_under_each_configuration_for_gpus_the_trainer_runs_compiled_layers_and_applies_a_plan(
-    name: str, wrapper: str, on_gpus: bool, cache: Path, tmp_path: Path
+    name: str, wrapper: str, on_gpus: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processes = 1 if name == "compile" else 2
     if on_gpus and torch.cuda.device_count() < processes:
         pytest.skip(f"needs {processes} GPUs")
-    options = () if on_gpus else TRACED
-    printed = launch(cache, [name, *options], WORKER, str(tmp_path), on_gpus=on_gpus)
+    if on_gpus:
+        printed = launch(cache, [name], WORKER, str(tmp_path), on_gpus=True)
+    else:
+        as_launched(monkeypatch, name, *TRACED)
+        ended = start_ranks(WORKER, tmp_path, folder=tmp_path)
+        assert_succeeded(ended)
+        printed = ended.logs[0]
     found = json.loads(re.search(r"^FOUND (.*)$", printed, re.MULTILINE)[1])
     assert found["layers"] == [True, True] and not found["whole"] and found["graphs"] > 0
     assert found["said"] == "compiled by regions"
@@ -337,9 +346,14 @@ def _steps(printed: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)", printed, re.MULTILINE)}
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's about its own compiler
 @pytest.mark.slow
 def test_the_loop_trains_on_two_machines_and_goes_on_in_one_process(
-    loop_of_two: tuple[Path, list[str]], loop: Path, cache: Path, tmp_path: Path
+    loop_of_two: tuple[Path, list[str]],
+    loop: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     two, printed = loop_of_two
     whole = _steps(printed[0])
@@ -356,7 +370,12 @@ def test_the_loop_trains_on_two_machines_and_goes_on_in_one_process(
     resumable(two, tmp_path / "one", 10)
     # A checkpoint that was being written when the run was killed has no snip_state.json, and is left alone.
     (tmp_path / "one" / "checkpoint-20").mkdir()
-    rest = _steps(launch(cache, ["compile", *TRACED], loop, str(tmp_path / "one"), "--batch", "4"))
+    as_launched(monkeypatch, "compile", *TRACED)
+    monkeypatch.setattr(sys, "argv", [str(loop), str(tmp_path / "one"), "--batch", "4"])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    runpy.run_path(str(loop), run_name="__main__")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    rest = _steps(capsys.readouterr().out)
     assert list(rest) == list(range(11, 21))
     assert rest[11] == pytest.approx(whole[11], abs=2e-5)
     assert [line["step"] for line in refreshes(tmp_path / "one")] == [5, 15]

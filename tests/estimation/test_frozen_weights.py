@@ -184,7 +184,7 @@ def test_under_lora_it_is_right_to_a_ninth_for_the_typical_layer() -> None:
                 measure_divergence(model, batch, optimizer, draws=2, gemms=("layer",), config=EXACT)
             )
             assert len(truth) == 14 * 2
-            for draw in range(5):
+            for draw in range(3):
                 config = fp4_config(probes=4, probe_tokens=None, probe_batch_tokens=None, seed=draw)
                 found = weight_divergences(estimate_divergence(model, batch, optimizer, config))
                 for key, value in truth.items():

@@ -465,7 +465,7 @@ def test_speeds_at_equal_loss_are_those_of_the_lines(
             expected += [f"{speed:.3f}", first, "; ".join(by_laws)]
         assert written[row] == expected, row
         assert summary[row][:4] == [*expected[1:3], *expected[4:6]], row
-    gaps = {"50%": gap(half["snip", "2700"], half["fp8", "2700"])}
+    gaps = {"50%": pooled("snip", "fp8", "2700")}
     gaps["75%"] = gap(shares["snip-75", "2700"], shares["fp8-delayed", "2700"])
     for share, found in gaps.items():
         for model, runs in zip(("8B shape", "TinyLlama-1.1B"), machines, strict=True):

@@ -272,7 +272,7 @@ def keep_plans(history: Path) -> None:
         for layer, gemms in formats.items():
             for gemm, name in gemms.items():
                 plans[layer][gemm] += name.removeprefix("fp")
-    kept = {"applied": [event["applied_step"] for event in applied], "steps": 400, "plans": plans}
+    kept = {"applied": [event["applied_step"] for event in applied], "steps": 300, "plans": plans}
     PLANS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 

@@ -106,24 +106,6 @@ def test_a_swapped_layer_of_another_kind_multiplies_in_its_formats() -> None:
     assert torch.equal(found, torch.tensor([[6.0, 4.0, 3.0, 2.0, 1.5, 1.0, 0.5, 0.0]]))
 
 
-def test_several_matrices_in_one_weight_need_a_forward_of_their_own() -> None:
-    class Halves(SnipScale):
-        def matrices(self, tensor: Tensor) -> tuple[Tensor, ...]:
-            return tensor.chunk(2)
-
-    kind = ScaleKind()
-    kind.layer = Halves
-    register_layer_kind(kind)
-    model = block(small=Scale(8))
-    convert_in_formats(model, fp4_config(backend="emulated"))
-    with pytest.raises(ValueError) as error:
-        model["layers"][0]["small"](torch.ones(1, 8))
-    assert str(error.value) == (
-        "Halves has a weight of 2 matrices; expected one. A class whose weight holds several must run them in a "
-        "forward of its own."
-    )
-
-
 def test_a_layer_that_a_backend_refuses_runs_emulated() -> None:
     class Alone(Emulated):
         name = "alone"

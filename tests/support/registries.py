@@ -31,6 +31,8 @@ def restored(registry: Registry[Any]) -> Iterator[None]:
 @contextmanager
 def nothing_stays_registered() -> Iterator[None]:
     with ExitStack() as stack:
-        for registry in (FORMATS, BACKENDS, LAYER_KINDS, LINEAR_CLASSES, POLICIES, RATES):
+        for registry in (FORMATS, BACKENDS, LAYER_KINDS, POLICIES, RATES):
             stack.enter_context(restored(registry))
+        classes = list(LINEAR_CLASSES)
         yield
+        LINEAR_CLASSES[:] = classes

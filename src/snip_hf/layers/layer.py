@@ -99,18 +99,9 @@ class SnipLayer(nn.Module):
 
     @property
     def matrix(self) -> Tensor:
-        """The weight (O, I) that kernels multiply with.
-
-        Raises:
-            ValueError: the weight holds several matrices.
-        """
-        matrices = self.matrices(self.weight)
-        if len(matrices) != 1:
-            raise ValueError(
-                f"{type(self).__name__} has a weight of {len(matrices)} matrices; expected one. A class whose weight "
-                "holds several must run them in a forward of its own."
-            )
-        return matrices[0]
+        """The weight (O, I) that kernels multiply with, if it holds one matrix."""
+        (matrix,) = self.matrices(self.weight)
+        return matrix
 
     @property
     def rows_per_token(self) -> float:

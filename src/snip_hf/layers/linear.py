@@ -6,7 +6,6 @@ Subclasses of `nn.Linear` are swapped if their forward is known to be the same p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 # Needed as a class: a swapped layer stays an instance of it, which PEFT checks for.
 from transformers.pytorch_utils import Conv1D
 
-from ..registry import Registry
 from .kinds import COMPUTED_WEIGHT, LayerKind, has_computed_weight, register_layer_kind
 from .layer import SnipLayer
 
@@ -36,7 +34,7 @@ class Linear(LayerKind):
 
     @property
     def accepts(self) -> str:
-        return f"nn.Linear itself or {', '.join(entry.shown_name for entry in LINEAR_CLASSES.values())}"
+        return f"nn.Linear itself or {', '.join(getattr(cls, '__name__', str(cls)) for cls in LINEAR_CLASSES)}"
 
     def knows(self, module: nn.Module) -> bool:
         return isinstance(module, nn.Linear)
@@ -45,7 +43,7 @@ class Linear(LayerKind):
         if has_computed_weight(module):
             return COMPUTED_WEIGHT
         kind = type(module)
-        known = kind is nn.Linear or any(entry.is_of(kind) for entry in LINEAR_CLASSES.values())
+        known = kind is nn.Linear or kind in LINEAR_CLASSES or kind.__name__ in LINEAR_CLASSES
         return None if known else f"class {kind.__name__}"
 
 
@@ -89,27 +87,9 @@ class Conv1DKind(LayerKind):
         return None if type(module) is Conv1D else f"class {type(module).__name__}"
 
 
-@dataclass(frozen=True)
-class LinearClass:
-    """A subclass of `nn.Linear` that is swapped."""
-
-    name: str
-    """The name of the class; with its module if `cls` is given."""
-    cls: type[nn.Linear] | None = None
-    """The class. None matches every subclass of that name, also one whose code comes with a checkpoint."""
-
-    @property
-    def shown_name(self) -> str:
-        return self.name.rpartition(".")[2]
-
-    def is_of(self, cls: type[nn.Module]) -> bool:
-        """Returns True if this entry means the class `cls`. Subclasses do not match."""
-        return cls.__name__ == self.name if self.cls is None else cls is self.cls
-
-
-LINEAR_CLASSES: Registry[LinearClass] = Registry("class of linear layers")
-# Its forward is `input @ self.weight.T`, plus the bias.
-LINEAR_CLASSES.register(LinearClass("FalconLinear"))
+# The subclasses of `nn.Linear` that are swapped. Falcon's, whose forward is `input @ self.weight.T` plus the bias, is
+# known by its name, since its code may come with a checkpoint.
+LINEAR_CLASSES: list[type[nn.Linear] | str] = ["FalconLinear"]
 
 
 def register_linear_class(cls: type[nn.Linear]) -> type[nn.Linear]:
@@ -135,7 +115,7 @@ def register_linear_class(cls: type[nn.Linear]) -> type[nn.Linear]:
             f"{cls.__qualname__} cannot be swapped as an nn.Linear: it {problem}. Expected the same product as "
             "nn.Linear's, and nothing else. Write a layer kind for it (docs/extending.md)."
         )
-    LINEAR_CLASSES.register(LinearClass(f"{cls.__module__}.{cls.__qualname__}", cls))
+    LINEAR_CLASSES.append(cls)
     return cls
 
 

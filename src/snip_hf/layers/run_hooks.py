@@ -16,28 +16,20 @@ _RUNS = "snip_runs"
 class RunHook:
     """A method as a hook that holds the method's object weakly.
 
-    A copy of it, also a pickled one, is `idle`, so that a copy of the model neither holds nor reports to the run.
+    A copy of it, also a pickled one, has no method, so that a copy of the model neither holds nor reports to the run.
     """
 
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method = WeakMethod(method)
+    def __init__(self, method: Callable[..., Any] | None = None) -> None:
+        self._method = None if method is None else WeakMethod(method)
 
     # Never part of a compiled graph.
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        method = self._method()
+        method = None if self._method is None else self._method()
         return None if method is None else method(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _make_idle, ()
-
-
-def idle(*args: Any, **kwargs: Any) -> None:
-    """Replaces a run's hook in copies of the model."""
-
-
-def _make_idle() -> Callable[..., None]:
-    return idle
+    def __reduce__(self) -> tuple[type[RunHook], tuple[()]]:
+        return RunHook, ()
 
 
 class RunMark:
@@ -101,5 +93,5 @@ def end_runs(model: nn.Module) -> None:
 
 
 def _remove_hooks(hooks: dict[int, Any]) -> None:
-    for key in [key for key, hook in hooks.items() if isinstance(hook, RunHook) or hook is idle]:
+    for key in [key for key, hook in hooks.items() if isinstance(hook, RunHook)]:
         del hooks[key]

@@ -85,19 +85,6 @@ def test_solve_writes_the_solution_where_it_is_told(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == f"optimal, objective 3, by greedy: {output}\n"
 
 
-def test_solve_refuses_its_problem_as_output_and_a_folder_that_does_not_exist(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    problem = write(tmp_path / "problem.json", PROBLEM)
-    assert main(["solve", problem, "-o", problem]) == 2
-    error = f"snip-hf: --output {problem} is the problem file itself; expected another file.\n"
-    assert capsys.readouterr().err == error
-    assert json.loads(Path(problem).read_text()) == PROBLEM
-    assert main(["solve", problem, "-o", str(tmp_path / "none" / "solution.json")]) == 2
-    error = f"snip-hf: {tmp_path / 'none'}, the folder of --output, does not exist; create it first.\n"
-    assert capsys.readouterr().err == error
-
-
 def test_solve_exits_with_1_and_the_attainable_value_when_no_map_is_good_enough(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,18 +169,14 @@ def test_inspect_shows_the_pipeline_of_as_many_micro_batches_as_are_named(
 
 
 @pytest.mark.parametrize("command", ["inspect", "report"])
-def test_no_micro_batches_are_refused_in_one_line(
-    plan_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_no_micro_batches_are_refused(plan_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     path = write_run(plan_path) if command == "report" else plan_path
     for count in ("0", "-1", "two"):
         with pytest.raises(SystemExit) as left:
             main([command, str(path), "--micro-batches", count])
         assert left.value.code == 2
-        error = (
-            f"snip-hf {command}: argument --micro-batches: {count!r} is not a whole number of at least 1. See snip-hf "
-        )
-        assert capsys.readouterr() == ("", f"{error}{command} --help.\n")
+        error = f"argument --micro-batches: {count!r} is not a whole number of at least 1\n"
+        assert capsys.readouterr().err.endswith(error)
 
 
 def test_inspect_finds_that_a_plan_fits_its_model(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,22 +323,15 @@ def test_report_of_a_folder_that_holds_no_run_is_one_line_and_2(
     assert capsys.readouterr().err == expected
 
 
-def test_report_of_a_folder_of_runs_names_one_of_them(
-    plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    write_run(plan_path)
-    assert main(["report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.endswith(f" Give one of the runs in it, such as {tmp_path / 'run'}\n")
-
-
 def test_a_report_refuses_its_other_folders_before_it_prints_anything(
     plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run, none = write_run(plan_path), tmp_path / "none"
-    assert main(["report", str(run), "--out", str(plan_path)]) == 2
-    assert capsys.readouterr() == ("", f"snip-hf: --out {plan_path} is a file; expected a folder.\n")
     assert main(["report", str(run), "--html", "--bf16", str(none)]) == 2
-    error = f"snip-hf: --bf16 {none} does not exist; expected the output folder of a run.\n"
+    error = (
+        f"snip-hf: --bf16 {none} has no losses: There is no trainer_state.json with losses (saved with a checkpoint or "
+        "by trainer.save_state()).\n"
+    )
     assert capsys.readouterr() == ("", error)
 
 
@@ -373,28 +349,6 @@ def test_the_plan_of_a_run_is_read_from_its_folder_and_other_folders_are_refused
         f"snip-hf: {tmp_path / 'model'} has neither snip/plan.json nor plan.json; expected the output folder of a run "
         "with SnipCallback, or its folder snip.\n"
     )
-    assert main(["report", str(run / "snip")]) == 2
-    assert capsys.readouterr().err == (
-        f"snip-hf: {run / 'snip'}/snip/history.jsonl does not exist; "
-        f"expected the output folder of a run with SnipCallback. Give the folder around it: {run}\n"
-    )
-    (run / "snip" / "history.jsonl").unlink()
-    assert main(["compare", str(run), str(run)]) == 2
-    advice = f"It has only a plan, which `snip-hf inspect` and `compare` accept: {run / 'snip' / 'plan.json'}\n"
-    assert capsys.readouterr().err.endswith(advice)
-
-
-def test_report_of_a_file_is_told_which_folder_to_give(
-    plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    write_run(plan_path)
-    run = tmp_path / "run"
-    shutil.copy(plan_path, run / "snip" / "plan.json")
-    for file in (run / "snip" / "plan.json", run / "snip" / "history.jsonl"):
-        assert main(["report", str(file)]) == 2
-        assert capsys.readouterr().err == f"snip-hf: {file} is a file; give the folder: {run}\n"
-    assert main(["report", str(plan_path)]) == 2
-    assert capsys.readouterr().err == f"snip-hf: {plan_path} is a file; expected a run's output folder.\n"
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["--help"], 0), ([], 2), (["solve"], 2)])
@@ -425,27 +379,6 @@ def test_the_help_of_a_command_fits_a_terminal_and_says_what_each_argument_is(
     described = commands.choices[command]
     arguments = [action for action in described._actions if not isinstance(action.choices, dict)]
     assert described.description and all(action.help for action in arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (
-            ["export", "p.json"],
-            "snip-hf export: the following arguments are required: --to. See snip-hf export --help.\n",
-        ),
-        (
-            ["inspec", "plan.json"],
-            "snip-hf: argument COMMAND: invalid choice: inspec (choose from report, inspect, compare, export, recipe, "
-            "solve, doctor). See snip-hf --help.\n",
-        ),
-        (["solve", "a", "-q"], "snip-hf: unrecognized arguments: -q. See snip-hf --help.\n"),
-    ],
-)
-def test_wrong_usage_is_one_line(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert capsys.readouterr().err.replace("'", "") == sentence  # Python 3.12 quotes fewer names
 
 
 QUICK = """

@@ -1,8 +1,8 @@
 """The command line `snip-hf`.
 
 Exit codes: 0 (success), 1 (the plan does not fit the model; no solution; an installed part does not work), 2 (bad
-input), 1 or 141 (the reader of the output has closed it, as `head` does). An error is one sentence on stderr. Each
-command imports its modules when it runs, so that `--help` does not wait for torch.
+input), 1 or 141 (the reader of the output has closed it, as `head` does). An error is one sentence on stderr, after the
+usage if that is wrong. Each command imports its modules when it runs, so that `--help` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import snip_hf
 
@@ -88,14 +88,6 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        end = "" if message.endswith((".", "?")) else "."
-        self.exit(2, f"{self.prog}: {message}{end} See {self.prog} --help.\n")
-
-
 def at_least_one(text: str) -> int:
     """Reads a whole number of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
@@ -116,8 +108,8 @@ def _setting(text: str) -> tuple[str, Any]:
     raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=VALUE with a YAML value")
 
 
-def build_parser() -> Parser:
-    parser = Parser(
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
         prog="snip-hf",
         description="Show, compare and export runs and plans of adaptive FP4/FP8 training.",
         epilog=_EXAMPLES,
@@ -126,7 +118,9 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"snip-hf {snip_hf.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, help: str, module: str, description: str, imports_modules: bool = True) -> Parser:
+    def add(
+        name: str, help: str, module: str, description: str, imports_modules: bool = True
+    ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=description)
         command.set_defaults(module=module)  # has a function of the command's name
         if imports_modules:

@@ -20,7 +20,6 @@ from . import fail
 
 if TYPE_CHECKING:
     import torch
-    from packaging.specifiers import SpecifierSet
 
     from ..kernels.backend import Backend
 
@@ -91,28 +90,13 @@ def _lines(section: Section, problems: list[str]) -> Iterator[str]:
 
 
 def _packages(problems: list[str]) -> Iterator[str]:
-    expected = _expected_versions()
     for package, module in _CORE.items():
         try:
             importlib.import_module(module)
-            version, versions = metadata.version(package), expected.get(package)
-            fits = versions is None or versions.contains(version, prereleases=True)
-            yield f"{package} {version}{'' if fits else f', untested; expected {versions}'}"
+            yield f"{package} {metadata.version(package)}"
         except Exception as error:  # A broken package may raise anything.
             problems.append(f"{package} does not load ({type(error).__name__}: {error}).")
             yield problems[-1]
-
-
-def _expected_versions() -> dict[str, SpecifierSet]:
-    """Returns package -> required versions; {} if snip-hf is not installed."""
-    from packaging.requirements import Requirement  # installed with transformers
-
-    try:
-        lines = metadata.requires("snip-hf") or []
-    except metadata.PackageNotFoundError:
-        return {}
-    requirements = [Requirement(line) for line in lines]
-    return {one.name.lower(): one.specifier for one in requirements if one.marker is None}
 
 
 def _supported(problems: list[str]) -> Iterator[str]:

@@ -29,8 +29,6 @@ _MAX_PATH = 4096
 _MAX_VALUE = 4000
 # What `inspect` calls a field of the provenance, if not by its name.
 _NAMES = {"seconds": "solver's seconds", "config": "config, other than the defaults"}
-# Seconds to wait for the Hub.
-_HUB_TIMEOUT = 5
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -123,37 +121,16 @@ def compare_with_model(plan: PrecisionPlan, name: str) -> int:
 
 def empty_model(name: str) -> nn.Module:
     """Builds a causal LM from its config on the meta device, where weights take no memory."""
-    from huggingface_hub.errors import HFValidationError
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    is_folder = Path(name).is_dir()
     if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
         base = read_json(Path(name) / "adapter_config.json").get("base_model_name_or_path")
         raise ValueError(f"{name!r} is the folder of an adapter, not of a model. Give its base model, {base!r}.")
-    is_reached = not is_folder and _is_reached(name)
     try:
-        # Without a connection, transformers would retry for half a minute.
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=not is_reached)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # transformers raises many types
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        if is_folder or not isinstance(error, OSError | HFValidationError):
-            raise ValueError(f"Cannot build the model {name!r} from its config: {reason}") from error
-        hub = f"no such model on the Hub: {reason}" if is_reached else "the Hub cannot be reached."
-        raise ValueError(f"There is no folder {name!r} here, and {hub}") from error
+        raise ValueError(f"Cannot build the model {name!r} from its config: {reason}") from error
     return model
-
-
-def _is_reached(repository: str) -> bool:
-    """Asks the Hub once for a repository; returns True if it answers."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        HfApi().model_info(repository, timeout=_HUB_TIMEOUT)
-    except (HfHubHTTPError, HFValidationError):  # such as "not found", which the next request repeats
-        return True
-    except Exception:  # the client may raise anything
-        return False
-    return True

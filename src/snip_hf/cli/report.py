@@ -35,8 +35,6 @@ def report(arguments: argparse.Namespace) -> int:
 
     if arguments.bf16 is not None and not arguments.html:
         raise ValueError("--bf16 adds a run to the page, so it needs --html.")
-    if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
-        raise NotADirectoryError(f"--out {arguments.out} is a file; expected a folder.")
     names = short_names([*arguments.runs, *([] if arguments.bf16 is None else [arguments.bf16])])
     given = dict(zip(names, arguments.runs, strict=False))
     runs = {name: load_recorded(run_folder(path)) for name, path in given.items()}
@@ -71,16 +69,12 @@ def _bf16_losses(name: str) -> dict[int, dict[str, float]]:
     """Returns the losses of the BF16 run, which may be a run without SNIP.
 
     Raises:
-        FileNotFoundError: the folder does not exist.
         ValueError: it has no losses.
     """
     from ..records.load import read_log
 
     notes: list[str] = []
-    folder = run_folder(name)
-    if not folder.exists():
-        raise FileNotFoundError(f"--bf16 {name} does not exist; expected the output folder of a run.")
-    losses = read_log(folder, notes).losses
+    losses, _ = read_log(run_folder(name), notes)
     if not losses:
         raise ValueError(f"--bf16 {name} has no losses: {' '.join(notes)}")
     return losses

@@ -54,16 +54,6 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class TrainerLog:
-    """Losses and settings that the Trainer recorded."""
-
-    losses: dict[int, dict[str, float]]
-    """Step -> {"loss", "eval_loss"}, either of which may be absent; in order of the steps."""
-    facts: dict[str, str]
-    """Name of a setting, such as "max_steps" -> its value."""
-
-
-@dataclass(frozen=True)
 class Run:
     """The content of a run folder."""
 
@@ -147,7 +137,6 @@ def load_run(run_dir: str | os.PathLike[str], checkpoint: Checkpoint | None = No
 
     Raises:
         FileNotFoundError: it has no snip/history.jsonl.
-        NotADirectoryError: it is a file; names the folder to give instead.
         OSError: the history cannot be read.
         ValueError: the history is invalid or too large; names the line and the fault.
     """
@@ -162,8 +151,8 @@ def load_run(run_dir: str | os.PathLike[str], checkpoint: Checkpoint | None = No
     applied = [refresh.step for refresh in refreshes if refresh.applied_step is not None]
     divergences = _read_divergences(folder / FOLDER, applied[-1:], notes, until)
     source_folder = folder if checkpoint is None else checkpoint.folder
-    log = read_log(source_folder, notes)
-    contents = plans, refreshes, counted, divergences, log.losses, {**start.versions, **log.facts}
+    losses, facts = read_log(source_folder, notes)
+    contents = plans, refreshes, counted, divergences, losses, {**start.versions, **facts}
     pending = None if checkpoint is None else checkpoint.pending
     return Run(source_folder, *contents, notes, alarms, _of(Retarget, events), pending)
 
@@ -183,8 +172,8 @@ def load_recorded(path: str | os.PathLike[str]) -> Run:
     if (around / FOLDER / "history.jsonl").exists():
         return load_run(around, checkpoint)
     notes = ["There is no history beside the checkpoint, so only its plan is known."]
-    log, plans = read_log(folder, notes), [(checkpoint.step, checkpoint.plan)]
-    return Run(folder, plans, [], checkpoint.counted, {}, log.losses, log.facts, notes, pending=checkpoint.pending)
+    (losses, facts), plans = read_log(folder, notes), [(checkpoint.step, checkpoint.plan)]
+    return Run(folder, plans, [], checkpoint.counted, {}, losses, facts, notes, pending=checkpoint.pending)
 
 
 def thinned(items: Sequence[T], count: int) -> list[T]:
@@ -217,21 +206,8 @@ def _read_events(path: Path, notes: list[str], until: float) -> tuple[Start, lis
     """Returns the start, and the events up to a step."""
     if not path.exists():
         run = path.parent.parent
-        if run.is_file():
-            is_of_run = run.parent.name == FOLDER and (run.parent / path.name).exists()
-            advice = f"give the folder: {run.parent.parent}" if is_of_run else "expected a run's output folder."
-            raise NotADirectoryError(f"{run} is a file; {advice}")
-        advice = ""
-        if run.name == FOLDER and (run / path.name).exists():
-            advice = f" Give the folder around it: {run.parent}"
-        elif inside := sorted(run.glob(f"*/{FOLDER}/{path.name}")):
-            advice = f" Give one of the runs in it, such as {inside[0].parent.parent}"
-        elif (plan := path.with_name("plan.json")).exists():
-            advice = f" It has only a plan, which `snip-hf inspect` and `compare` accept: {plan}"
         missing = path if run.exists() else run
-        raise FileNotFoundError(
-            f"{missing} does not exist; expected the output folder of a run with SnipCallback.{advice}"
-        )
+        raise FileNotFoundError(f"{missing} does not exist; expected the output folder of a run with SnipCallback.")
     start, *later = list(read_history(path, notes))
     assert isinstance(start, Start)
     # The same events that a resumed run keeps.
@@ -365,8 +341,11 @@ def read_divergence(path: str | os.PathLike[str]) -> tuple[int, DivergenceTable]
     return found.step, DivergenceTable(found.loss, tuple(rows), found.ties)
 
 
-def read_log(folder: Path, notes: list[str]) -> TrainerLog:
-    """Returns the log of the trainer_state.json with the most steps; adds notes on files that cannot be used."""
+def read_log(folder: Path, notes: list[str]) -> tuple[dict[int, dict[str, float]], dict[str, str]]:
+    """Returns `Run.losses`, and name -> value of some settings, from the trainer_state.json with the most steps.
+
+    Adds notes on files that cannot be used.
+    """
     losses: dict[int, dict[str, float]] = {}
     log, facts = _latest(folder, notes)
     for entry in log:
@@ -375,7 +354,7 @@ def read_log(folder: Path, notes: list[str]) -> TrainerLog:
                 losses.setdefault(entry["step"], {})[key] = float(entry[key])
     if not losses:
         notes.append("There is no trainer_state.json with losses (saved with a checkpoint or by trainer.save_state()).")
-    return TrainerLog(dict(sorted(losses.items())), facts)
+    return dict(sorted(losses.items())), facts
 
 
 def _latest(folder: Path, notes: list[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:

@@ -72,7 +72,7 @@ def _read(letter: str, name: str, path: Path) -> Compared:
     if not path.is_dir():
         return Compared(letter, name, PrecisionPlan.load(path), None, {})
     if not (path / FOLDER / "history.jsonl").exists() and not (path / STATE_NAME).exists():
-        losses = read_log(path, []).losses
+        losses, _ = read_log(path, [])
         if losses:
             return Compared(letter, name, None, None, losses)
     run = load_recorded(path)

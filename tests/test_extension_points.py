@@ -50,7 +50,6 @@ from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PrecisionPlan
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.policies.registry import Policy, register_policy
-from snip_hf.policies.rules import rule
 from snip_hf.policies.setting import Setting
 from snip_hf.records.events import Counted, Event, Refresh, Start, installed_versions
 from snip_hf.records.load import load_run, read_divergence
@@ -441,17 +440,6 @@ def test_a_new_policy_that_forgets_layers_is_refused_by_its_name(tmp_path: Path)
     register_policy(Policy(name="forgets", assign=lambda setting: {}))
     with pytest.raises(ValueError, match="policy='forgets' made no usable plan: assignment is empty, expected"):
         train(tmp_path, fp4_config(policy="forgets"), max_steps=2)
-
-
-@pytest.mark.parametrize("wrong", [lambda groups: groups[1:], lambda groups: [*groups, "nothing"]])
-def test_an_order_that_forgets_or_invents_groups_is_refused(
-    wrong: Callable[[list[str]], list[str]], tmp_path: Path
-) -> None:
-    register_policy(rule("part", lambda setting, layers: wrong(setting.groups(layers))))
-    with pytest.raises(
-        ValueError, match=r"The order of policy='part' has \d+ groups; expected each of \d+ once\. Look"
-    ):
-        train(tmp_path, fp4_config(policy="part", target_fp4_fraction=1), max_steps=2)
 
 
 def test_a_policy_has_either_prices_or_an_assignment() -> None:

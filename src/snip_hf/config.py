@@ -550,15 +550,6 @@ class SnipConfig(_NamedFields):
         """Returns plain data for `from_dict` and JSON."""
         return {name: _as_lists(getattr(self, name)) for name in _TYPES}
 
-    def on_init_end(self, *args: Any, **kwargs: Any) -> None:
-        """Refuses to be a callback of a Trainer, which calls this first, or `on_train_begin` if it was added later."""
-        raise TypeError(
-            "The Trainer got a SnipConfig among its callbacks; expected a SnipCallback: "
-            "callbacks=[SnipCallback(SnipConfig(...))]."
-        )
-
-    on_train_begin = on_init_end
-
 
 # `HfArgumentParser` overwrites `Field.type`, and calls annotated types with the text of arguments.
 _TYPES: dict[str, str] = {one.name: str(one.type) for one in dataclasses.fields(SnipConfig)}

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 from events import refresh_event, start_event
 from tiny_runs import history
 
-from snip_hf import SnipCallback
 from snip_hf.records.events import Event
 from snip_hf.records.run_folder import RunRecord
 
@@ -61,14 +59,3 @@ def test_on_other_ranks_than_the_first_nobody_is_told() -> None:
     log.add_tracker(told.append)
     log.add(EVENTS[0])
     assert told == []
-
-
-@pytest.mark.parametrize(
-    "add", [lambda it: RunRecord(None, False, LOG).add_tracker(it), lambda it: SnipCallback(trackers=[it])]
-)
-def test_a_tracker_that_cannot_be_called_is_refused(add: Any) -> None:
-    with pytest.raises(TypeError) as caught:
-        add("wandb")
-    assert str(caught.value) == (
-        "Got a str for a tracker; expected a function of one event, or an object with __call__(event)."
-    )

@@ -124,14 +124,7 @@ def log_to(controller: SnipController, target: Accelerator | Log) -> None:
     Args:
         controller: the controller of the run.
         target: an Accelerator, or a function that is called with `(values, step=step)` on the first process.
-
-    Raises:
-        TypeError: the target is neither.
     """
-    if not isinstance(target, Accelerator) and not callable(target):
-        raise TypeError(
-            f"Got a {type(target).__name__} to log to; expected an Accelerator, or a function of (values, step=...)."
-        )
     trackers = target.trackers if isinstance(target, Accelerator) else []
     if isinstance(target, Accelerator) and not trackers:
         return

@@ -19,7 +19,7 @@ from ..layers.run_hooks import RunMark, marks_on
 from ..layers.state import snip_linears
 from ..parallel.sharding import gather_ahead, unwrap
 from ..python_state import Wrapped
-from ..records.run_folder import Tracker, check_tracker
+from ..records.run_folder import Tracker
 from ..text import WITHOUT_PROBE
 from ..training.checks import check_launch, check_trainer
 from ..training.controller import SnipController
@@ -58,13 +58,7 @@ class SnipCallback(TrainerCallback):
         trackers: Iterable[Tracker] = (),
         reference: str = AS_POLICY,
         keep_formats: bool = False,
-        **unknown: Any,
     ) -> None:
-        for name in unknown:
-            raise TypeError(
-                f"SnipCallback has no argument {name!r}; fields of the config go into SnipConfig, e.g. "
-                "SnipCallback(SnipConfig(target_fp4_fraction=0.5))."
-            )
         self.config = SnipConfig() if config is None else config
         check_config(self.config)
         if not isinstance(resume, bool):
@@ -79,8 +73,6 @@ class SnipCallback(TrainerCallback):
         self._keeps_formats = keep_formats
         self._files = StateFiles(resume, type(self).__name__)
         self._trackers = list(trackers)
-        for tracker in self._trackers:
-            check_tracker(tracker)
         self._mark = RunMark()
         self._passes: TrainingPasses | None = None
         self._seam: LossSeam | None = None

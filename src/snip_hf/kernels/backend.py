@@ -188,9 +188,6 @@ class Backend(ABC):
         return False, "its own kernels."
 
     # Copies and pickles of layers refer to the backend by name.
-    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
-        return self
-
     def __reduce__(self) -> tuple[Callable[[str], Backend], tuple[str]]:
         return backend_named, (self.name,)
 

@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..text import printable
+
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
@@ -333,9 +335,7 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
 
 def describe(error: Exception) -> str:
     """Returns an error on one line, shortened, for the log, the history and other ranks."""
-    lines = (line.strip() for line in str(error).splitlines())
-    text = f"{type(error).__name__}: {' '.join(line for line in lines if line)}"
-    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 3] + "..."
+    return printable(f"{type(error).__name__}: {' '.join(str(error).split())}", _LONGEST_REASON)
 
 
 @dataclass(frozen=True)

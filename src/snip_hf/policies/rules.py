@@ -24,12 +24,6 @@ def _fill(setting: Setting, stage: Sequence[str], order: Sequence[str]) -> dict[
     chosen instead. Units that are then no longer needed return to the most precise format, last chosen first.
     """
     config = setting.config
-    if sorted(order) != sorted(groups := setting.groups(stage)):
-        wrong = sorted({*order} ^ {*groups}) or order
-        raise ValueError(
-            f"The order of policy={config.policy!r} has {len(order)} groups; expected each of {len(groups)} once. Look "
-            f"at {wrong[0]!r}, and return setting.groups(layers) in another order."
-        )
     low, high = config.least_precise, config.most_precise
     counted = contributions(setting, stage)
     tied = {name: tuple(tie) for tie in tied_groups(setting) for name in tie}

@@ -172,15 +172,6 @@ class RunFolder:
 _HOLDERS: weakref.WeakValueDictionary[str, RunFolder] = weakref.WeakValueDictionary()
 
 
-def check_tracker(tracker: object) -> None:
-    """Raises TypeError if a tracker cannot be called."""
-    if not callable(tracker):
-        raise TypeError(
-            f"Got a {type(tracker).__name__} for a tracker; expected a function of one event, or an object with "
-            "__call__(event)."
-        )
-
-
 class RunRecord:
     """The record of a run: its folder and its trackers, both on the first rank only, and its log.
 
@@ -197,12 +188,7 @@ class RunRecord:
         self._trackers: list[Tracker] = []
 
     def add_tracker(self, tracker: Tracker) -> None:
-        """Calls a tracker with all events from now on, after the trackers added before it.
-
-        Raises:
-            TypeError: it cannot be called.
-        """
-        check_tracker(tracker)
+        """Calls a tracker with all events from now on, after the trackers added before it."""
         if self._is_first:
             self._trackers.append(tracker)
 

@@ -14,10 +14,9 @@ import torch
 from configs import fp4_config
 from own_loop import Loop
 from rich.console import Console
-from small import tiny_llama
 from tiny_runs import SCHEDULE, history
 
-from snip_hf import PrecisionPlan, SnipConfig, SnipController
+from snip_hf import PrecisionPlan, SnipConfig
 from snip_hf.estimation.divergence import divergences_at
 from snip_hf.integrations.model_card import trained_section
 from snip_hf.policies.registry import POLICIES
@@ -83,25 +82,6 @@ def test_a_change_whose_plan_would_come_after_the_last_step_is_left_out() -> Non
     config = fp4_config(target_fp4_fraction=((1, 0.9), (15, 0.5)), first_refresh=10, refresh_every=20, apply_delay=3)
     assert probed_steps(config, 20, max_steps=18) == [10, 15]
     assert probed_steps(config, 20, max_steps=17) == [10]
-
-
-@pytest.mark.parametrize(
-    ("options", "late"),
-    [
-        ({}, "0.5 from step 18, 0.4 from step 21"),  # a plan is applied 3 steps after its probe
-        ({"policy": "backward-first", "granularity": "gemm"}, "0.4 from step 21"),
-        ({"policy": "uniform-fp4"}, None),
-    ],
-)
-def test_points_of_a_share_beyond_the_last_step_are_a_warning(
-    options: dict[str, Any], late: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    shares = ((1, 0.9), (17, 0.6), (18, 0.5), (21, 0.4))
-    config = fp4_config(target_fp4_fraction=shares, first_refresh=10, apply_delay=3, **options)
-    model = tiny_llama(hidden=32)
-    SnipController(model, torch.optim.AdamW(model.parameters()), config, max_steps=20).close()
-    start = "snip-hf: training ends at step 20, before these points of target_fp4_fraction take effect: "
-    assert [one for one in caplog.messages if one.startswith(start)] == ([] if late is None else [f"{start}{late}."])
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs

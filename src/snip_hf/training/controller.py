@@ -111,7 +111,6 @@ class SnipController:
         self._source.attach(self._before_optimizer_step)
         self._layers.share_inputs(run.in_force.setting)
         self._schedule.warn_if_too_short()
-        self._schedule.warn_of_late_shares()
         run.refresher.warn_if_untrained()
         self._layers.claim()
 
@@ -303,7 +302,6 @@ class SnipController:
             self._guard.meter.end()
         self._end_watch()
         self._run.refresher.drop(self.step, f"training ended at step {self.step}")
-        self._schedule.warn_if_ended_early(self.step)
         self._run.messages.end(self.step, self.plan)
         self._record.folder.release()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ..config import SnipConfig, shares_text
+from ..config import SnipConfig
 from ..policies.registry import policy_of
 
 
@@ -26,7 +26,6 @@ class Schedule:
         self._config = config
         self._needs_probe = policy_of(config).needs_probe
         self._log = log
-        self._has_warned_too_short = False
 
     def refreshes(self, step: int, is_planned: bool) -> bool:
         """Returns True if this step refreshes, counted from the last probe.
@@ -64,26 +63,12 @@ class Schedule:
     def warn_if_too_short(self) -> None:
         """Warns if training will end before the first plan could be applied."""
         if self._needs_probe and self._is_too_late(self.first_refresh):
-            self._has_warned_too_short = True
             self._log.warning(
                 "snip-hf: training ends at step %d, before the first plan would be applied after step %d "
                 "(first_refresh + apply_delay): everything stays in %s. Lower first_refresh or apply_delay.",
                 self.max_steps,
                 self.first_refresh + self._config.apply_delay,
                 self._config.format_at_start,
-            )
-
-    def warn_of_late_shares(self) -> None:
-        """Warns if training will end before the plans for later points of the target could be applied."""
-        shares, delay = self._config.target_fp4_fraction, self._config.apply_delay if self._needs_probe else 0
-        if self.max_steps is None or not isinstance(shares, tuple) or not policy_of(self._config).aims_at_share:
-            return
-        late = tuple((step, share) for step, share in shares[1:] if step + delay > self.max_steps)
-        if late:
-            self._log.warning(
-                "snip-hf: training ends at step %d, before these points of target_fp4_fraction take effect: %s.",
-                self.max_steps,
-                shares_text(late),
             )
 
     def warn_if_too_late(self, step: int) -> None:
@@ -94,17 +79,6 @@ class Schedule:
                 "the plan in force stays. Train longer, or resume from an earlier checkpoint.",
                 self.max_steps,
                 step + self._config.apply_delay,
-            )
-
-    def warn_if_ended_early(self, step: int) -> None:
-        """Warns, once, if training has ended before the first refresh, unless `warn_if_too_short` did."""
-        is_short = self._needs_probe and self.last_probe is None and 0 < step < self.first_refresh
-        if is_short and not self._has_warned_too_short:
-            self._has_warned_too_short = True
-            self._log.warning(
-                "snip-hf: training ended at step %d, before the first refresh (first_refresh=%d): no plan was made.",
-                step,
-                self.first_refresh,
             )
 
     def _is_scheduled(self, step: int, is_planned: bool) -> bool:

@@ -119,9 +119,6 @@ def test_all_classes_of_deepspeed_were_seen(found: list[dict[str, Any]]) -> None
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "weights on disk", "device 'cpu'"),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": 0.5}}}, "two optimizers", "ratio 1"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, "integers", "false there"),
-        ({"zero_optimization": {"stage": 2, "zenflow": {}}}, "different times", "the same stage without it"),
-        ({"fp16": {"enabled": True}}, "fp16 scales the loss", "bf16"),
-        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer 'OneBitAdam' is not known", "AdamW, Adam or SGD"),
         ({"tensor_parallel": {"autotp_size": 2}}, "replaces the linears", "only data parallelism"),
         ({"compile": {"deepcompile": True}}, "into compiled graphs", "torch.compile"),
     ],
@@ -137,7 +134,7 @@ def test_a_configuration_that_cannot_work_is_refused_with_what_to_use_instead(
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_configurations_that_are_tested_here_are_not_refused(name: str) -> None:
-    check_deepspeed(SCENARIOS[name].config() | {"fp16": {"enabled": "auto"}, "optimizer": {"type": "AdamW"}})
+    check_deepspeed(SCENARIOS[name].config())
 
 
 def test_a_run_without_deepspeed_has_no_zero_optimizer() -> None:
@@ -175,7 +172,7 @@ def test_an_inner_optimizer_without_a_rule_is_refused(inner: type[torch.optim.Op
 def test_other_optimizers_of_deepspeed_are_refused_by_what_they_are() -> None:
     adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(4))])
     for kind, reason in [
-        ("ZenFlowZeroOptimizer", "at different times"),
+        ("ZenFlowZeroOptimizer", "its optimizer is a ZenFlowZeroOptimizer"),
         ("FP16_UnfusedOptimizer", "its optimizer is a FP16_UnfusedOptimizer"),
     ]:
         with pytest.raises(ValueError, match=reason):
@@ -214,13 +211,11 @@ def test_a_callback_is_taken_away_without_a_trace_and_under_a_later_wrapper_fall
     assert "step" not in vars(zero)
 
 
-def test_a_weight_that_is_not_trained_is_named() -> None:
+def test_a_weight_that_is_not_trained_is_left_out() -> None:
     zero = ZeroOptimizer(_zero(torch.optim.AdamW([nn.Parameter(torch.zeros(4))])))
     frozen = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
     assert zero.responses({"frozen": frozen}) == {}
     assert "frozen" not in zero.gradients({"frozen": frozen}, 1.0)
-    with pytest.raises(KeyError, match=r"of shape \(2, 3\); expected one of the 1 parameters"):
-        zero.context(frozen)
 
 
 @pytest.fixture

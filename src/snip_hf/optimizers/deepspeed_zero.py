@@ -30,18 +30,16 @@ from .update_rules import ELEMENTWISE, UpdateContext
 _STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
 # DeepSpeed's classes -> their attribute with the model's weights by parameter group; in stage 3 by parts of groups.
 _WEIGHTS = {"DeepSpeedZeroOptimizer": "bit16_groups", "BF16_Optimizer": "bf16_groups", _STAGE_3: "fp16_groups"}
-_ZENFLOW = "ZenFlow updates parts of the weights at different times"
 # Inner optimizers with elementwise updates, which are the same on a flat partition as on single weights.
 _RULES = ("torch.SGD", "torch.Adam", "torch.AdamW")
 _ADAMS = ("deepspeed.FusedAdam", "deepspeed.DeepSpeedCPUAdam")
-_FP16 = ("fp16 scales the loss and the gradients that the probe needs", "bf16")
 _STAGES_INSTEAD = "ZeRO stage 1, 2 or 3 (zero_optimization.stage in the DeepSpeed configuration), or FSDP2"
 
 Value = TypeVar("Value")
 
 
 def check_deepspeed(config: Mapping[str, Any]) -> None:
-    """Refuses a DeepSpeed configuration that a probe cannot work with, before anything is built.
+    """Refuses a DeepSpeed configuration that a probe cannot work with, as far as `ZeroOptimizer` cannot see it.
 
     Args:
         config: the content of the JSON file; Accelerate has it as `deepspeed_plugin.deepspeed_config`.
@@ -60,14 +58,6 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
         raise _refusal("zero_optimization.offload_optimizer.ratio splits the state among two optimizers", "ratio 1")
     if zero.get("zero_quantized_nontrainable_weights"):
         raise _refusal("zero_quantized_nontrainable_weights stores frozen weights as integers", "false there")
-    # "auto" follows Accelerate's mixed_precision, which `check_launch` checks.
-    if (config.get("fp16") or {}).get("enabled") is True:
-        raise _refusal(*_FP16)
-    if "zenflow" in zero:
-        raise _refusal(f"zero_optimization.zenflow: {_ZENFLOW}", "the same stage without it")
-    kind = str(config.get("optimizer", {}).get("type", "AdamW"))
-    if kind.lower() not in ("adam", "adamw", "sgd"):
-        raise _refusal(f"the update of the optimizer {kind!r} is not known", "AdamW, Adam or SGD")
     if config.get("tensor_parallel", {}).get("autotp_size", 0) > 1:
         raise _refusal("tensor_parallel replaces the linears by its own", "only data parallelism")
     if config.get("compile", {}).get("deepcompile", False):
@@ -119,7 +109,7 @@ class ZeroOptimizer:
     def __init__(self, optimizer: Any) -> None:
         kind = type(optimizer).__name__
         if kind not in _WEIGHTS:
-            raise _refusal(_ZENFLOW if kind.startswith("ZenFlow") else f"its optimizer is a {kind}", _STAGES_INSTEAD)
+            raise _refusal(f"its optimizer is a {kind}", _STAGES_INSTEAD)
         self._zero = optimizer
         self._inner: torch.optim.Optimizer = optimizer.optimizer
         weights = getattr(optimizer, _WEIGHTS[kind])
@@ -128,7 +118,7 @@ class ZeroOptimizer:
         """Key of the update's rule in `update_rules.ELEMENTWISE`."""
         scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
         if scaler is not None or any(weight.dtype == torch.float16 for group in weights for weight in group):
-            raise _refusal(*_FP16)
+            raise _refusal("fp16 scales the loss and the gradients that the probe needs", "bf16")
 
     def _find_rule(self) -> str:
         name = rule_name(type(self._inner))
@@ -188,11 +178,7 @@ class ZeroOptimizer:
         """Returns the weight's whole gradient in FP32: averaged over ranks, accumulated, not clipped yet.
 
         The inner optimizer sees it times `clip_factor`. Collective; before the step only.
-
-        Raises:
-            KeyError: the optimizer does not update this weight.
         """
-        self._group(weight)
         self._wait()
         from deepspeed.utils import safe_get_full_grad
 
@@ -203,9 +189,6 @@ class ZeroOptimizer:
         """Returns the context of the next update of this weight, for the rule `rule`. Collective.
 
         The state and the weight are whole: FP32 master weight, and state in FP32.
-
-        Raises:
-            KeyError: the optimizer does not update this weight.
         """
         group = self._group(weight)
         from deepspeed.utils import safe_get_full_fp32_param
@@ -249,15 +232,7 @@ class ZeroOptimizer:
             self._zero._wait_for_offload_copies()
 
     def _group(self, weight: Tensor) -> dict[str, Any]:
-        if not self.holds(weight):
-            raise KeyError(
-                f"The ZeRO optimizer does not update the weight of shape {tuple(weight.shape)}; expected one of the "
-                f"{len(self._groups)} parameters that it was built with. Ask `holds` first."
-            )
-        return self._inner.param_groups[self._group_index(weight)]
-
-    def _group_index(self, weight: Tensor) -> int:
-        return self._groups[id(weight)]
+        return self._inner.param_groups[self._groups[id(weight)]]
 
     def _whole(self, weight: Tensor, value: Any, flat: Tensor) -> Any:
         """Gathers a weight's state from the flat partitions; anything but one number per element is returned as is.
@@ -287,7 +262,7 @@ class Stage3Optimizer(ZeroOptimizer):
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         if getattr(optimizer, "zenflow", False):
-            raise _refusal(_ZENFLOW, "the same stage without it")
+            raise _refusal("ZenFlow updates parts of the weights at different times", "the same stage without it")
 
     def holds(self, weight: Tensor) -> bool:
         return super().holds(partitioned(weight))
@@ -298,7 +273,6 @@ class Stage3Optimizer(ZeroOptimizer):
         return float(combine_grad_norm_groups(self._zero._get_norm_groups()))
 
     def gradient(self, weight: Tensor) -> Tensor:
-        self._group(weight)
         from deepspeed.utils import safe_get_local_grad
 
         return sharded_part(safe_get_local_grad(partitioned(weight)), weight)
@@ -318,8 +292,8 @@ class Stage3Optimizer(ZeroOptimizer):
         own = sharded_part(safe_get_local_fp32_param(source).detach().to(torch.float32), weight)
         return self._context(group, state, own)
 
-    def _group_index(self, weight: Tensor) -> int:
-        return self._zero.sub_group_to_group_id[self._groups[id(partitioned(weight))]]
+    def _group(self, weight: Tensor) -> dict[str, Any]:
+        return self._inner.param_groups[self._zero.sub_group_to_group_id[self._groups[id(partitioned(weight))]]]
 
     def _response(self, weight: Tensor) -> Response:
         return AnalyticResponse(self.context(weight), ELEMENTWISE[self.rule])

@@ -129,7 +129,7 @@ def check_launch(config: SnipConfig, accelerator: Any) -> None:
 
     Raises:
         ValueError: FP8 mixed precision; a guard under DeepSpeed; and with a policy that needs a probe FSDP version 1,
-            DeepSpeed that partitions nothing, FP16 under FSDP2 or DeepSpeed, an `sp_size`, or Megatron-LM.
+            DeepSpeed that partitions nothing, FP16 under FSDP2, an `sp_size`, or Megatron-LM.
     """
     if accelerator is None:
         return
@@ -144,9 +144,7 @@ def check_launch(config: SnipConfig, accelerator: Any) -> None:
     if not policy_of(config).needs_probe:
         return
     if plugin is not None:
-        # The configuration file may leave the precision to Accelerate ("auto").
-        asked = {"fp16": {"enabled": True}} if accelerator.mixed_precision == "fp16" else {}
-        check_deepspeed({**plugin.deepspeed_config, **asked})
+        check_deepspeed(plugin.deepspeed_config)
     reason = _unsupported(accelerator)
     if reason is not None:
         raise ValueError(

@@ -15,10 +15,9 @@ constant run. And after `guard_patience` spikes in a row, later values are compa
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -128,21 +127,8 @@ class Health:
             self.failures, self.alarmed = 0, None
 
 
-class StepMeasurement(NamedTuple):
-    """Loss and gradient norm of a step, over all ranks."""
-
-    loss: float | None
-    """None: unknown."""
-    norm: float | None
-    """Norm of all gradients before clipping; None: there are none, or a GradScaler is about to skip the step."""
-    broken: list[str]
-    """Layers whose gradients are not finite."""
-
-
 class StepMeter(BackwardEnd):
     """Measures raw loss and gradient norm of each step: before clipping, and before a Trainer filters its log.
-
-    Gradients that stop being finite between the backward pass and the optimizer's step count as not finite.
 
     Args:
         model: the model whose gradients are measured.
@@ -172,10 +158,17 @@ class StepMeter(BackwardEnd):
     @torch.no_grad()
     def note(self) -> None:
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
-        self._norms = _norms(self._parameters) if self._parameters else None
+        if self._parameters:
+            gradients = [own_part(one.grad) for one in self._parameters if one.grad is not None]
+            norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+            self._norms = torch.stack([norm.to(norms[0].device) for norm in norms])
 
-    def take(self) -> StepMeasurement:
-        """Returns the measurement of the step whose gradients are complete, and forgets it. Collective."""
+    def take(self) -> tuple[float | None, float | None, list[str]]:
+        """Returns loss, gradient norm and broken layers of the step whose gradients are complete. Collective.
+
+        The norm is that of all gradients before clipping; None: there are none, or a GradScaler is about to skip the
+        step. Gradients of broken layers are not finite.
+        """
         gathered = self._processes.everyone.gather(list(self._take_local()), "the guard's figures")
         losses = [loss for loss, _, _ in gathered if loss is not None]
         squares = [square for _, square, _ in gathered if square is not None]
@@ -183,7 +176,7 @@ class StepMeter(BackwardEnd):
         norm = math.sqrt(sum(squares)) if squares else None
         if norm is not None and self._scaling.is_on:
             norm = norm / self._scaling.scale if math.isfinite(norm) else None
-        return StepMeasurement(sum(losses) / len(losses) if losses else None, norm, list(names))
+        return sum(losses) / len(losses) if losses else None, norm, list(names)
 
     def leave_out(self) -> bool:
         """Removes the gradients, so that the optimizer changes nothing; returns True if it did.
@@ -207,12 +200,9 @@ class StepMeter(BackwardEnd):
         # Gradients that several ranks hold count once.
         weights = torch.tensor([number_of_parts(parameter) / holders for parameter in parameters])
         square = (norms.square() * weights.to(norms.device)).sum()
-        norms_now = _norms(parameters)  # clipped, or changed otherwise
-        *loss, before, now = read([*total, square, norms_now.sum()])
-        if math.isfinite(before) and not math.isfinite(now):
-            norms, before = norms_now, now
+        *loss, own_square = read([*total, square])
         broken = []
-        if not math.isfinite(before):
+        if not math.isfinite(own_square):
             flags = torch.isfinite(norms).tolist()
             broken = [
                 name
@@ -220,14 +210,7 @@ class StepMeter(BackwardEnd):
                 if not is_finite
                 for name in self._layers.get(id(parameter), [])
             ]
-        return next(iter(loss), None), before, broken
-
-
-def _norms(parameters: Sequence[Tensor]) -> Tensor:
-    """Returns the norms of this rank's parts of gradients; 0 for one that was removed."""
-    parts = [one.new_zeros(1) if one.grad is None else own_part(one.grad) for one in parameters]
-    norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
-    return torch.stack([norm.to(norms[0].device) for norm in norms])
+        return next(iter(loss), None), own_square, broken
 
 
 class Guard:
@@ -261,14 +244,13 @@ class Guard:
     def leaves_out(self, step: int) -> bool:
         """Judges a step whose gradients are complete; returns True if it removed them. Collective."""
         self._processes.note(f"at the guard's look at step {step}")
-        measured = self.meter.take()
-        figures = {LOSS: measured.loss, GRADIENT_NORM: measured.norm}
-        finding = self.health.look(step, figures, self._config.guard_patience)
+        loss, norm, broken = self.meter.take()
+        finding = self.health.look(step, {LOSS: loss, GRADIENT_NORM: norm}, self._config.guard_patience)
         self._sick = None
         if finding is None:
             return False
         is_left_out = not finding.is_finite and self.meter.leave_out()
-        self._sick = finding, measured.broken, is_left_out
+        self._sick = finding, broken, is_left_out
         return is_left_out
 
     def end_step(self, step: int) -> None:

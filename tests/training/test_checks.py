@@ -68,12 +68,6 @@ def test_a_step_that_is_no_integer_is_refused(step: Any) -> None:
             call(step)
 
 
-@pytest.mark.parametrize("batch", [None, torch.zeros(2, 3)], ids=["none", "tensor"])
-def test_a_batch_that_is_no_mapping_is_refused(batch: Any) -> None:
-    with pytest.raises(TypeError, match=f"capture got a batch of type {type(batch).__name__}; expected a mapping"):
-        Loop().controller.capture(batch)
-
-
 def test_a_closed_controller_says_so(tmp_path: Path) -> None:
     loop = Loop(CONFIG).run(1)
     assert loop.controller is not None
@@ -175,22 +169,6 @@ def with_adapters(loop: Loop) -> list[torch.nn.Parameter]:
     """Puts adapters on the model, freezes all else, and returns what is trained from here on."""
     inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), loop.model)
     return [parameter for parameter in loop.model.parameters() if parameter.requires_grad]
-
-
-def test_the_log_names_the_modules_whose_hooks_probes_run_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "snip_hf")
-
-    def of_a_library(module: Any, inputs: Any, output: Any) -> None: ...
-
-    of_a_library.__module__ = "accelerate.hooks"
-    loop = Loop()
-    loop.model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: None)
-    loop.model.model.layers[1].mlp.register_forward_hook(of_a_library)
-    loop.run(8)  # two refreshes
-    assert [message for message in caplog.messages if "hooks" in message] == [
-        "snip-hf: probes run the hooks of model.layers.0.mlp, as activation checkpointing does; hooks that must not "
-        "count there ask snip_hf.is_probing()."
-    ]
 
 
 def test_adapters_with_an_optimizer_of_their_own_keep_the_plan_and_the_log_says_why(

@@ -7,7 +7,6 @@ import json
 import logging
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from snip_hf.kernels.backend import BACKENDS
 from snip_hf.kernels.emulated import EMULATED, Emulated
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Ranks
-from snip_hf.training import messages
+from snip_hf.training import messages, swapped_layers
 from snip_hf.training.messages import AS_A_WHOLE, SpeedForecast, how_compiled, tokens_of
 
 
@@ -45,9 +44,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
 def said(model: nn.Module, tokens: int | None) -> Any:
     log = logging.getLogger("snip_hf.test")
     convert_model(model, fp4_config())
-    found = SpeedForecast("emulated", snip_linears(model), log, "auto")
-    for _ in range(2):
-        found.make(how_compiled(model), tokens)
+    found = SpeedForecast("emulated", snip_linears(model), log)
+    found.make(how_compiled(model), tokens)
     return found
 
 
@@ -133,15 +131,22 @@ def test_a_backend_that_was_not_measured_promises_nothing(caplog: pytest.LogCapt
 
 @pytest.mark.parametrize(("requested", "device"), [("auto", "cuda"), ("auto", "cpu"), ("emulated", "cuda")])
 def test_emulation_on_a_gpu_that_nobody_asked_for_is_a_warning(
-    caplog: pytest.LogCaptureFixture, requested: str, device: str
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, requested: str, device: str
 ) -> None:
-    weight = SimpleNamespace(device=torch.device(device), requires_grad=True)
-    layers: Any = {"one": SimpleNamespace(in_features=16, weight=weight)}
-    found = SpeedForecast("emulated", layers, logging.getLogger("snip_hf.test"), requested)
-    for _ in range(2):
-        found.make(None, 512)
-    assert [level for level, _ in texts(caplog)] == ["WARNING"] * (requested == "auto" and device == "cuda")
-    assert all("emulated, slower than BF16" in message for _, message in texts(caplog))
+    caplog.set_level(logging.INFO, "snip_hf")
+    monkeypatch.setattr(swapped_layers, "compute_device", lambda weight: torch.device(device))
+    monkeypatch.setattr(swapped_layers, "why_emulated", lambda device, formats: "no kernels")
+    model, config = tiny_llama(hidden=16), fp4_config(backend=requested)
+    convert_model(model, config)
+    swapped_layers.use_backend(snip_linears(model), EMULATED, None, config, logging.getLogger("snip_hf.test"))
+    is_warning = (requested, device) == ("auto", "cuda")
+    reason = "no kernels" if requested == "auto" else "asked for by backend='emulated'"
+    assert [(one.levelname, one.getMessage()) for one in caplog.records[1:]] == [
+        (
+            "WARNING" if is_warning else "INFO",
+            f"snip-hf: backend emulated: the numerics of the formats, slower than BF16 ({reason}).",
+        )
+    ]
 
 
 def test_a_run_says_it_when_its_first_micro_batch_has_run(measured: pytest.LogCaptureFixture) -> None:

@@ -211,16 +211,6 @@ def _everything_kept(model: nn.Module) -> Iterator[None]:
             )
 
 
-def hooked_modules(model: nn.Module) -> list[str]:
-    """Returns the names of the modules with hooks of the user's, which probes run."""
-    libraries = {_OWN, "torch", "transformers", "accelerate", "deepspeed", "peft"}
-    return [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        if any(_package(hook) not in libraries for kind in _OF_MODULES for hook in getattr(module, kind).values())
-    ]
-
-
 def _remove_own_hooks(model: nn.Module, has_been_through_hooks: bool) -> None:
     """Removes SNIP's hooks, and the model's pre-hooks before them if the inputs have passed those."""
     for module in model.modules():

@@ -104,7 +104,7 @@ class SnipController:
         self.backend = run.backend
         """Name of the backend in use."""
         self._layers, self._source, self._guard = run.layers, run.source, run.guard
-        self._forecast = SpeedForecast(run.backend, run.layers.present, self._log, self.config.backend)
+        self._forecast = SpeedForecast(run.backend, run.layers.present, self._log)
         check_alike(self.model, self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)
         self._chunks = PipelineChunks(parts_of(self.model), self.config.seed, lambda: self.step + 1)
@@ -159,15 +159,9 @@ class SnipController:
             terms: the number of independent terms that this loss is a mean over.
 
         Raises:
-            TypeError: the batch is not a mapping.
             ValueError: the policy needs a probe, and the very first batch cannot be probed, e.g. without labels.
         """
         self._calls.check_open("capture")
-        if not isinstance(batch, Mapping):
-            raise TypeError(
-                f"capture got a batch of type {type(batch).__name__}; expected a mapping, such as the dict of keyword "
-                "arguments that the model's forward gets."
-            )
         self.count(self.offer(batch, objective_of(compute_loss, terms)))
 
     def offer(self, batch: Mapping[str, Any], objective: Objective | None = None) -> TrainingPass:

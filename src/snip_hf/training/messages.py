@@ -14,10 +14,8 @@ from ..config import SnipConfig
 from ..estimation.batch import is_of_sequences
 from ..estimation.coverage import Coverage
 from ..kernels.backend import BACKENDS, Backend
-from ..kernels.emulated import Emulated
 from ..layers.layer import SnipLayer
 from ..numerics.formats import FORMATS
-from ..parallel.sharding import compute_device
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import policy_of
 from ..policies.target import describe_target
@@ -129,38 +127,25 @@ class SpeedForecast:
         backend: name of the one in use.
         layers: the swapped layers.
         log: gets the warning.
-        requested: `SnipConfig.backend`.
     """
 
-    def __init__(self, backend: str, layers: Mapping[str, SnipLayer], log: logging.Logger, requested: str) -> None:
+    def __init__(self, backend: str, layers: Mapping[str, SnipLayer], log: logging.Logger) -> None:
         self.is_made = False
         self.text: str | None = None
         """The expected speed, for the log; None if the backend was not measured."""
         self._backend = BACKENDS[backend]
         self._hidden = mode(layer.in_features for layer in layers.values())
         self._is_frozen = not any(layer.weight.requires_grad for layer in layers.values())
-        is_fallback = requested == "auto" and backend == Emulated.name
-        self._is_fallback = is_fallback and any(
-            compute_device(layer.weight).type == "cuda" for layer in layers.values()
-        )
         self._log = log
 
     def make(self, compiled: str | None, tokens: int | None) -> None:
-        """Makes the forecast, once; also warns of emulation on a GPU that nobody asked for.
+        """Makes the forecast.
 
         Args:
             compiled: how the model is compiled; None: it is not.
             tokens: of the first micro-batch; None: unknown.
         """
-        if self.is_made:
-            return
         self.is_made = True
-        if self._is_fallback:
-            self._log.warning(
-                "snip-hf: rounding is emulated, slower than BF16: no kernels here run these formats in this training's "
-                "precision (docs/hopper.md). `snip-hf doctor` says what runs; backend=%r asks for this.",
-                self._backend.name,
-            )
         measured = self._backend.adapter_speeds if self._is_frozen else self._backend.measured_speeds
         if not measured:
             return

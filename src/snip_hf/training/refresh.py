@@ -15,7 +15,6 @@ from torch import nn
 
 from ..estimation.divergence import divergences_at
 from ..estimation.memory import measured_peak
-from ..estimation.passes import hooked_modules
 from ..estimation.table import DivergenceTable
 from ..estimation.ties import Ties
 from ..parallel.ranks import Processes
@@ -38,8 +37,6 @@ _RUNS_OUT = "a rank that runs out of batches, as under DDP's Join, never comes t
 
 # Seconds that training waits for a solver beyond its time limit before the plan in force is kept.
 GRACE = 30.0
-# Modules with hooks that the log names.
-_MOST_NAMED = 5
 
 
 @dataclass
@@ -62,11 +59,6 @@ class PendingRefresh:
 
     def to_dict(self) -> dict[str, Any]:
         return {"step": self.step, "due": self.due, "problem": self.problem, "record": self.begun.to_record()}
-
-    def stop(self) -> None:
-        """Ends the solver, if it still runs."""
-        if self.process is not None:
-            self.process.kill()
 
 
 def _check_table(table: DivergenceTable) -> None:
@@ -115,7 +107,6 @@ class Refresher:
         """The solver in use; it changes after a failure."""
         self._was_trained = False
         """True if the optimizer trained the model when training began."""
-        self._has_named_hooks = False
 
     def watch(self) -> StepWatch:
         """Begins to watch a step that is to be probed."""
@@ -182,8 +173,8 @@ class Refresher:
     def stop(self) -> PendingRefresh | None:
         """Ends a running solver; returns the refresh that is lost."""
         pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.stop()
+        if pending is not None and pending.process is not None:
+            pending.process.kill()
         return pending
 
     def drop(self, step: int, reason: str) -> None:
@@ -208,7 +199,6 @@ class Refresher:
                 f"{reasons[0]}, unlike when training began. To continue with another optimizer, close the controller "
                 "and build a new one."
             )
-        self._name_hooks()
         if config.budget == "measured" and self._in_force.setting.measured is None:
             self._in_force.measure_cost(config.timing_tokens or watch.counts.tokens)
         began = time.perf_counter()
@@ -234,19 +224,6 @@ class Refresher:
         self._record.folder.write_divergences(step, table)
         process = self._start_solver(program)
         self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, process)
-
-    def _name_hooks(self) -> None:
-        """Logs, once, the modules whose hooks probes run."""
-        hooked = [] if self._has_named_hooks else hooked_modules(self._model)
-        self._has_named_hooks = True
-        if hooked:
-            more = f" and {len(hooked) - _MOST_NAMED} more" if len(hooked) > _MOST_NAMED else ""
-            self._log.info(
-                "snip-hf: probes run the hooks of %s%s, as activation checkpointing does; hooks that must not count "
-                "there ask snip_hf.is_probing().",
-                ", ".join(hooked[:_MOST_NAMED]),
-                more,
-            )
 
     def _divergences(self, step: int, watch: StepWatch) -> DivergenceTable:
         """Returns the divergences of the running step.

@@ -212,9 +212,10 @@ def use_backend(
     if warns:
         log.warning("snip-hf: %s", text)
     elif backend.is_emulation:
-        lacks = None if asked else why_emulated(compute_device(weight), formats_in_use(config))
-        reason = lacks or f"asked for by backend={backend.name!r}"
-        log.info("snip-hf: backend %s: %s (%s).", backend.name, text, reason)
+        device = compute_device(weight)
+        reason = f"asked for by backend={backend.name!r}" if asked else why_emulated(device, formats_in_use(config))
+        level = logging.INFO if asked or device.type == "cpu" else logging.WARNING
+        log.log(level, "snip-hf: backend %s: %s (%s).", backend.name, text, reason)
     else:
         log.info("snip-hf: backend %s: %s", backend.name, text)
     for reason, names in refused.items():

@@ -118,44 +118,27 @@ def run_probe(
         settings.probe_tokens, settings.seed, settings.step, processes.data.rank, every, settings.whole_amax
     )
     draws = settings.draws if (pullbacks or others is not None) and settings.noise is None else []
-    noises = _noises(settings, processes.data.rank)
+    noises = []
+    if settings.noise is not None:
+        rank = processes.data.rank
+        noises = [Noise(place, draw, settings.noise, rank) for draw in settings.draws for place in PLACES]
     count = 2 * len(draws) if draws else 1 + len(noises)
+    samples: dict[str, LayerSample] = {}
     with progress("passes of the probe", count, processes.everyone.is_first) as tell:
         passes = _Passes(model, batch, plan, settings, processes, tell)
-        samples = _samples(passes, draws, noises, pullbacks, others)
+        if not draws:
+            recorder = passes.record()
+            energies = recorder.energies()
+            for name, one in recorder.records.items():
+                amaxes = _pair(one.amaxes)
+                samples[name] = LayerSample(
+                    one.tokens, one.x, one.grad_output, energies=energies[name], amaxes=amaxes, rows=one.rows
+                )
+        for noise in noises:
+            _add_differences(samples, passes.record(noise=noise), noise.relative)
+        for sides in passes.sides_of(draws, pullbacks, others):
+            _warn_of_routers(_combine(samples, *sides))
     return Probe(sum(map(float, passes.losses)) / len(passes.losses), samples, passes.shared)
-
-
-def _samples(
-    passes: _Passes,
-    draws: Sequence[Draw],
-    noises: Sequence[Noise],
-    pullbacks: Mapping[str, Callable[[Tensor], Tensor]],
-    others: Mapping[str, Tensor] | None,
-) -> dict[str, LayerSample]:
-    """Runs the passes and samples every layer."""
-    samples: dict[str, LayerSample] = {}
-    if not draws:
-        recorder = passes.record()
-        energies = recorder.energies()
-        for name, one in recorder.records.items():
-            amaxes = _pair(one.amaxes)
-            samples[name] = LayerSample(
-                one.tokens, one.x, one.grad_output, energies=energies[name], amaxes=amaxes, rows=one.rows
-            )
-    for noise in noises:
-        _add_differences(samples, passes.record(noise=noise), noise.relative)
-    for sides in passes.sides_of(draws, pullbacks, others):
-        _warn_of_routers(_combine(samples, *sides))
-    return samples
-
-
-def _noises(settings: ProbeSettings, rank: int) -> list[Noise]:
-    """Returns the noise of each pass that has some; none if weights move."""
-    relative = settings.noise
-    if relative is None:
-        return []
-    return [Noise(place, draw, relative, rank) for draw in settings.draws for place in PLACES]
 
 
 class _Sides(NamedTuple):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -421,20 +421,14 @@ def parts_of(optimizer: Any) -> list[Any]:
     Unwraps wrappers (`.optimizer`, as Accelerate's), lists, tuples and dicts of optimizers, and objects that hold such
     a collection as `.optimizers`, e.g. Muon for matrices and AdamW for the rest.
     """
-    return list(_parts(optimizer))
-
-
-def _parts(optimizer: Any) -> Iterator[Any]:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     several = optimizer if isinstance(optimizer, list | tuple | dict) else getattr(optimizer, "optimizers", None)
     if isinstance(several, Mapping):
         several = list(several.values())
     if not isinstance(several, list | tuple):
-        yield optimizer
-        return
-    for one in several:
-        yield from _parts(one)
+        return [optimizer]
+    return [part for one in several for part in parts_of(one)]
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:

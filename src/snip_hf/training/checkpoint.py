@@ -83,23 +83,6 @@ class SavedState:
                 f"The SNIP state is not complete or damaged ({error!r}); restore the file from another checkpoint."
             ) from error
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns JSON data, without the fingerprint, which the writer of the file adds."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "step": self.step,
-            "config": self.config,
-            "plan": self.plan.to_dict(),
-            "pending": None if self.pending is None else self.pending.to_dict(),
-            "last_probe": self.last_probe,
-            "postponed": self.postponed,
-            "kernels": self.kernels,
-            "is_counted": self.is_counted,
-            "coverage": None if self.coverage is None else self.coverage.to_dict(),
-            "ties": [list(tie) for tie in self.ties],
-            "guard": None if self.guard is None else asdict(self.guard),
-        }
-
     def other_targets(self, config: SnipConfig) -> dict[str, tuple[Any, Any]]:
         """Returns the fields of the target in which a config differs -> (in the state, in the config).
 
@@ -147,20 +130,22 @@ class SavedState:
 
 
 def state_of(run: RunParts, step: int) -> dict[str, Any]:
-    """Returns JSON data from which a run continues after this step."""
-    return SavedState(
-        config=run.config.to_dict(),
-        step=step,
-        plan=run.in_force.plan,
-        pending=run.refresher.pending,
-        last_probe=run.schedule.last_probe,
-        kernels=run.layers.state_dict(),
-        postponed=run.schedule.postponed,
-        is_counted=not run.coverage.is_due,
-        coverage=run.coverage.latest,
-        ties=run.in_force.setting.ties,
-        guard=None if run.guard is None else run.guard.health,
-    ).to_dict()
+    """Returns JSON data from which a run continues after this step; the writer of the file adds "weights"."""
+    pending, coverage, guard = run.refresher.pending, run.coverage.latest, run.guard
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "step": step,
+        "config": run.config.to_dict(),
+        "plan": run.in_force.plan.to_dict(),
+        "pending": None if pending is None else pending.to_dict(),
+        "last_probe": run.schedule.last_probe,
+        "postponed": run.schedule.postponed,
+        "kernels": run.layers.state_dict(),
+        "is_counted": not run.coverage.is_due,
+        "coverage": None if coverage is None else coverage.to_dict(),
+        "ties": [list(tie) for tie in run.in_force.setting.ties],
+        "guard": None if guard is None else asdict(guard.health),
+    }
 
 
 def restore(run: RunParts, saved: SavedState) -> None:

@@ -201,10 +201,7 @@ def find_setting(model: nn.Module, config: SnipConfig, pipeline: Ranks) -> Setti
     setting = Setting(config, flops, find_stages(list(flops), config), found_ties=usual_ties(flops))
     check_ties(setting)
     if config.timing_file is not None:
-        folder = os.path.dirname(os.path.abspath(config.timing_file))
-        if not os.path.isdir(folder):
-            raise FileNotFoundError(f"timing_file={config.timing_file!r}: {folder} does not exist; create it first.")
-        read_times(os.path.abspath(config.timing_file))  # a damaged file is refused now and not at a refresh
+        read_times(config.timing_file)  # a damaged file is refused now and not at a refresh
     return setting
 
 

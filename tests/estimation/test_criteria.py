@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from snip_hf.config import POLICIES
 from snip_hf.estimation.batch import Batch
-from snip_hf.estimation.criterion import LayerCriterion, by_gemm, forward_only
+from snip_hf.estimation.criterion import LayerCriterion
 from snip_hf.estimation.divergence import divergences_at, estimate_divergence
 from snip_hf.estimation.extrapolation import BatchSizes
-from snip_hf.estimation.layer_sums import Deferred, read_all
+from snip_hf.estimation.layer_sums import read_all
 from snip_hf.estimation.moved_weights import random_direction
 from snip_hf.estimation.optimizer_step import OptimizerStep
 from snip_hf.estimation.probe import ProbeSettings, run_probe
@@ -331,11 +331,3 @@ def test_other_policies_have_no_criterion() -> None:
     for policy in ("snip", "min-abs-err"):
         table = estimate_divergence(tiny_lm(), tokens(), config=fp4_config(policy=policy, probe_tokens=None))
         assert {row.criterion for row in table.rows} == {None}
-
-
-def test_a_criterion_with_another_number_of_values_is_refused() -> None:
-    for to_rows, expected in ((forward_only, 1), (by_gemm, 6)):
-        with pytest.raises(ValueError, match=f"gave 7 values for a layer and format; expected {expected}"):
-            read_all([Deferred(torch.zeros(7), to_rows)])
-    with pytest.raises(ValueError, match="Deferred got a tensor of 0 dimensions"):
-        Deferred(torch.zeros(()), forward_only)

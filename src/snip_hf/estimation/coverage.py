@@ -187,17 +187,9 @@ def coverage(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | No
             converted.
 
     Raises:
-        TypeError: the batch is not a mapping of names to values, or the configuration not a `SnipConfig`.
         ValueError: the model is already quantized by another method, or a name in `skip_modules` or `include_modules`
             matches nothing, as in `convert_model`.
     """
-    if not isinstance(batch, Mapping):
-        raise TypeError(
-            f"coverage: batch is a {type(batch).__name__}; expected the keyword arguments of the model's forward, such "
-            'as {"input_ids": ids}.'
-        )
-    if config is not None and not isinstance(config, SnipConfig):
-        raise TypeError(f"coverage: config is a {type(config).__name__}; expected a SnipConfig, or None.")
     bare = unwrap(model)
     refuse_quantized(bare)
     if config is not None and not snip_linears(bare):

@@ -75,19 +75,12 @@ class LayerCriterion:
 
 def forward_only(values: list[float]) -> Rows:
     """Returns the rows of a criterion that sees the forward GEMM only, from one figure."""
-    (figure,) = _counted(values, 1)
+    (figure,) = values
     return {row: figure if row in ("forward", LAYER) else 0.0 for row in ROWS}
 
 
 def by_gemm(values: list[float]) -> Rows:
     """Returns the rows of a criterion that sees two operands per GEMM, from their values."""
-    figures = iter(_counted(values, 2 * len(GEMMS)))
-    sums = {gemm: next(figures) + next(figures) for gemm in GEMMS}
+    pairs = zip(GEMMS, values[::2], values[1::2], strict=True)
+    sums = {gemm: one + other for gemm, one, other in pairs}
     return {**sums, LAYER: sum(sums.values())}
-
-
-def _counted(values: list[float], count: int) -> list[float]:
-    """Returns the values of a criterion, which a policy of the user may have computed, if there are `count`."""
-    if len(values) != count:
-        raise ValueError(f"The criterion gave {len(values)} values for a layer and format; expected {count}.")
-    return values

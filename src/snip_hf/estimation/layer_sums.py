@@ -75,10 +75,6 @@ class Deferred(Generic[Result]):
     """(any,)"""
     finish: Callable[[list[float]], Result]
 
-    def __post_init__(self) -> None:
-        if self.sums.ndim != 1:
-            raise ValueError(f"Deferred got a tensor of {self.sums.ndim} dimensions; expected one, e.g. total[None].")
-
 
 def read_all(deferred: Sequence[Deferred[Result]]) -> list[Result]:
     """Returns all results; waits for the device once."""

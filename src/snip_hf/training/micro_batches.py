@@ -181,20 +181,11 @@ class TrainingPasses:
         if not self.is_open:  # quantized weights are those of the last step
             self._controller.keep_weights()
         elif self._in_loss is None:
-            self._offered = self._controller.offer(self._by_name(args) | kwargs)
+            self._offered = self._controller.offer(dict(zip(self._names, args, strict=False)) | kwargs)
             self._offered.labels = self._labels
         else:
             self._controller.keep_weights(everything=False)
             self._in_loss.seen += _tokens(dict(zip(self._names, args, strict=False)) | kwargs)
-
-    def _by_name(self, args: tuple[Any, ...]) -> dict[str, Any]:
-        if len(args) > len(self._names) and self._controller.needs_probe:
-            raise ValueError(
-                f"The model was called with {len(args)} positional inputs; its forward names {len(self._names)} "
-                f"({', '.join(self._names) or 'none'}). The probe needs all inputs by name: call "
-                f"model(input_ids=..., labels=...), or use {WITHOUT_PROBE}."
-            )
-        return dict(zip(self._names, args, strict=False))
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         one, self._offered = self._offered, None

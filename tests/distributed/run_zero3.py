@@ -123,6 +123,9 @@ def main() -> None:
         join(sys.argv)
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as in zero_worker.py
         # Left alone, Accelerate takes each of DeepSpeed's processes on CPUs for the only one.
         PartialState(backend="gloo")
     folder = Path(sys.argv[1])

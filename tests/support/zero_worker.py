@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import zero_scenarios
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
@@ -85,6 +86,8 @@ def observe(zero: ZeroOptimizer, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    # Of inference only. DeepSpeed compiles it for 45 processor seconds wherever it was installed anew.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # Left alone, Accelerate takes each of DeepSpeed's processes on CPUs for the only one.
     PartialState(backend="gloo")
     found = {}

@@ -24,8 +24,8 @@ from devices import NCCL
 from torch.distributed import TCPStore
 
 # Imports take longest, so the ranks are forked from one process that has imported what all of them use.
-_IMPORTED = get_context("forkserver")
-_IMPORTED.set_forkserver_preload(["torch", "accelerate", "transformers.trainer", "snip_hf"])
+IMPORTED = get_context("forkserver")
+IMPORTED.set_forkserver_preload(["torch", "accelerate", "transformers.trainer", "snip_hf"])
 TESTS = Path(__file__).parents[1]
 RECIPES = TESTS.parent / "recipes"
 TAIL = 3000  # characters of each log that a failure shows
@@ -65,7 +65,7 @@ class _Forked:
     """A rank in a process that was forked."""
 
     def __init__(self, script: Path, words: list[str], environment: dict[str, str], log: Path) -> None:
-        self._process: ForkServerProcess = _IMPORTED.Process(target=_run, args=(script, words, environment, log))
+        self._process: ForkServerProcess = IMPORTED.Process(target=_run, args=(script, words, environment, log))
         with mock.patch.dict(os.environ, environment):  # of the first, imports read some
             self._process.start()
         assert self._process.pid is not None

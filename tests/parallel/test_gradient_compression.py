@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from rank_processes import IMPORTED
 from torch import Tensor, nn
 
 from snip_hf.parallel import gradient_compression as gradient_compression_module
@@ -194,7 +195,8 @@ def one_rank(rank: int, world: int, folder: Path, backend: str) -> None:
 
 
 def run_ranks(world: int, folder: Path, backend: str = "gloo") -> Results:
-    context = mp.get_context("spawn")
+    # A process that has forked cannot use a GPU.
+    context = IMPORTED if backend == "gloo" else mp.get_context("spawn")
     ranks = [
         context.Process(target=one_rank, args=(rank, world, folder, backend), daemon=True) for rank in range(world)
     ]
@@ -222,7 +224,7 @@ def two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(
     params=[
-        # Seconds for the imports of each process alone; tests/distributed has ranks that fast tests look at.
+        # Three processes; tests/distributed has ranks that fast tests look at.
         pytest.param("three_ranks", marks=pytest.mark.slow),
         pytest.param("two_gpus", marks=pytest.mark.gpu),
     ]

@@ -292,10 +292,7 @@ def test_a_run_in_a_format_of_ones_own_is_read_once_its_module_is_imported(
         assert [main([*command, "--import", "own_formats_of_test"]) for command in commands] == [0, 0, 1]
         assert "INT4" in capsys.readouterr().out
         assert main([*commands[0], "--import", "none_of_test"]) == 2
-    assert capsys.readouterr().err == (
-        "snip-hf: --import none_of_test: ModuleNotFoundError: No module named 'none_of_test'. Expected a module "
-        "that can be imported from here, such as my_formats for ./my_formats.py.\n"
-    )
+    assert capsys.readouterr().err == "snip-hf: No module named 'none_of_test'\n"
 
 
 def test_report_prints_tables_and_the_figures_it_wrote(

@@ -12,11 +12,9 @@ import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .text import printable
-
-T = TypeVar("T")
 
 SCHEMA_VERSION = 1
 """Version of the layout of all files. Raise it with a change that other versions cannot read."""
@@ -107,11 +105,6 @@ def parse_json(data: bytes) -> Any:
         raise ValueError(f"it is not UTF-8 text (byte {error.start}).") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not valid JSON, perhaps truncated (line {error.lineno}: {error.msg}).") from error
-
-
-def read_as(kind: type[T], path: str | os.PathLike[str]) -> T:
-    """Reads a JSON file into a dataclass, see `from_json`; raises OSError too."""
-    return from_json(kind, read_json(path))
 
 
 def from_json(kind: Any, value: Any, where: str = "") -> Any:

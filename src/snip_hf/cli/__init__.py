@@ -17,7 +17,7 @@ from typing import Any
 
 import snip_hf
 
-from ..extras import MissingExtra, needed_by
+from ..extras import needed_by
 from ..text import printable
 
 # A shell reports this code for a program that SIGPIPE ended: 128 + 13.
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The interpreter flushes again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
-    except (OSError, ValueError, TypeError, ArithmeticError, MissingExtra) as error:
+    except (OSError, ValueError, TypeError, ArithmeticError, ImportError) as error:
         return fail(error)
 
 
@@ -67,13 +67,7 @@ def import_modules(names: Iterable[str]) -> None:
     if names and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in names:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # a module may raise anything
-            raise ValueError(
-                f"--import {name}: {type(error).__name__}: {error}. Expected a module that can be imported from here, "
-                "such as my_formats for ./my_formats.py."
-            ) from error
+        importlib.import_module(name)
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:

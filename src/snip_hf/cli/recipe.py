@@ -39,7 +39,7 @@ def _copy(arguments: argparse.Namespace) -> int:
     recipes = recipe_files(root)
     chosen = [recipes[_known(name, recipes)] for name in arguments.names] or list(recipes.values())
     wanted = {arguments.to / file: _content(root, file) for file in needed_files(root, chosen)}
-    new = [path for path, content in wanted.items() if not _is_there(path, content)]
+    new = [path for path, content in wanted.items() if not path.is_file() or path.read_bytes() != content]
     differ = [path for path in new if os.path.lexists(path)]
     if differ and not arguments.overwrite:
         raise FileExistsError(
@@ -67,7 +67,7 @@ def find_root() -> Path:
         if is_ours and (root / _RECIPES).is_dir():
             return root
     raise FileNotFoundError(
-        f"{_shown(_PACKAGE / FOLDER)} does not exist, so this installation has no recipes; install snip-hf again."
+        f"{_PACKAGE / FOLDER} does not exist, so this installation has no recipes; install snip-hf again."
     )
 
 
@@ -112,10 +112,6 @@ def _content(root: Path, file: str) -> bytes:
         return (root / file).read_bytes()
     # Relative links would point to pages that are not copied.
     return absolute_links((root / file).read_text(encoding="utf-8"), str(PurePosixPath(file).parent)).encode()
-
-
-def _is_there(path: Path, content: bytes) -> bool:
-    return path.is_file() and path.read_bytes() == content
 
 
 def _head(path: Path) -> str:

@@ -28,7 +28,6 @@ _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _NAME = 60
 # Kinds of uncovered weights that a card lists.
 _MOST_KINDS = 8
-_NOT_CODE = str.maketrans("", "", "`|")
 
 _SECTION = """{begin}
 {head}
@@ -101,9 +100,7 @@ def plan_section(plan: PrecisionPlan, repository: str, base_model: str | None) -
 
 def _section(begin: str, plan: PrecisionPlan, head: str, rows: Mapping[str, str], tail: str) -> str:
     if changed := changed_fields(plan.provenance.config or {}):
-        # Backquotes would end the code block.
-        text = json.dumps(changed, indent=2).replace("`", "\\u0060")
-        tail = f"{_CONFIG.format(config=text)}\n\n{tail}"
+        tail = f"{_CONFIG.format(config=json.dumps(changed, indent=2))}\n\n{tail}"
     return _SECTION.format(
         begin=begin,
         head=head,
@@ -165,8 +162,7 @@ def as_text(name: str) -> str:
 
 
 def _plan_rows(plan: PrecisionPlan) -> dict[str, str]:
-    # Escapes do not work within backquotes, so removes the characters that end the code or the cell.
-    policy = printable(plan.provenance.policy, _NAME).translate(_NOT_CODE)
+    policy = printable(plan.provenance.policy, _NAME)
     origin = {"policy": plan.provenance.policy, "target_fp4_fraction": plan.provenance.target_fp4_fraction}
     return {
         "policy": f"`{policy}`",

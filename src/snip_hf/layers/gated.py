@@ -37,12 +37,10 @@ _OF_TRANSFORMERS = """
 """
 
 
-def _full_name(name: str) -> str:
-    folder, _, cls = name.partition(".")
-    return f"transformers.models.{folder}.modeling_{folder}.{cls}"
-
-
-GATED_MLPS = {_full_name(name) for name in _OF_TRANSFORMERS.split()}
+GATED_MLPS = {
+    f"transformers.models.{folder}.modeling_{folder}.{cls}"
+    for folder, cls in (name.split(".") for name in _OF_TRANSFORMERS.split())
+}
 """Full names of the registered classes."""
 
 

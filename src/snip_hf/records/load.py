@@ -21,7 +21,7 @@ from ..config import SnipConfig
 from ..estimation.coverage import Coverage
 from ..estimation.table import Divergence, DivergenceTable
 from ..estimation.ties import Ties
-from ..json_io import MAX_JSON_BYTES, check_schema, from_json, read_as, read_json, short
+from ..json_io import MAX_JSON_BYTES, check_schema, from_json, read_json, short
 from ..numerics.formats import check_format
 from ..planning.plan import PrecisionPlan, forward_shares
 from ..registry import UnknownName
@@ -329,7 +329,7 @@ def read_divergence(path: str | os.PathLike[str]) -> tuple[int, DivergenceTable]
         OSError: the file cannot be read.
         ValueError: it is not a table; `UnknownName` if a format is not registered.
     """
-    found = read_as(_DivergenceFile, path)
+    found: _DivergenceFile = from_json(_DivergenceFile, read_json(path))
     check_schema(found.schema_version)
     rows = []
     for index, values in enumerate(found.rows):

@@ -21,9 +21,8 @@ from ..json_io import write_atomic
 from ..policies.target import describe_target
 from ..records.load import Run
 from ..text import printable
-from .facts import policy_text
 from .figures import Losses, figures_of, loss_figure, png
-from .run_report import Content, run_contents
+from .run_report import Content, policy_text, run_contents
 from .tables import number
 
 # Maximum lengths of a cell, a sentence and a config value.
@@ -115,11 +114,7 @@ def config_code(config: Mapping[str, Any]) -> str:
     It always includes the granularity, whose default depends on the policy.
     """
     changed = changed_fields(config)
-    fields = [
-        f"    {name}={value!r}," if name.isidentifier() else f"    # {printable(name)}: {value!r}"
-        for name, value in config.items()
-        if name in changed or name == "granularity"
-    ]
+    fields = [f"    {name}={value!r}," for name, value in config.items() if name in changed or name == "granularity"]
     inside = "\n".join(printable(field, _VALUE) for field in fields)
     call = f"SnipConfig(\n{inside}\n)" if inside else "SnipConfig()"
     return f"from snip_hf import SnipCallback, SnipConfig\n\nconfig = {call}\ncallback = SnipCallback(config)"

@@ -572,7 +572,9 @@ def test_a_layer_that_takes_no_part_is_left_out() -> None:
 def test_a_batch_without_labels_is_refused() -> None:
     advice = (
         "so the model gives no loss to probe. Expected a causal LM batch with `labels`. If the model does not return "
-        "the loss, say how it is computed (compute_loss=...), or use a policy that needs no probe, such as "
+        "the loss, say how it is computed: by compute_loss=... in your own loop; in a Trainer by compute_loss_func or "
+        "an override of compute_loss, which training_step must call (if it does, name the input with the labels: "
+        "TrainingArguments(label_names=[NAME])). Or use a policy that needs no probe, such as "
         "policy='layer-position'."
     )
     ids = tokens()["input_ids"]

@@ -255,11 +255,11 @@ class InComputeLoss(Popped):
 
 
 NO_LABELS = (
-    "The batch has no labels (its keys are input_ids), so the model gives no loss to probe. Expected a causal LM batch "
-    "with `labels`. If the model does not return the loss, compute it in an override of the Trainer's compute_loss, or "
-    "by compute_loss_func, and have training_step call compute_loss (if it already does, name the input "
-    "with the labels: TrainingArguments(label_names=[NAME])), or use a policy that needs no probe, such as "
-    "policy='layer-position'."
+    "The batch has no labels (its keys are input_ids), so the model gives no loss to probe. Expected a causal LM "
+    "batch with `labels`. If the model does not return the loss, say how it is computed: by compute_loss=... in your "
+    "own loop; in a Trainer by compute_loss_func or an override of compute_loss, which training_step must call (if it "
+    "does, name the input with the labels: TrainingArguments(label_names=[NAME])). Or use a policy that needs no "
+    "probe, such as policy='layer-position'."
 )
 
 

@@ -612,8 +612,10 @@ def test_a_first_batch_without_labels_is_refused_and_a_later_one_costs_a_refresh
     batch = {"input_ids": text(2, 24)["input_ids"]}
     assert refusal(lambda: loop.controller.capture(batch)) == (
         "The batch has no labels (its keys are input_ids), so the model gives no loss to probe. Expected a causal LM "
-        "batch with `labels`. If the model does not return the loss, say how it is computed (compute_loss=...), or use "
-        "a policy that needs no probe, such as policy='layer-position'."
+        "batch with `labels`. If the model does not return the loss, say how it is computed: by compute_loss=... in "
+        "your own loop; in a Trainer by compute_loss_func or an override of compute_loss, which training_step must "
+        "call (if it does, name the input with the labels: TrainingArguments(label_names=[NAME])). Or use a policy "
+        "that needs no probe, such as policy='layer-position'."
     )
     loop.run(1)
     loop.controller.capture(batch)

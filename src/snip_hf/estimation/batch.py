@@ -39,19 +39,6 @@ _NO_LABEL = -100
 Compute = Callable[[nn.Module, dict[str, Any]], Tensor]
 
 
-class Labels(NamedTuple):
-    """The places in which a training loop keeps its labels."""
-
-    names: Sequence[str] = ()
-    """Inputs that may hold them if `labels` does not exist."""
-    advice: str = "say how it is computed (compute_loss=...)"
-    """Tells users of a model that does not return the loss what to do."""
-
-
-LABELS_OF_LOOP = Labels()
-"""The labels of a user's own training loop."""
-
-
 class _Called(BaseException):
     """Stops the computation of a loss when it calls the model; no `except Exception` on the way catches it."""
 
@@ -168,7 +155,7 @@ class Batch:
         kwargs: Mapping[str, Any],
         objective: Objective | None = None,
         seen: int = 0,
-        labels: Labels = LABELS_OF_LOOP,
+        label_names: Sequence[str] = (),
     ) -> Batch:
         """Returns a batch that refers to the inputs, not to copies.
 
@@ -176,24 +163,26 @@ class Batch:
 
         Args:
             kwargs, objective, seen: as the fields.
-            labels: where the training loop keeps its labels.
+            label_names: inputs that may hold the labels if `labels` does not exist.
 
         Raises:
             ValueError: there are no labels, so that the model gives no loss; or, with an objective, no token ids, so
                 that the number of tokens is unknown.
         """
-        label_name = label_name_of(kwargs, labels.names)
+        label_name = label_name_of(kwargs, label_names)
         if objective is not None and kwargs.get(label_name) is None and not token_ids(kwargs):
             raise ValueError(
                 f"The batch has no token ids (its keys are {', '.join(kwargs) or 'none'}). Expected `input_ids`, or "
                 f"names that end in it, (sequences, tokens). Name them so, or use {WITHOUT_PROBE}."
             )
         if objective is None and kwargs.get(label_name) is None:
-            expected = " or ".join(f"`{name}`" for name in dict.fromkeys((LABELS, *labels.names)))
+            expected = " or ".join(f"`{name}`" for name in dict.fromkeys((LABELS, *label_names)))
             raise ValueError(
                 f"The batch has no labels (its keys are {', '.join(kwargs) or 'none'}), so the model gives no loss to "
-                f"probe. Expected a causal LM batch with {expected}. If the model does not return the loss, "
-                f"{labels.advice}, or use {WITHOUT_PROBE}."
+                f"probe. Expected a causal LM batch with {expected}. If the model does not return the loss, say how it "
+                "is computed: by compute_loss=... in your own loop; in a Trainer by compute_loss_func or an override "
+                "of compute_loss, which training_step must call (if it does, name the input with the labels: "
+                f"TrainingArguments(label_names=[NAME])). Or use {WITHOUT_PROBE}."
             )
         kept = {key: value for key, value in kwargs.items() if objective or key != "num_items_in_batch"}
         return cls(kept, RandomState.now(), objective=objective, seen=seen, label_name=label_name)

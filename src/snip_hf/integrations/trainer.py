@@ -13,7 +13,6 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..config import SnipConfig, check_config
-from ..estimation.batch import Labels
 from ..layers.convert import keep_states_apart, restore_model
 from ..layers.run_hooks import RunMark, marks_on
 from ..layers.state import snip_linears
@@ -30,7 +29,7 @@ from .messages import follow_transformers
 from .reference_model import AS_POLICY, ReferenceModel, check_reference, find_reference
 from .state_files import StateFiles, load_state, output_folder
 from .trackers import Trackers
-from .trainer_loss import ADVICE, LossSeam, computes_loss, find_trainer
+from .trainer_loss import LossSeam, computes_loss, find_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ class SnipCallback(TrainerCallback):
             self.controller.add_tracker(tracker)
         self._mark = RunMark(self._end_restored)
         self._mark.put_on(model)
-        self._passes = TrainingPasses(outer, self.controller, self._mark, Labels(trainer.label_names, ADVICE))
+        self._passes = TrainingPasses(outer, self.controller, self._mark, trainer.label_names)
         if gathering := gather_ahead(model):
             logger.info("snip-hf: FSDP2 gathers the weights of %d blocks while the one before each runs.", gathering)
         self._connect(trainer)

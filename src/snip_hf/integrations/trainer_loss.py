@@ -25,10 +25,6 @@ from ..python_state import Wrapped, binding_kept
 from ..training.micro_batches import TrainingPasses
 from .reference_model import ReferenceModel
 
-ADVICE = (
-    "compute it in an override of the Trainer's compute_loss, or by compute_loss_func, and have training_step call "
-    "compute_loss (if it already does, name the input with the labels: TrainingArguments(label_names=[NAME]))"
-)
 _NAME = "compute_loss"
 _COUNT = "num_items_in_batch"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..estimation.batch import LABELS_OF_LOOP, Batch, BatchCounts, Labels, Objective, copied
+from ..estimation.batch import Batch, BatchCounts, Objective, copied
 from ..layers.run_hooks import RunHook, RunMark
 from ..layers.state import set_step, snip_linears
 from ..numerics.random_state import RandomState
@@ -56,7 +56,8 @@ class TrainingPass:
     """Tokens that the model has seen in passes of an objective."""
     is_counted: bool = False
     """True once it is known to be a micro-batch of the step."""
-    labels: Labels = LABELS_OF_LOOP
+    label_names: Sequence[str] = ()
+    """As `Batch.of` takes them."""
     autocast: torch.dtype | None = field(default_factory=_autocast)
     """Dtype of the autocast that it began in; None without one."""
 
@@ -80,7 +81,7 @@ class TrainingPass:
 
     def to_probe(self) -> Batch:
         """Returns the micro-batch as the probe runs it; raises ValueError if it cannot be probed."""
-        return Batch.of(self.batch, self.objective, self.seen, self.labels)
+        return Batch.of(self.batch, self.objective, self.seen, self.label_names)
 
 
 class StepWatch:
@@ -132,11 +133,11 @@ class TrainingPasses:
         outer: the model as the loop calls it, perhaps wrapped.
         controller: of the model inside.
         mark: gets the hooks.
-        labels: of the loop.
+        label_names: as `Batch.of` takes them.
     """
 
     def __init__(
-        self, outer: nn.Module, controller: SnipController, mark: RunMark, labels: Labels = LABELS_OF_LOOP
+        self, outer: nn.Module, controller: SnipController, mark: RunMark, label_names: Sequence[str] = ()
     ) -> None:
         self.is_open = False
         """True between the beginning of a step and its complete gradients; other passes never count."""
@@ -144,7 +145,7 @@ class TrainingPasses:
         """True if training follows the gradient of the model's own loss, or of one between `begin_loss` and
         `end_loss`; known when a step ends."""
         self._controller = controller
-        self._labels = labels
+        self._label_names = label_names
         self._names = _positional_names(controller.model)
         self._offered: TrainingPass | None = None
         self._in_loss: TrainingPass | None = None
@@ -165,7 +166,7 @@ class TrainingPasses:
         if not self.is_open or not torch.is_grad_enabled():
             return None
         self._in_loss = self._controller.offer(inputs, objective)
-        self._in_loss.labels = self._labels
+        self._in_loss.label_names = self._label_names
         return self._in_loss
 
     def end_loss(self, one: TrainingPass | None, loss: Any) -> None:
@@ -182,7 +183,7 @@ class TrainingPasses:
             self._controller.keep_weights()
         elif self._in_loss is None:
             self._offered = self._controller.offer(dict(zip(self._names, args, strict=False)) | kwargs)
-            self._offered.labels = self._labels
+            self._offered.label_names = self._label_names
         else:
             self._controller.keep_weights(everything=False)
             self._in_loss.seen += _tokens(dict(zip(self._names, args, strict=False)) | kwargs)

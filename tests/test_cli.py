@@ -85,6 +85,19 @@ def test_solve_writes_the_solution_where_it_is_told(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == f"optimal, objective 3, by greedy: {output}\n"
 
 
+def test_solve_refuses_its_problem_as_output_and_a_folder_that_does_not_exist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = write(tmp_path / "problem.json", PROBLEM)
+    assert main(["solve", problem, "-o", problem]) == 2
+    error = f"snip-hf: --output {problem} is the problem file itself; expected another file.\n"
+    assert capsys.readouterr().err == error
+    assert json.loads(Path(problem).read_text()) == PROBLEM
+    assert main(["solve", problem, "-o", str(tmp_path / "none" / "solution.json")]) == 2
+    error = f"snip-hf: {tmp_path / 'none'}, the folder of --output, does not exist; create it first.\n"
+    assert capsys.readouterr().err == error
+
+
 def test_solve_exits_with_1_and_the_attainable_value_when_no_map_is_good_enough(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,10 @@ def solve(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise ValueError(f"{arguments.problem} is not a valid problem: {error}") from error
     output: Path | None = arguments.output
+    if output is not None and output.exists() and output.samefile(arguments.problem):
+        raise ValueError(f"--output {output} is the problem file itself; expected another file.")
+    if output is not None and not output.parent.is_dir():
+        raise FileNotFoundError(f"{output.parent}, the folder of --output, does not exist; create it first.")
     try:
         result = SolverProcess.start(problem).result()
     except SolverError as error:

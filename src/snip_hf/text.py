@@ -6,7 +6,7 @@ WITHOUT_PROBE = "a policy that needs no probe, such as policy='layer-position'"
 """Advice in messages if a probe cannot work."""
 
 
-def printable(text: object, limit: int = 200) -> str:
+def printable(text: object, limit: int = 1000) -> str:
     """Returns `str(text)` on one line, with unprintable characters escaped, e.g. as \\u202e.
 
     Escapes control and format characters, spaces other than " ", and lone surrogates (bytes of a path that are not

@@ -25,7 +25,6 @@ from . import fail
 
 # One mistake, such as another prefix, makes all layers mismatch, so longer lists are cut.
 _MAX_LISTED = 20
-_MAX_PATH = 4096
 _MAX_VALUE = 4000
 # What `inspect` calls a field of the provenance, if not by its name.
 _NAMES = {"seconds": "solver's seconds", "config": "config, other than the defaults"}
@@ -87,7 +86,7 @@ def export(arguments: argparse.Namespace) -> int:
         for name, reason in error.reasons.items():
             print(f"  {printable(name)}: {printable(reason)}", file=sys.stderr)
         return fail(error, 1)
-    print(f"Written: {printable(output, _MAX_PATH)}")
+    print(f"Written: {printable(output)}")
     for name, kind in stored.items():
         print(f"  {name}: {kind}")
     return 0
@@ -103,7 +102,7 @@ def compare_with_model(plan: PrecisionPlan, name: str) -> int:
     missing, unexpected = plan.mismatches(layers)
     # The forward GEMM, because a frozen weight has no grad_weight FLOPs.
     resized = [x for x in layers if x in plan.flops and plan.flops[x]["forward"] != flops[x]["forward"]]
-    shown = printable(name, _MAX_PATH)
+    shown = printable(name)
     for what, names in (
         (f"in {shown} but not in the plan", missing),
         (f"in the plan but not in {shown}", unexpected),

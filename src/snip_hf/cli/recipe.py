@@ -43,13 +43,13 @@ def _copy(arguments: argparse.Namespace) -> int:
     differ = [path for path in new if os.path.lexists(path)]
     if differ and not arguments.overwrite:
         raise FileExistsError(
-            f"{_shown(differ[0])} exists and differs ({len(differ)} such files in all); nothing was copied. Give "
+            f"{printable(differ[0])} exists and differs ({len(differ)} such files in all); nothing was copied. Give "
             "another folder with --to, or use --overwrite."
         )
     for path in new:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, wanted[path])
-    print(f"{len(wanted)} files are in {_shown(arguments.to / 'recipes')} and {_shown(arguments.to / 'eval')}.")
+    print(f"{len(wanted)} files are in {printable(arguments.to / 'recipes')} and {printable(arguments.to / 'eval')}.")
     if missing := EXTRAS["recipes"].missing:
         print(f"Recipes need {', '.join(missing)}, which are not installed: {EXTRAS['recipes'].command}")
     print(f"To run {chosen[0]}:\n  {_command(root, chosen[0], arguments.to)}")
@@ -91,10 +91,6 @@ def needed_files(root: Path, chosen: list[str]) -> list[str]:
         if base is not None:
             left.append(str(PurePosixPath(file).parent / base[1]))
     return sorted(needed)
-
-
-def _shown(path: Path) -> str:
-    return printable(path, 4096)
 
 
 def _known(name: str, recipes: dict[str, str]) -> str:

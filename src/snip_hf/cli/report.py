@@ -11,8 +11,6 @@ from ..integrations.hub import run_folder
 from ..records.run_folder import FOLDER
 from ..text import printable
 
-_MAX_PATH = 4096
-
 
 def compare(arguments: argparse.Namespace) -> int:
     from rich.console import Console
@@ -53,7 +51,7 @@ def report(arguments: argparse.Namespace) -> int:
         folder = _folder(arguments.runs[0], names[0], arguments.out, 1)
         files.append(write_page(folder / "report.html", runs, bf16))
     for path in files:
-        print(printable(path, _MAX_PATH))
+        print(printable(path))
     return 0
 
 

@@ -32,6 +32,6 @@ def solve(arguments: argparse.Namespace) -> int:
         print(json.dumps(solution, indent=1))
     else:
         write_json_atomic(output, solution)
-        path = printable(output, 4096)
+        path = printable(output)
         print(f"{result.status}, objective {result.objective:.6g}, by {result.solver}: {path}")
     return 0

@@ -99,7 +99,7 @@ def complete_card(output_dir: Path, controller: SnipController) -> None:
         # Atomic, because an upload may be running in the background.
         os.replace(temporary, path)
     except (OSError, ValueError) as error:
-        logger.warning("snip-hf: could not add its section to the model card: %s", printable(error, 1000))
+        logger.warning("snip-hf: could not add its section to the model card: %s", printable(error))
 
 
 def load_plan(
@@ -135,12 +135,12 @@ def load_plan(
         file = (api or HfApi()).hf_hub_download(name, PLAN_FILE, revision=revision, token=token)
     except EntryNotFoundError as error:
         raise FileNotFoundError(
-            f"The repository {name!r} has no {PLAN_FILE}, or it cannot be reached: {printable(error, 600)} "
+            f"The repository {name!r} has no {PLAN_FILE}, or it cannot be reached: {printable(error)} "
             "Repositories with plans have the tag 'snip-plan'."
         ) from error
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
         raise FileNotFoundError(
-            f"There is no folder {name!r} here, and no repository of this name could be read: {printable(error, 600)}"
+            f"There is no folder {name!r} here, and no repository of this name could be read: {printable(error)}"
         ) from error
     return PrecisionPlan.load(file)
 
@@ -225,5 +225,5 @@ def run_folder(name: str) -> Path:
     except Exception as error:  # the Hub's client may raise anything
         raise FileNotFoundError(
             f"There is no folder {printable(name)} here, and no run can be read from a Hub repository of this name: "
-            f"{printable(error, 600)}"
+            f"{printable(error)}"
         ) from error

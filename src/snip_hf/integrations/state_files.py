@@ -93,8 +93,8 @@ class StateFiles:
         except (OSError, ValueError) as error:  # ValueError: in the middle of a step, or too large to be read
             logger.warning(
                 "snip-hf: could not write %s; resuming there will fail: %s",
-                printable(folder / STATE_NAME, 1000),
-                printable(error, 1000),
+                printable(folder / STATE_NAME),
+                printable(error),
             )
 
     def read(self, state: TrainerState) -> dict[str, Any] | None:
@@ -115,7 +115,7 @@ class StateFiles:
         assert call is not None
         folder = Path(call.resumes_from)
         if (folder / STATE_NAME).is_file():
-            logger.info("snip-hf: resuming from %s.", printable(folder / STATE_NAME, 1000))
+            logger.info("snip-hf: resuming from %s.", printable(folder / STATE_NAME))
             return folder / STATE_NAME
         if self._callback in _marks(state):
             raise ValueError(
@@ -127,7 +127,7 @@ class StateFiles:
             "without SNIP.",
             state.global_step,
             STATE_NAME,
-            printable(folder, 1000),
+            printable(folder),
         )
         return None
 

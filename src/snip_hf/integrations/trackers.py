@@ -106,7 +106,7 @@ class Trackers:
             logger.warning(
                 "snip-hf: %s failed, and gets no more events of SNIP: %s",
                 type(report).__name__,
-                printable(repr(error), 1000),
+                printable(repr(error)),
             )
 
 

@@ -32,8 +32,6 @@ Result = TypeVar("Result")
 _AT_START = "at the start (every rank needs a SnipCallback, or a SnipController in a loop of your own)"
 # Name of the exchange of errors.
 _AGREEMENT = "agreement"
-# Characters of an error's text that the log and the history show: errors of libraries may be pages long.
-_LONGEST_REASON = 1000
 
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -335,7 +333,7 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
 
 def describe(error: Exception) -> str:
     """Returns an error on one line, shortened, for the log, the history and other ranks."""
-    return printable(f"{type(error).__name__}: {' '.join(str(error).split())}", _LONGEST_REASON)
+    return printable(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,6 @@ from ..text import printable
 
 KIND = "snip-hf precision plan"
 _COMPARE = "Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
-# Characters of a path that an error shows.
-_MAX_PATH = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,7 +382,7 @@ class PrecisionPlan:
             return cls.from_dict(read_json(path))
         except ValueError as error:
             raise ValueError(
-                f"{printable(path, _MAX_PATH)} cannot be used as a precision plan: {error} Restore the file or let a "
+                f"{printable(path)} cannot be used as a precision plan: {error} Restore the file or let a "
                 "run write it again."
             ) from error
 

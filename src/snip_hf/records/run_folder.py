@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 # In the folder of the run (the Trainer's output_dir).
 FOLDER = "snip"
-# Maximum length of a path or an error in the log.
-_SHOWN = 1000
 
 Tracker = Callable[[Event], object]
 """A function, or an object with `__call__`, that is called with each event."""
@@ -67,7 +65,7 @@ class RunFolder:
             lock.acquire(timeout=0)
         except Timeout as error:
             raise ValueError(
-                f"Another run is writing to {printable(self._folder, _SHOWN)}. Wait until it has ended, or give this "
+                f"Another run is writing to {printable(self._folder)}. Wait until it has ended, or give this "
                 "run its own output_dir."
             ) from error
         except (OSError, NotImplementedError) as error:
@@ -141,8 +139,8 @@ class RunFolder:
             raise OSError(message) from error
         logger.info(
             "snip-hf: moved the records of an earlier run from %s to %s.",
-            printable(folder, _SHOWN),
-            printable(target, _SHOWN),
+            printable(folder),
+            printable(target),
         )
 
     def _write(self, write: Callable[[Path], None]) -> None:
@@ -153,7 +151,7 @@ class RunFolder:
             logger.warning(
                 "snip-hf: a later run of this process writes to %s, or this run was closed; nothing more is recorded "
                 "there.",
-                printable(self._folder, _SHOWN),
+                printable(self._folder),
             )
             return
         try:
@@ -165,7 +163,7 @@ class RunFolder:
     @staticmethod
     def _warn(message: str, path: Path, error: Exception) -> None:
         # Log the text: a handler that keeps log records would also keep the error, its frames and their model.
-        logger.warning(f"snip-hf: {message}", printable(path, _SHOWN), printable(error, _SHOWN))
+        logger.warning(f"snip-hf: {message}", printable(path), printable(error))
 
 
 # Folder -> the run of this process that locked it last.
@@ -203,7 +201,7 @@ class RunRecord:
                     "snip-hf: a tracker failed at the %s event of step %d, training continues: %s",
                     event.event,
                     event.step,
-                    printable(repr(error), _SHOWN),
+                    printable(repr(error)),
                 )
 
 

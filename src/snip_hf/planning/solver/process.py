@@ -176,9 +176,7 @@ class SolverProcess:
                 )
                 on_failure.pop_all()
         except OSError as error:  # also a full disk
-            raise SolverError(
-                "crashed", f"The solver process could not be started: {printable(error, _MAX_TEXT)}"
-            ) from error
+            raise SolverError("crashed", f"The solver process could not be started: {printable(error)}") from error
         stdin.close()
         self._files = files
         self.kill = weakref.finalize(self, _end, self._process, files)
@@ -220,16 +218,16 @@ class SolverProcess:
         output, errors = (file.read() for file in self._files)
         if code := self._process.returncode:  # negative: the number of a signal
             last = "; ".join(errors.decode(errors="replace").strip().splitlines()[-3:])
-            why = printable(last[-_MAX_TEXT:], _MAX_TEXT) or "nothing on stderr"
+            why = printable(last[-_MAX_TEXT:]) or "nothing on stderr"
             raise SolverError("crashed", f"The solver process crashed (exit code {code}): {why}")
         try:
             reply = parse_json(output)
             if isinstance(reply, dict) and "missing" in reply:
-                raise SolverError("missing", printable(reply["missing"], _MAX_TEXT))
+                raise SolverError("missing", printable(reply["missing"]))
             if isinstance(reply, dict) and reply.get("status") == "infeasible":
                 reach, rows = reply["constraints"], self._problem["constraints"]
                 each = (f"{x['name']!r}: minimum {x['minimum']:.6g}, attainable {reach[x['name']]:.6g}" for x in rows)
-                text = printable("; ".join(each), _MAX_TEXT)
+                text = printable("; ".join(each))
                 raise SolverError(
                     "infeasible", f"No plan meets all constraints ({text}). Lower the target or tie less."
                 )

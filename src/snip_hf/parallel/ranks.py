@@ -1,13 +1,12 @@
 """The ranks that train one model, and their communication, except for the gradient hook and ZeRO's gathers.
 
 Some ranks hold the same layers (or shards of them) and see different data, others hold different layers (stages of a
-pipeline). Small data travel as JSON over a gloo group of snip-hf's own with a timeout; tensors travel over the group
+pipeline). Small data travel as objects over a gloo group of snip-hf's own with a timeout; tensors travel over the group
 that training uses.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,7 +93,7 @@ class Ranks:
         return cls(dist.group.WORLD if is_one_of_many else None, timeout)
 
     def alike(self, kind: Any) -> Ranks:
-        """Returns those of them that gave the same JSON data, this one among them."""
+        """Returns those of them that gave the same data, this one among them."""
         kinds = self.gather(kind)
         if self._group is None or kinds.count(kind) == 1:
             return Ranks()
@@ -110,10 +109,10 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: Any, what: str = "figures") -> list[Any]:
-        """Returns the JSON data that each of them gave, in the order of the ranks.
+        """Returns the data that each of them gave, in the order of the ranks.
 
         Args:
-            value: JSON data.
+            value: small data.
             what: its name; different names reveal ranks at different points of the program.
 
         Raises:
@@ -121,15 +120,8 @@ class Ranks:
         """
         if self.size == 1:
             return [value]
-        own = torch.frombuffer(bytearray(json.dumps([what, value]).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
-        length = torch.tensor([len(own)], device="cpu")
-        self._bounded(lambda: dist.all_gather(sizes, length, self._control))
-        longest = max(int(size) for size in sizes)
-        texts = [torch.zeros(longest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
-        padded = torch.nn.functional.pad(own, (0, longest - len(own)))
-        self._bounded(lambda: dist.all_gather(texts, padded, self._control))
-        found = [json.loads(text[: int(size)].numpy().tobytes()) for text, size in zip(texts, sizes, strict=True)]
+        found: list[Any] = [None] * self.size
+        self._bounded(lambda: dist.all_gather_object(found, (what, value), self._control))
         if len({name for name, _ in found}) > 1:
             raise RankError(
                 f"The ranks are at different points: {', '.join(name for name, _ in found)}. One of them failed where "
@@ -138,7 +130,7 @@ class Ranks:
         return [given for _, given in found]
 
     def by_first(self, make: Callable[[], Result]) -> Result:
-        """Returns, on all ranks, the JSON data that `make` returns on the first one.
+        """Returns, on all ranks, the data that `make` returns on the first one.
 
         Raises:
             RuntimeError: it failed there; all of them raise this, the first rank the error itself.

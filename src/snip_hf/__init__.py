@@ -51,12 +51,12 @@ from .extras import needed_by
 from .import_warnings import hide_import_warnings
 
 if TYPE_CHECKING:
+    from .config import SnipArguments as SnipArguments
     from .config import SnipConfig as SnipConfig
     from .estimation.coverage import coverage as coverage
     from .estimation.divergence import estimate_divergence as estimate_divergence
     from .estimation.ground_truth import measure_divergence as measure_divergence
     from .estimation.passes import is_probing as is_probing
-    from .integrations.arguments import SnipArguments as SnipArguments
     from .integrations.hub import keep_model_card as keep_model_card
     from .integrations.hub import load_plan as load_plan
     from .integrations.hub import push_plan as push_plan
@@ -82,12 +82,11 @@ __version__ = "0.3.0"
 
 # Module -> the public names that it defines; tests compare this table with the imports above.
 _MODULES = {
-    "config": ("SnipConfig",),
+    "config": ("SnipArguments", "SnipConfig"),
     "estimation.coverage": ("coverage",),
     "estimation.divergence": ("estimate_divergence",),
     "estimation.ground_truth": ("measure_divergence",),
     "estimation.passes": ("is_probing",),
-    "integrations.arguments": ("SnipArguments",),
     "integrations.hub": ("keep_model_card", "load_plan", "push_plan"),
     "integrations.trackers": ("log_to",),
     "integrations.trainer": ("SnipCallback",),

@@ -557,6 +557,24 @@ for _one in dataclasses.fields(SnipConfig):
     SnipConfig.__annotations__[_one.name] = _one.metadata.get("type", _TYPES[_one.name])
 
 
+@dataclass(frozen=True, kw_only=True)
+class SnipArguments(SnipConfig):
+    """`SnipConfig` for a parser that also parses `TrainingArguments`, which have their own `seed`.
+
+    The constructor returns a plain `SnipConfig`:
+
+        parser = HfArgumentParser((TrainingArguments, SnipArguments))
+        args, config = parser.parse_args_into_dataclasses()
+        trainer = Trainer(model, args, callbacks=[SnipCallback(config)])
+    """
+
+    seed: int = field(default=0, init=False)
+    snip_seed: int = field(default=0, metadata=SnipConfig.__dataclass_fields__["seed"].metadata)
+
+    def __new__(cls, *, snip_seed: int = 0, **values: Any) -> Any:
+        return SnipConfig.from_dict(dict(seed=snip_seed, **values))  # converts values from YAML
+
+
 def check_config(config: object) -> None:
     """Raises TypeError for anything but a `SnipConfig`."""
     if not isinstance(config, SnipConfig):

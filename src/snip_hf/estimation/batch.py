@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..numerics.random_state import RandomState
-from ..parallel.context_parallel import SharedSequences, in_context, whole_inputs
+from ..parallel.context_parallel import ContextMesh, SharedSequences, in_context, whole_inputs
 from ..python_state import binding_kept
 from ..text import WITHOUT_PROBE
 
@@ -258,7 +257,7 @@ class Batch:
                 "backward pass, inside accelerator.maybe_context_parallel."
             )
 
-    def shared(self, tokens: int | None, mesh: DeviceMesh) -> Batch:
+    def shared(self, tokens: int | None, mesh: ContextMesh) -> Batch:
         """Returns this rank's tokens of a `part` of the sequences of which the ranks hold parts. Collective.
 
         Args:

@@ -27,11 +27,14 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from ..text import WITHOUT_PROBE
 
+ContextMesh = DeviceMesh
+"""The ranks that hold parts of the same sequences, in one dimension."""
+
 # Queries at a time, so that masks stay small: (QUERIES, S).
 QUERIES = 1024
 
 
-def context_mesh(accelerator: Any) -> DeviceMesh | None:
+def context_mesh(accelerator: Any) -> ContextMesh | None:
     """Returns the ranks that hold parts of the same sequences as this one; None if there are none."""
     state = getattr(accelerator, "state", accelerator)
     if (getattr(getattr(state, "parallelism_config", None), "cp_size", None) or 1) == 1:
@@ -45,7 +48,7 @@ def in_context() -> bool:
     return str(module).startswith("torch.distributed.tensor.experimental.")
 
 
-def whole_inputs(inputs: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+def whole_inputs(inputs: Mapping[str, Any], mesh: ContextMesh) -> dict[str, Any]:
     """Returns a model's inputs with whole sequences, (B, S, ...), from the parts that each rank holds. Collective.
 
     Inputs that are the same for all sequences, (1, S, ...), are repeated.
@@ -67,8 +70,7 @@ def whole_inputs(inputs: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
 class SharedSequences:
     """The sequences of which a batch holds this rank's tokens."""
 
-    mesh: DeviceMesh
-    """The ranks that hold parts of the same sequences, in one dimension."""
+    mesh: ContextMesh
     length: int
     """S"""
     labelled: int

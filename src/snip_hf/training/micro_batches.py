@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..estimation.batch import Batch, BatchCounts, Objective, copied
 from ..layers.run_hooks import RunHook, RunMark
 from ..layers.state import set_step, snip_linears
 from ..numerics.random_state import RandomState
-from ..parallel.context_parallel import in_context
+from ..parallel.context_parallel import ContextMesh, in_context
 from ..text import WITHOUT_PROBE
 from .gradients import Clipping
 
@@ -94,7 +93,7 @@ class StepWatch:
         context: the ranks that hold parts of the same sequences; None: this one has whole ones.
     """
 
-    def __init__(self, probe_tokens: int | None, clipping: Clipping, context: DeviceMesh | None = None) -> None:
+    def __init__(self, probe_tokens: int | None, clipping: Clipping, context: ContextMesh | None = None) -> None:
         self._batch: Batch | Exception = ValueError(NOT_CAPTURED)
         self.counts = BatchCounts(0, 0)
         """Counts of the whole micro-batch."""

@@ -97,7 +97,7 @@ def test_a_run_shows_no_messages_of_that_kind_by_default_but_warnings(
         train(tmp_path, fp4_config(**SCHEDULE), max_steps=2)
     text = stderr.getvalue()
     assert "snip-hf: training under" not in text
-    assert text.startswith("snip-hf: training ends at step 2, before the first plan would be applied after step 4")
+    assert text.startswith("snip-hf: training ends at step 2, before the plan of a refresh at step 2 would be applied")
 
 
 def test_transformers_verbosity_decides_where_the_arguments_say_nothing(tmp_path: Path) -> None:

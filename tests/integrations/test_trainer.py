@@ -596,8 +596,8 @@ def test_two_snip_callbacks_of_one_trainer_are_refused_and_one_that_an_error_lef
 def test_a_run_that_ends_before_its_first_plan_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path, fp4_config(), max_steps=2)
     assert (
-        "snip-hf: training ends at step 2, before the first plan would be applied after step 110 (first_refresh + "
-        "apply_delay): everything stays in fp8. Lower first_refresh or apply_delay."
+        "snip-hf: training ends at step 2, before the plan of a refresh at step 100 would be applied after step 110: "
+        "the plan in force stays. Train longer, or lower first_refresh or apply_delay."
     ) in caplog.messages
 
 

@@ -88,8 +88,8 @@ def test_another_target_too_near_the_end_is_a_warning(tmp_path: Path, caplog: py
     second.controller._schedule.max_steps = 6
     second.controller.load_state_dict(state)
     assert (
-        "snip-hf: training ends at step 6, before the plan for the new target would be applied after step 7: the plan "
-        "in force stays. Train longer, or resume from an earlier checkpoint."
+        "snip-hf: training ends at step 6, before the plan of a refresh at step 5 would be applied after step 7: the "
+        "plan in force stays. Train longer, or lower first_refresh or apply_delay."
     ) in caplog.messages
 
 

@@ -110,7 +110,7 @@ class SnipController:
         self._chunks = PipelineChunks(parts_of(self.model), self.config.seed, lambda: self.step + 1)
         self._source.attach(self._before_optimizer_step)
         self._layers.share_inputs(run.in_force.setting)
-        self._schedule.warn_if_too_short()
+        self._schedule.warn_if_too_late(self._schedule.first_refresh)
         run.refresher.warn_if_untrained()
         self._layers.claim()
 

@@ -60,24 +60,14 @@ class Schedule:
         """The step of the first probe."""
         return self._config.first_refresh_in(self.max_steps)
 
-    def warn_if_too_short(self) -> None:
-        """Warns if training will end before the first plan could be applied."""
-        if self._needs_probe and self._is_too_late(self.first_refresh):
-            self._log.warning(
-                "snip-hf: training ends at step %d, before the first plan would be applied after step %d "
-                "(first_refresh + apply_delay): everything stays in %s. Lower first_refresh or apply_delay.",
-                self.max_steps,
-                self.first_refresh + self._config.apply_delay,
-                self._config.format_at_start,
-            )
-
     def warn_if_too_late(self, step: int) -> None:
         """Warns if training ends before the plan of a refresh at this step could be applied."""
-        if self._is_too_late(step):
+        if self._needs_probe and self._is_too_late(step):
             self._log.warning(
-                "snip-hf: training ends at step %d, before the plan for the new target would be applied after step %d: "
-                "the plan in force stays. Train longer, or resume from an earlier checkpoint.",
+                "snip-hf: training ends at step %d, before the plan of a refresh at step %d would be applied after "
+                "step %d: the plan in force stays. Train longer, or lower first_refresh or apply_delay.",
                 self.max_steps,
+                step,
                 step + self._config.apply_delay,
             )
 

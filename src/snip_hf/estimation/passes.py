@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..layers.adapters import changed_by_adapters, switched_parameters
 from ..layers.kinds import known_weights
+from ..layers.run_hooks import RunHook
 from ..layers.state import plain_name, snip_linears
 from ..numerics.random_state import random_state_kept
 from ..parallel.sharding import compute_device, is_sharded, remove_sharding_hooks, whole
@@ -26,11 +26,12 @@ from .attention import plain_attention
 from .batch import Batch, Objective
 from .products import efficient_products
 
-_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# Keys of hooks that take keyword arguments, or always run.
-_OF_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-_DICTS = (*_OF_MODULES, *_OF_HOOKS, "_parameters", "_buffers", "_modules")
-_OWN = "snip_hf"
+# Attributes of a module that are dicts: its hooks, the kinds of hooks, its tensors and its children.
+_DICTS = (
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
+    *("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_parameters", "_buffers", "_modules"),
+)
 
 
 def is_probing() -> bool:
@@ -214,20 +215,12 @@ def _everything_kept(model: nn.Module) -> Iterator[None]:
 def _remove_own_hooks(model: nn.Module, has_been_through_hooks: bool) -> None:
     """Removes SNIP's hooks, and the model's pre-hooks before them if the inputs have passed those."""
     for module in model.modules():
-        for kind in _OF_MODULES:
-            hooks = getattr(module, kind)
-            own = [key for key, hook in hooks.items() if _package(hook) == _OWN]
-            if own and module is model and kind == "_forward_pre_hooks" and has_been_through_hooks:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            own = [key for key, hook in hooks.items() if isinstance(hook, RunHook)]
+            if own and has_been_through_hooks and hooks is model._forward_pre_hooks:
                 own = list(hooks)[: list(hooks).index(own[-1]) + 1]
             for key in own:
                 del hooks[key]
-
-
-def _package(hook: Any) -> str:
-    while isinstance(hook, partial):
-        hook = hook.func
-    owner = hook if hasattr(hook, "__qualname__") else type(hook)
-    return str(owner.__module__).partition(".")[0]
 
 
 @contextmanager

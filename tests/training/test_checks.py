@@ -178,7 +178,7 @@ def test_adapters_with_an_optimizer_of_their_own_keep_the_plan_and_the_log_says_
     loop.optimizer = torch.optim.AdamW(with_adapters(loop), lr=1e-2)
     loop.run(8)
     assert [(line["step"], line["status"]) for line in history(tmp_path)[1:]] == [(2, "applied"), (6, "kept")]
-    assert "optimizer holds no parameter of the model" in history(tmp_path)[-1]["reason"]
+    assert "optimizer holds no trained parameter of the model" in history(tmp_path)[-1]["reason"]
     assert any("To continue with another optimizer, close the controller" in message for message in caplog.messages)
 
 

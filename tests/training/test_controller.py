@@ -1035,7 +1035,6 @@ def test_a_probe_at_learning_rate_0_says_that_the_loss_divergence_alone_decides(
     loop.optimizer.param_groups[0]["lr"] = 0.0
     loop.run(4)
     assert caplog.messages == [
-        "snip-hf: all weight divergences of step 2 are 0, since the learning rate is 0; only the loss divergence "
-        "decides."
+        "snip-hf: all weight divergences of step 2 are 0, as at a learning rate of 0; only the loss divergence decides."
     ] * (policy == "snip")
     assert [line["status"] for line in history(tmp_path)[1:]] == ["applied"]

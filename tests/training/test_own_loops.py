@@ -198,8 +198,8 @@ def test_an_optimizer_of_nothing_in_the_model_is_said_once_at_the_start_and_cost
     caplog.set_level(logging.INFO, "snip_hf")
     loop = Loop(OFTEN, tmp_path, optimizer=torch.optim.AdamW([nn.Parameter(torch.zeros(2))]))
     said = (
-        "snip-hf: the optimizer holds no parameter of the model (make it from those of the prepared or sharded model), "
-        "so only the loss divergence decides."
+        "snip-hf: the optimizer holds no trained parameter of the model (make it from those of the prepared or sharded "
+        "model), so only the loss divergence decides."
     )
     assert caplog.messages[-1] == said
     loop.run(5)

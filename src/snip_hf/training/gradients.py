@@ -291,21 +291,9 @@ class GradientSource:
         """Returns a predicate that is True for the parameters that the optimizer trains."""
         return lambda parameter: False
 
-    def why_untrained(self, model: nn.Module) -> str | None:
-        """Returns why no parameter of the model is ever updated; None if some are."""
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not trained:
-            return "all parameters of the model are frozen"
-        if any(map(self.trains(), trained)):
-            return None
-        return "the optimizer holds no parameter of the model (make it from those of the prepared or sharded model)"
-
-    def why_no_update(self) -> str:
-        """Returns why the next updates do not depend on the gradients, which are not 0."""
-        groups = groups_of(self._optimizer)
-        if all(float(group.get("lr", 1.0)) == 0 for group in groups if group["params"]):
-            return "the learning rate is 0"
-        return "the optimizer's updates do not depend on the gradients"
+    def is_trained(self, model: nn.Module) -> bool:
+        """Returns True if the optimizer updates any parameter of the model."""
+        return any(map(self.trains(), model.parameters()))
 
 
 class TorchGradients(GradientSource):

@@ -35,6 +35,9 @@ _OF_PROBLEM = ("infeasible", "bad problem")
 _RUNS_OUT = "a rank that runs out of batches, as under DDP's Join, never comes to it"
 
 
+_UNTRAINED = (
+    "the optimizer holds no trained parameter of the model (make it from those of the prepared or sharded model)"
+)
 # Seconds that training waits for a solver beyond its time limit before the plan in force is kept.
 GRACE = 30.0
 
@@ -186,17 +189,15 @@ class Refresher:
 
     def warn_if_untrained(self) -> None:
         """Warns if no rank has a weight divergence to measure. Collective."""
-        reasons = self._everyone.gather(self._why_untrained())
-        self._was_trained = None in reasons
+        self._was_trained = any(self._everyone.gather(self._is_trained()))
         if not self._was_trained:
-            self._log.warning("snip-hf: %s, so only the loss divergence decides.", reasons[0])
+            self._log.warning("snip-hf: %s, so only the loss divergence decides.", _UNTRAINED)
 
     def _begin(self, step: int, watch: StepWatch) -> None:
         config, layers = self._config, self._layers.present
-        reasons = self._everyone.gather(self._why_untrained()) if self._was_trained else [None]
-        if None not in reasons:
+        if self._was_trained and not any(self._everyone.gather(self._is_trained())):
             raise ValueError(
-                f"{reasons[0]}, unlike when training began. To continue with another optimizer, close the controller "
+                f"{_UNTRAINED}, unlike when training began. To continue with another optimizer, close the controller "
                 "and build a new one."
             )
         if config.budget == "measured" and self._in_force.setting.measured is None:
@@ -205,11 +206,11 @@ class Refresher:
         with measured_peak(next(iter(layers.values())).weight) as peak:
             table = self._divergences(step, watch)
         has_update = any(table.totals(fmt)["weight"] for fmt in config.quantized_formats)
-        if not has_update and policy_of(config).weighs_updates and not self._why_untrained():
+        if not has_update and policy_of(config).weighs_updates and self._is_trained():
             self._log.warning(
-                "snip-hf: all weight divergences of step %d are 0, since %s; only the loss divergence decides.",
+                "snip-hf: all weight divergences of step %d are 0, as at a learning rate of 0; only the loss "
+                "divergence decides.",
                 step,
-                self._source.why_no_update(),
             )
         self.tie(table.ties)
         program = problem(self._in_force.setting.at_step(step), table) | {"solver": self._solver}
@@ -249,9 +250,9 @@ class Refresher:
         """Names the point at which the ranks exchange data next, for messages about waiting."""
         self._processes.note(f"{place} ({_RUNS_OUT})")
 
-    def _why_untrained(self) -> str | None:
-        """Returns why this rank has no weight divergence to measure, if the policy needs it; None if it has."""
-        return self._source.why_untrained(self._model) if policy_of(self._config).weighs_updates else None
+    def _is_trained(self) -> bool:
+        """Returns False if this rank has no weight divergence to measure, and the policy needs it."""
+        return not policy_of(self._config).weighs_updates or self._source.is_trained(self._model)
 
     def _start_solver(self, program: dict[str, Any]) -> SolverProcess | None:
         """Starts solving on the first rank; raises on all of them if that fails."""

@@ -3,7 +3,7 @@
 Each error gives the value, the expectation and the remedy. The checks run in this order:
 
 1. `check_trainer` and `check_launch`, before anything is built: the Trainer's arguments, Accelerate's settings.
-2. `check_pipeline` and `check_equal`: the process groups of a pipeline, and one configuration on all ranks.
+2. `check_equal`: one configuration on all ranks.
 3. `check_model` and `check_parts`, once the layers are swapped: models that the probe cannot run.
 4. `check_alike`, once the first plan is made: the same layers, attention, plans and lengths of training on all ranks.
 
@@ -57,24 +57,6 @@ def deciding_fields(config: SnipConfig) -> dict[str, Any]:
 def differences(config: SnipConfig, other: Mapping[str, Any]) -> list[str]:
     """Returns the names of the deciding fields in which a configuration differs from another one, given as a dict."""
     return [name for name, value in deciding_fields(config).items() if other.get(name) != value]
-
-
-def check_pipeline(stages: Ranks, data: Ranks, everyone: Ranks) -> None:
-    """Refuses process groups of a pipeline that do not cover all processes.
-
-    Args:
-        stages: processes that hold the stages of one model.
-        data: processes that hold the same stage.
-        everyone: all processes of the run.
-
-    Raises:
-        ValueError: names the three sizes.
-    """
-    if stages.size * data.size != everyone.size:
-        raise ValueError(
-            f"The pipeline has {stages.size} processes and the data {data.size}, but the run has {everyone.size}; "
-            "expected their product. Give Pipeline(group=..., data=...) the process groups of this rank."
-        )
 
 
 def check_equal(values: Mapping[str, Any], ranks: Ranks) -> None:

@@ -36,7 +36,7 @@ from ..policies.registry import config_warnings, policy_of
 from ..policies.setting import Setting, check_ties, find_stages
 from ..policies.target import check_attainable
 from ..records.run_folder import RunRecord
-from .checks import check_guard, check_model, check_parts, check_pipeline, check_split
+from .checks import check_guard, check_model, check_parts, check_split
 from .coverage import CoverageCounter
 from .gradients import GradientSource, TorchGradients, ZeroGradients
 from .guard import Guard, StepMeter
@@ -85,6 +85,9 @@ def find_processes(
         config: its `solver_time_limit` bounds how long a rank waits for the others.
         pipeline: the process groups of a pipeline; None: every process holds the whole model.
         accelerator: the Accelerate object of the loop, if there is one.
+
+    Raises:
+        ValueError: the process groups of a pipeline do not cover all processes.
     """
     timeout = config.solver_time_limit + RANK_GRACE
     everyone = Ranks.of_all(timeout)
@@ -96,7 +99,11 @@ def find_processes(
         return Processes(data=everyone, context=context, everyone=everyone)
     stages = everyone if pipeline.group is None else Ranks(pipeline.group, timeout)
     data = Ranks() if pipeline.data is None else Ranks(pipeline.data, timeout)
-    check_pipeline(stages, data, everyone)
+    if stages.size * data.size != everyone.size:
+        raise ValueError(
+            f"The pipeline has {stages.size} processes and the data {data.size}, but the run has {everyone.size}; "
+            "expected their product. Give Pipeline(group=..., data=...) the process groups of this rank."
+        )
     return Processes(data=data, pipeline=stages, everyone=everyone, run=pipeline.run)
 
 

@@ -31,6 +31,8 @@ from .nonsmooth import FixedRouting
 from .optimizer_step import compared_parameters
 from .table import LAYER, ROWS, Divergence, DivergenceTable
 
+_UNQUANTIZED = dict.fromkeys(GEMMS, UNQUANTIZED.name)
+
 
 def measure_divergence(
     model: nn.Module,
@@ -149,12 +151,13 @@ class _Measurement:
         The rise is relative to the loss if that is a mean over tokens with a label (`Batch.is_likelihood`).
         """
         squares, losses = [], []
-        with _assigned(self._layers, assignment):
-            for draw in range(draws):
-                set_step(self._layers, self._config.seed, draw, 0)
-                loss, gradients = self._gradients()
-                squares.append(self._distance(gradients))
-                losses.append(loss)
+        for name in {**self._layers, **assignment}:
+            self._layers[name].set_formats({**_UNQUANTIZED, **assignment.get(name, {})})
+        for draw in range(draws):
+            set_step(self._layers, self._config.seed, draw, 0)
+            loss, gradients = self._gradients()
+            squares.append(self._distance(gradients))
+            losses.append(loss)
         mean = sum(losses) / draws
         rise = mean / self.loss - 1 if self._batch.is_likelihood else mean - self.loss
         return rise, (sum(squares) / draws) ** 0.5
@@ -171,14 +174,14 @@ class _Measurement:
 
 @contextmanager
 def _high_precision(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, SnipLayer]]:
-    """Yields the swapped layers, all unquantized within the context."""
+    """Yields the swapped layers, all unquantized; restores their formats afterwards."""
     with converted(model, config) as layers:
         in_force = {
             name: (layer.snip_is_plain, layer.formats, layer.snip_state.clone()) for name, layer in layers.items()
         }
         try:
             for layer in layers.values():
-                layer.set_formats(dict.fromkeys(GEMMS, UNQUANTIZED.name))
+                layer.set_formats(_UNQUANTIZED)
             yield layers
         finally:
             for name, layer in layers.items():
@@ -186,15 +189,3 @@ def _high_precision(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, 
                 layer.set_formats(formats)
                 layer.snip_state.copy_(state)
                 layer.snip_is_plain = is_plain
-
-
-@contextmanager
-def _assigned(layers: Mapping[str, SnipLayer], assignment: Assignment) -> Iterator[None]:
-    """Puts some formats in force within the context; before and after it all are unquantized."""
-    try:
-        for name, formats in assignment.items():
-            layers[name].set_formats({**dict.fromkeys(GEMMS, UNQUANTIZED.name), **formats})
-        yield
-    finally:
-        for name in assignment:
-            layers[name].set_formats(dict.fromkeys(GEMMS, UNQUANTIZED.name))

@@ -70,8 +70,7 @@ def test_another_target_refreshes_at_once_and_keeps_the_plan_until_then(
     told = [event for event in events if isinstance(event, Retarget)]
     assert told == [Retarget(step=5, fields={"target_fp4_fraction": (0.75, 0.25)})]
     assert [message for message in caplog.messages if "another target" in message] == [
-        "snip-hf: resumed with another target: target_fp4_fraction was 0.75 and is 0.25; step 5 refreshes the "
-        "plan for it."
+        "snip-hf: resumed with another target: target_fp4_fraction was 0.75 and is 0.25."
     ]
     # The next state is the new run's, which goes on without a word.
     again = Loop(config(target_fp4_fraction=0.25))

@@ -172,22 +172,19 @@ def restore(run: RunParts, saved: SavedState) -> None:
 
 
 def _change_target(run: RunParts, saved: SavedState, targets: Mapping[str, tuple[Any, Any]]) -> None:
-    """Continues under another target: estimates stay, and the next step refreshes if an earlier one did."""
+    """Continues under another target: estimates stay, and the next step refreshes if an earlier one did.
+
+    A pending refresh, whose plan was for the old target, is left out.
+    """
     step = saved.step + 1
     run.record.add(Retarget(step=step, fields=targets))
+    changed = "; ".join(f"{name} was {old!r} and is {new!r}" for name, (old, new) in targets.items())
+    run.record.log.info("snip-hf: resumed with another target: %s.", changed)
     if not policy_of(run.config).needs_probe:
-        text = "the policy makes its plan once more"
         run.in_force.retarget(step)
-    elif saved.last_probe is None:
-        text = "the first refresh plans for it"
-    else:
-        text = f"step {step} refreshes the plan for it"
+    elif saved.last_probe is not None:
         run.schedule.postponed = step
         run.schedule.warn_if_too_late(step)
-    if saved.pending is not None:
-        text = f"{text}; the refresh of step {saved.pending.step}, whose plan was for the old one, is left out"
-    changed = "; ".join(f"{name} was {old!r} and is {new!r}" for name, (old, new) in targets.items())
-    run.record.log.info("snip-hf: resumed with another target: %s; %s.", changed, text)
 
 
 def weights_fingerprint(model: nn.Module) -> str | None:

@@ -222,19 +222,13 @@ def compared_parameters(
     is_full = all(map(is_trained, weights.values()))
     if all((stages or Ranks()).gather(is_full)):
         return ComparedParameters(weights)
-    return ComparedParameters(weights, trained_beside(model, layers, is_trained))
-
-
-def trained_beside(
-    model: nn.Module, layers: Mapping[str, SnipLayer], is_trained: Callable[[Tensor], bool]
-) -> dict[str, Tensor]:
-    """Returns name in the bare model -> each trained parameter beside the swapped weights."""
-    swapped = {id(layer.weight) for layer in layers.values()}
-    return {
+    swapped = {id(weight) for weight in weights.values()}
+    others = {
         plain_name(name): parameter
         for name, parameter in model.named_parameters()
         if id(parameter) not in swapped and parameter.is_floating_point() and is_trained(parameter)
     }
+    return ComparedParameters(weights, others)
 
 
 # ---------------------------------------------------------------------------------------------------------- loss scale

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..estimation.optimizer_step import ComparedParameters, OptimizerStep, compared_parameters, trained_beside
+from ..estimation.optimizer_step import ComparedParameters, OptimizerStep, compared_parameters
 from ..estimation.samples import read
 from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunHook
@@ -280,12 +280,6 @@ class GradientSource:
 
     def _read(self, model: nn.Module, compared: ComparedParameters, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
         raise NotImplementedError
-
-    def beside(self, model: nn.Module, layers: Mapping[str, SnipLayer]) -> dict[str, Tensor]:
-        """Returns the probed parameters outside the swapped layers, as far as this process knows."""
-        is_trained = self.trains()
-        is_full = all(is_trained(layer.weight) for layer in layers.values())
-        return {} if is_full else trained_beside(model, layers, is_trained)
 
     def trains(self) -> Callable[[Tensor], bool]:
         """Returns a predicate that is True for the parameters that the optimizer trains."""

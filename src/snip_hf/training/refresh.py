@@ -15,6 +15,7 @@ from torch import nn
 
 from ..estimation.divergence import divergences_at
 from ..estimation.memory import measured_peak
+from ..estimation.optimizer_step import compared_parameters
 from ..estimation.table import DivergenceTable
 from ..estimation.ties import Ties
 from ..parallel.ranks import Processes
@@ -117,7 +118,8 @@ class Refresher:
         tokens = self._config.probe_batch_tokens
         if tokens is not None:  # this rank's part; a pipeline runs whole batches
             tokens = None if self._processes.run else max(1, tokens // self._processes.data.size)
-        beside = self._source.beside(self._model, layers)
+        # As far as this process knows: stages of a pipeline decide together only when the gradients are read.
+        beside = compared_parameters(self._model, layers, self._source.trains()).others or {}
         clipping = Clipping(layers, self._source.unclipped(self._model), beside)
         return StepWatch(tokens, clipping, self._processes.context)
 

@@ -465,25 +465,9 @@ def test_the_uncovered_rest_is_described_by_kind() -> None:
     )
     assert Coverage(100.0, 38.0, groups).describe() == (
         "38.0% of the model's matmul FLOPs (output head and attention products aside); MoE experts: 61.0%, not covered "
-        "because no registered layer kind handles MixtralExperts; router: 1.0%, not covered because no registered "
-        "layer kind handles MixtralTopKRouter"
+        "(no registered layer kind handles MixtralExperts); router: 1.0%, not covered (no registered layer kind "
+        "handles MixtralTopKRouter)"
     )
-
-
-@pytest.mark.parametrize(
-    ("reason", "clause"),
-    [
-        ("adapter", "adapters' small matrices stay in high precision"),
-        ("router", "routers stay in high precision"),
-        ("skip_modules", "skip_modules names it"),
-        ("outside the transformer blocks", "it is outside the transformer blocks"),
-        ("not run, since another adapter is active", "it is not run, since another adapter is active"),
-        ("no registered layer kind handles [Bank]", "no registered layer kind handles [Bank]"),
-    ],
-)
-def test_reasons_read_after_because(reason: str, clause: str) -> None:
-    found = Coverage(100.0, 90.0, [Uncovered("a", "Linear", 0.1, reason)])
-    assert found.describe().endswith(f"; Linear: 10.0%, not covered because {clause}")
 
 
 def test_a_quantized_model_is_refused() -> None:

@@ -543,8 +543,8 @@ def test_the_coverage_is_told_with_the_share_of_the_whole_model_and_the_reasons(
     assert [event.step for event in run.counted] == [600] and run.notes == load_run(tmp_path).notes
     assert (
         "The plan decides on 40.0% of the model's matmul FLOPs (output head and attention products aside); MoE "
-        "experts: 50.0%, not covered because no registered layer kind handles [Bank]; router: 10.0%, not covered "
-        f"because routers stay in high precision. FP4 share of all of them: {0.4 * run.plans[-1][1].fp4_fraction:.4f}."
+        "experts: 50.0%, not covered (no registered layer kind handles [Bank]); router: 10.0%, not covered (router). "
+        f"FP4 share of all of them: {0.4 * run.plans[-1][1].fp4_fraction:.4f}."
     ) in joined(printed(tmp_path))
 
 

@@ -234,8 +234,8 @@ def test_little_coverage_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     (warning,) = [record.getMessage() for record in caplog.records if "decides on only" in record.getMessage()]
     assert warning == (
         "snip-hf: the plan decides on only 40.0% of the model's matmul FLOPs (output head and attention products "
-        "aside); Linear: 60.0%, not covered because skip_modules names it. FP4 shares are of that part, and the rest "
-        "stays in high precision."
+        "aside); Linear: 60.0%, not covered (skip_modules). FP4 shares are of that part, and the rest stays in high "
+        "precision."
     )
 
 

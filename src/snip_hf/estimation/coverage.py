@@ -27,8 +27,6 @@ from ..layers.kinds import kind_of, known_weights
 from ..layers.labels import without_numbers
 from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..layers.selection import (
-    LEFT_OUT,
-    ROUTER,
     check_patterns,
     class_name,
     head_of,
@@ -48,14 +46,6 @@ _HEAD = "output head"
 # Mamba does so with `dt_proj`, its fused kernels on a GPU with `out_proj`, and Liger's loss with the output head: no
 # format reaches such a product.
 NO_CALL = "the model multiplies with its weight without a call of the layer"
-# Reason -> clause that reads after "because".
-_CLAUSES = {
-    LEFT_OUT: "skip_modules names it",
-    ROUTER: "routers stay in high precision",
-    ADAPTER: "adapters' small matrices stay in high precision",
-    "output head": "it is the output head",
-    "chooses the tokens of sparse attention": "it chooses the tokens of sparse attention",
-}
 _ACTIVATIONS = "products of activations with each other (attention, scans)"
 _OTHER = "other products without a weight (masks, tables)"
 
@@ -125,16 +115,10 @@ class Coverage:
     def describe(self) -> str:
         """Returns the share, and kind, share and reason of the rest, for the log and reports."""
         rest = [
-            f"{printable(kind)}: {share:.1%}, not covered because {printable(_as_clause(reason))}"
+            f"{printable(kind)}: {share:.1%}, not covered ({printable(reason)})"
             for (kind, reason), share in self.by_kind().items()
         ]
         return "; ".join([f"{self.share:.1%} of {self.counted}", *rest])
-
-
-def _as_clause(reason: str) -> str:
-    """Returns a reason as a clause that reads after "because"; files keep the short reasons."""
-    clause = _CLAUSES.get(reason, reason)
-    return f"it is {clause}" if clause.startswith(("outside ", "not ")) else clause
 
 
 class PassCounts:

@@ -93,8 +93,6 @@ def export_checkpoint(plan: PrecisionPlan, model_dir: Path, output: Path) -> dic
         NotExpressible: torchao cannot store a layer.
         OSError, ValueError: a folder is missing or unusable; nothing is written.
     """
-    if not model_dir.is_dir():
-        raise ValueError(f"--model is {str(model_dir)!r}, expected the folder of a model.")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists already, expected a new or an empty folder.")
     model = _load(model_dir)

@@ -133,14 +133,10 @@ def load_plan(
         )
     try:
         file = (api or HfApi()).hf_hub_download(name, PLAN_FILE, revision=revision, token=token)
-    except EntryNotFoundError as error:
+    except (EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
         raise FileNotFoundError(
-            f"The repository {name!r} has no {PLAN_FILE}, or it cannot be reached: {printable(error)} "
-            "Repositories with plans have the tag 'snip-plan'."
-        ) from error
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
-        raise FileNotFoundError(
-            f"There is no folder {name!r} here, and no repository of this name could be read: {printable(error)}"
+            f"There is no folder {name!r} here, and {PLAN_FILE} of a repository of this name could not be read: "
+            f"{printable(error)} Repositories with plans have the tag 'snip-plan'."
         ) from error
     return PrecisionPlan.load(file)
 

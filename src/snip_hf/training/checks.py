@@ -9,7 +9,7 @@ Each error gives the value, the expectation and the remedy. The checks run in th
 
 Checks of a single part are in that part: fields in `SnipConfig`, layers in `layers.convert`, optimizers in
 `optimizers.response`, backends in `kernels.backend`, a saved state in `checkpoint`. In mid-run, `StepCalls` refuses
-calls out of order, and `check_layers` refuses a model whose layers were replaced, which costs only a refresh.
+calls out of order, and `SwappedLayers.check` refuses a model whose layers were replaced, which costs only a refresh.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from ..config import SnipConfig
-from ..costs.flops import Work
 from ..estimation.attention import attention_of, check_attention
 from ..layers.layer import SnipLayer
 from ..layers.state import plain_name, snip_linears
@@ -284,21 +283,6 @@ def check_parts(parts: Iterable[nn.Module]) -> None:
                     f"The pipeline's parameter {name!r} is {parameter.dtype}; the probe runs its passes in FP32 and "
                     f"needs stages with FP32 weights, without autocast. Use these, or {WITHOUT_PROBE}."
                 )
-
-
-def check_layers(model: nn.Module, layers: Mapping[str, SnipLayer], flops: Work) -> None:
-    """Raises ValueError if the model has lost layers that were swapped when the run began."""
-    present = snip_linears(model)
-    gone = [name for name, layer in layers.items() if present.get(name) is not layer]
-    if gone:
-        modules = {plain_name(name): module for name, module in model.named_modules()}
-        now = type(modules[gone[0]]).__name__ if gone[0] in modules else "nothing"
-        share = sum(sum(flops[name].values()) for name in gone) / sum(sum(row.values()) for row in flops.values())
-        raise ValueError(
-            f"{len(gone)} of the {len(layers)} swapped layers were replaced or wrapped since training began, e.g. "
-            f"{gone[0]!r} (now {now}). No plan can be made for the model as it is, and the FP4 share still counts "
-            f"their {share:.1%} of the linear FLOPs. Change a model before training begins."
-        )
 
 
 class StepCalls:

@@ -142,7 +142,7 @@ class Refresher:
                 if watch is None:
                     raise ValueError(NOT_CAPTURED)
                 _ = watch.batch
-                self._layers.check(self._in_force.setting.flops)
+                self._layers.check()
                 if self._source.is_late:
                     raise ValueError(LATE)
             self._begin(step, watch)
@@ -282,7 +282,7 @@ class Refresher:
         began = time.perf_counter()
         result = SolverResult(**self._everyone.by_first(lambda: asdict(self._solution(pending))))
         with self._everyone.together():
-            self._layers.check(self._in_force.setting.flops)
+            self._layers.check()
         seconds = {**pending.begun.seconds, "solver": result.seconds, "waited": time.perf_counter() - began}
         pending.begun = replace(pending.begun, seconds=seconds)
         plan = solved_plan(self._in_force.setting, self._in_force.model_name, pending.step, result)

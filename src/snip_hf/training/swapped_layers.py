@@ -13,20 +13,18 @@ from typing import Any
 from torch import nn
 
 from ..config import SnipConfig
-from ..costs.flops import Work
 from ..kernels.backend import Backend, why_emulated
 from ..layers.convert import convert_model
 from ..layers.gated import put_gates, remove_gates
 from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunMark, marks_on
 from ..layers.selection import skip_reasons
-from ..layers.state import PackedStates, snip_linears
+from ..layers.state import PackedStates, plain_name, snip_linears
 from ..parallel.pipeline import parts_of
 from ..parallel.ranks import Processes, Ranks
 from ..parallel.sharding import compute_device
 from ..parallel.zero3 import has_partitions
 from ..policies.setting import Setting, siblings
-from .checks import check_layers
 from .plan_in_force import formats_in_use
 
 
@@ -97,9 +95,18 @@ class SwappedLayers:
         """Name -> layer, without those that the backend leaves to the emulated one."""
         return {name: layer for name, layer in self.present.items() if layer.snip_backend is self._kernels}
 
-    def check(self, flops: Work) -> None:
-        """Raises ValueError if the model has other swapped layers by now."""
-        check_layers(self._model, self.all, flops)
+    def check(self) -> None:
+        """Raises ValueError if the model has lost layers that were swapped when the run began."""
+        present = snip_linears(self._model)
+        gone = [name for name, layer in self.all.items() if present.get(name) is not layer]
+        if gone:
+            modules = {plain_name(name): module for name, module in self._model.named_modules()}
+            now = type(modules[gone[0]]).__name__ if gone[0] in modules else "nothing"
+            raise ValueError(
+                f"{len(gone)} of the {len(self.all)} swapped layers were replaced or wrapped since training began, "
+                f"e.g. {gone[0]!r} (now {now}). No plan can be made for the model as it is, and the FP4 share still "
+                "counts them. Change a model before training begins."
+            )
 
     def set_step(self, step: int, micro_batch: int) -> None:
         """Keys the layers' random numbers for a micro-batch of an optimizer step."""

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from snip_hf import SnipController, estimate_divergence, measure_divergence
 from snip_hf.estimation.batch import Batch, Objective, copied, objective_of
 from snip_hf.estimation.passes import forward_inputs, run_pass
-from snip_hf.layers.run_hooks import RunHook
+from snip_hf.layers.run_hooks import IdleHook
 from snip_hf.parallel.ranks import Processes
 
 EXACT = fp4_config(probe_tokens=None, probe_batch_tokens=None)
@@ -118,7 +118,7 @@ def test_hooks_before_the_forward_pass_act_once_also_where_the_loss_calls_the_mo
     shifted = {"input_ids": (inputs["input_ids"] + 1) % 100, "labels": inputs["labels"]}
     expected = float(run_pass(model, Batch.of(shifted), {}))
     model.register_forward_pre_hook(shift, with_kwargs=True)
-    model.register_forward_pre_hook(RunHook(), with_kwargs=True)  # as of a run
+    model.register_forward_pre_hook(IdleHook(), with_kwargs=True)  # as of a run
     assert float(run_pass(model, Batch.of(inputs, Objective(model_loss)), {})) == pytest.approx(expected, rel=1e-6)
 
 

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback
 
 from snip_hf import SnipCallback, SnipController
 from snip_hf.layers.convert import restore_model
-from snip_hf.layers.run_hooks import marks_on
+from snip_hf.layers.run_hooks import RunHook, marks_on
 from snip_hf.layers.state import set_step, snip_linears
 
 pytestmark = pytest.mark.usefixtures("one_thread_only")
@@ -223,6 +223,12 @@ def test_copies_in_mid_run_train_and_evaluate_without_touching_the_run(
         assert type(copied.model.layers[0].mlp.up_proj) is nn.Linear
         assert len(copied._forward_pre_hooks) == len(copied._forward_hooks) == 0
     assert len(snip_linears(found.model)) == 14
+
+
+def test_a_copied_hook_does_not_break_a_graph() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_forward_hook(RunHook(model.forward))
+    torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)(torch.ones(1, 2))
 
 
 def test_a_copy_holds_neither_the_run_nor_its_batches() -> None:

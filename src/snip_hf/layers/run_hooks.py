@@ -16,20 +16,30 @@ _RUNS = "snip_runs"
 class RunHook:
     """A method as a hook that holds the method's object weakly.
 
-    A copy of it, also a pickled one, has no method, so that a copy of the model neither holds nor reports to the run.
+    A copy of it, also a pickled one, is an `IdleHook`: copies of the model neither hold the run nor report to it.
     """
 
-    def __init__(self, method: Callable[..., Any] | None = None) -> None:
-        self._method = None if method is None else WeakMethod(method)
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = WeakMethod(method)
 
     # Never part of a compiled graph.
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        method = None if self._method is None else self._method()
+        method = self._method()
         return None if method is None else method(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[type[RunHook], tuple[()]]:
-        return RunHook, ()
+    def __reduce__(self) -> tuple[type[IdleHook], tuple[()]]:
+        return IdleHook, ()
+
+
+class IdleHook(RunHook):
+    """Replaces a run's hook in copies of the model. It may be part of a graph, as `torch.export` makes it."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
 
 class RunMark:

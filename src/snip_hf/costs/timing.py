@@ -281,8 +281,8 @@ def gemm_times(
         except (OSError, ValueError) as error:
             logger.warning(
                 "snip-hf: could not write the times of GEMMs to %s, training continues: %s",
-                printable(path, 1000),
-                printable(error, 1000),
+                printable(path),
+                printable(error),
             )
     return {shape: {fmt: known[machine, shape][fmt] for fmt in timed} for shape in wanted}
 
@@ -334,7 +334,7 @@ def read_times(path: str | os.PathLike[str]) -> Times:
         rows: tuple[TimedGemm, ...] = from_json(tuple[TimedGemm, ...], document.get("times"), "times")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{printable(path, 1000)} is not a usable file of GEMM times: {error} Remove it, or name another as "
+            f"{printable(path)} is not a usable file of GEMM times: {error} Remove it, or name another as "
             "timing_file; missing times are measured again."
         ) from error
     return {(row.machine, row.shape): dict(row.seconds) for row in rows}

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import CommitOperationAdd, HfApi, snapshot_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 from torch import nn
 
 from ..kernels.backend import BACKENDS
@@ -133,7 +133,7 @@ def load_plan(
         )
     try:
         file = (api or HfApi()).hf_hub_download(name, PLAN_FILE, revision=revision, token=token)
-    except (EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise FileNotFoundError(
             f"There is no folder {name!r} here, and {PLAN_FILE} of a repository of this name could not be read: "
             f"{printable(error)} Repositories with plans have the tag 'snip-plan'."

@@ -34,8 +34,6 @@ from .swapped_layers import SwappedLayers
 _OF_PROBLEM = ("infeasible", "bad problem")
 # A possible reason why ranks wait for each other.
 _RUNS_OUT = "a rank that runs out of batches, as under DDP's Join, never comes to it"
-
-
 _UNTRAINED = (
     "the optimizer holds no trained parameter of the model (make it from those of the prepared or sharded model)"
 )

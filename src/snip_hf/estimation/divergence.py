@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -399,9 +399,9 @@ def _gathered(
         return tuple(rows)
     order = {name: None for names in processes.pipeline.gather(list(layers)) for name in names}
     by_layer: dict[str, list[Divergence]] = {name: [] for name in order}
-    for found in processes.everyone.gather([list(astuple(row)) for row in rows]):
-        for values in found:
-            by_layer[values[0]].append(Divergence(*values))
+    for found in processes.everyone.gather(rows):
+        for row in found:
+            by_layer[row.layer].append(row)
     return tuple(row for rows_of_layer in by_layer.values() for row in rows_of_layer)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -278,7 +278,7 @@ class Refresher:
 
     def _apply(self, pending: PendingRefresh, step: int) -> None:
         began = time.perf_counter()
-        result = SolverResult(**self._everyone.by_first(lambda: asdict(self._solution(pending))))
+        result = self._everyone.by_first(lambda: self._solution(pending))
         with self._everyone.together():
             self._layers.check()
         seconds = {**pending.begun.seconds, "solver": result.seconds, "waited": time.perf_counter() - began}

@@ -21,7 +21,6 @@ from ..costs.flops import Work, linear_flops
 from ..costs.timing import MeasuredCost, describe_cost, measure_cost, read_times
 from ..estimation.attention import foreign_attention
 from ..estimation.ties import usual_ties
-from ..json_io import from_json
 from ..kernels.backend import BACKENDS, select_backend
 from ..layers.convert import keep_states_apart
 from ..layers.state import block_number, blocks_of, snip_linears
@@ -231,11 +230,9 @@ def cost_of_all(
         is_first = processes.everyone.is_first
         holders = processes.data if processes.pipeline.size > 1 else processes.everyone
         cost = holders.by_first(
-            lambda: measure_cost(
-                model, tokens, backend, config.timing_file, formats=config.formats, is_first=is_first
-            ).to_dict()
+            lambda: measure_cost(model, tokens, backend, config.timing_file, formats=config.formats, is_first=is_first)
         )
-    parts: list[MeasuredCost] = [from_json(MeasuredCost, part) for part in processes.pipeline.gather(cost)]
+    parts: list[MeasuredCost] = processes.pipeline.gather(cost)
     seconds = {layer: row for part in parts for layer, row in part.seconds.items()}
     measured = replace(parts[0], seconds={layer: seconds[layer] for layer in flops})
     taken = time.perf_counter() - began

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ class ThreadRank(Ranks):
         self.rank, self.size, self._meeting = rank, size, meeting
 
     def gather(self, value: Any, what: str = "figures") -> list[Any]:
-        found = [json.loads(text) for text in self._exchange(json.dumps([what, value]))]
+        found = [pickle.loads(sent) for sent in self._exchange(pickle.dumps((what, value)))]
         assert {name for name, _ in found} == {what}
         return [given for _, given in found]
 

@@ -400,7 +400,7 @@ def test_a_state_of_a_run_by_flops_is_refused_by_one_by_time(timer: list[GemmSha
 
 
 def test_runs_share_a_file_of_times(timer: list[GemmShape], tmp_path: Path) -> None:
-    path = tmp_path / "gemm.json"
+    path = tmp_path / "times" / "gemm.json"
     first = loop_of(timing_file=str(path)).run(2)
     count = len(timer)
     second = loop_of(timing_file=str(path)).run(2)

@@ -341,7 +341,8 @@ def read_times(path: str | os.PathLike[str]) -> Times:
 
 
 def write_times(path: str | os.PathLike[str], times: Mapping[tuple[Machine, GemmShape], Seconds]) -> None:
-    """Writes times atomically; raises OSError if that fails."""
+    """Writes times atomically, and makes the folder; raises OSError if that fails."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     rows = [
         asdict(TimedGemm(machine=machine, shape=shape, seconds=seconds)) for (machine, shape), seconds in times.items()
     ]

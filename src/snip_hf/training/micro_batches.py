@@ -57,7 +57,7 @@ class TrainingPass:
     is_counted: bool = False
     """True once it is known to be a micro-batch of the step."""
     label_names: Sequence[str] = ()
-    """As `Batch.of` takes them."""
+    """Inputs that may hold the labels, beside `labels`."""
     autocast: torch.dtype | None = field(default_factory=_autocast)
     """Dtype of the autocast that it began in; None without one."""
 

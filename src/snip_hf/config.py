@@ -598,8 +598,12 @@ def as_names(field: str, names: object) -> tuple[str, ...]:
 
 
 def read_shares(value: Any) -> tuple[Share, ...] | None:
-    """Returns the changing shares of a config, also of one read from JSON; None for any other value."""
-    return tuple((step, share) for step, share in value) if isinstance(value, list | tuple) else None
+    """Returns the changing shares in a config, also of one read from a file; None for any other value."""
+    try:
+        shares = _as_shares(value)
+    except (TypeError, ValueError):
+        return None
+    return shares if isinstance(shares, tuple) else None
 
 
 def shares_text(value: float | tuple[Share, ...], spec: str = "g") -> str:

@@ -27,6 +27,7 @@ from snip_hf.kernels.backend import BACKENDS
 from snip_hf.kernels.emulated import EMULATED, Emulated
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Ranks
+from snip_hf.policies.target import describe_target
 from snip_hf.training import messages, swapped_layers
 from snip_hf.training.messages import AS_A_WHOLE, SpeedForecast, how_compiled, tokens_of
 
@@ -303,6 +304,11 @@ def test_the_begin_names_what_was_asked_for(
     settings = SCHEDULE | options if "policy" not in options else options
     begin, _ = begin_and_end(Loop(fp4_config(**settings)), caplog, until=1)  # type: ignore[arg-type]
     assert text in lines(begin)[name]
+
+
+@pytest.mark.parametrize("damaged", [[1, 2], [["a", "b"]], "0.5"])
+def test_a_damaged_target_of_a_file_has_no_description(damaged: object) -> None:
+    assert describe_target({"policy": "snip", "target_fp4_fraction": damaged}) is None
 
 
 def test_the_begin_names_the_fixed_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

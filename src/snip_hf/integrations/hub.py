@@ -98,7 +98,7 @@ def complete_card(output_dir: Path, controller: SnipController) -> None:
         temporary.write_text(completed(card, section, model_tags(controller.plan), base_model), encoding="utf-8")
         # Atomic, because an upload may be running in the background.
         os.replace(temporary, path)
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         logger.warning("snip-hf: could not add its section to the model card: %s", printable(error))
 
 

@@ -19,7 +19,7 @@ def describe_target(config: Mapping[str, Any]) -> str | None:
     """Describes the target of a run, for logs, reports and model cards; None without one.
 
     Args:
-        config: fields of a `SnipConfig`, perhaps of another version. An unknown policy is assumed to have a target.
+        config: fields of a `SnipConfig`, perhaps from a damaged file. An unknown policy is assumed to have a target.
     """
     policy = POLICIES.get(config.get("policy", ""))
     if config.get("fixed_plan") or (policy is not None and not policy.aims_at_share):

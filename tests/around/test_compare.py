@@ -576,7 +576,7 @@ def test_tricks_are_contenders(files: tuple[Path, Path], tmp_path: Path, monkeyp
     with restored(FORMATS):
         compare.import_modules(["eval.proof.tricks"])
         config, blocks = proof("less-loss"), proof("blocks")
-        check_lines("less-loss-begun", config)
+        check_lines("less-loss", config)
         check_lines("blocks", blocks)
         own = {name: config.contenders[name] for name in ("only-grad-weight", "mxfp4-nearest", "mxfp4-ue5m3")}
         own["backward-front"] = blocks.contenders["backward-front"]

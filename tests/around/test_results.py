@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from eval.paired import Paired, holm
 
@@ -415,6 +416,45 @@ def test_losses_at_the_default_share_are_those_of_the_lines(half: dict[tuple[str
     assert rules[row][1:] == [str(found), f"{found.detectable:.3f}"]
     found, row = pooled("backward-first", "snip", "2700"), next(row for row in rules if "24 seeds of" in row)
     assert rules[row][1:] == [str(found), f"{found.detectable:.3f}"]
+
+
+TRICKS = {
+    "all FP8": "fp8",
+    "`grad_input` in MXFP4": "only-grad-input",
+    "`grad_weight` in MXFP4": "only-grad-weight",
+    "`forward` in MXFP4": "only-forward",
+    "both backward GEMMs in MXFP4": "backward-67",
+    "SNIP": "snip-75",
+    'SNIP ("token-fisher")': "snip-75-fisher",
+    "SNIP (backward GEMMs rotated)": "snip-75-rht",
+    "SNIP (UE5M3 scales)": "snip-75-ue5m3",
+    "SNIP (NVFP4 by four over six)": "snip-75-nvfp4-46",
+    "first and last block in FP8": "first-last-fp8",
+    "first and last block in BF16": "first-last-bf16",
+    "all MXFP4": "mxfp4",
+    "all MXFP4 (gradients to nearest)": "mxfp4-nearest",
+    "all MXFP4 (emulated)": "mxfp4-emulated",
+    "all MXFP4 (backward GEMMs rotated)": "mxfp4-rht",
+    "all MXFP4 (`grad_weight` rotated)": "mxfp4-rht-wgrad",
+    "all MXFP4 (UE5M3 scales)": "mxfp4-ue5m3",
+    "all NVFP4": "nvfp4",
+    "all NVFP4 (four over six)": "nvfp4-46",
+}
+
+
+def test_tricks_lose_as_in_the_lines() -> None:
+    gaps, planned = cells_of_tables("results-loss.md", "Less loss at the same share")
+    lines, bf16 = lines_of("less-loss", "eval"), {row: (name, "bf16") for row, name in TRICKS.items()}
+    assert list(gaps) == list(TRICKS)
+    for row, last in differences("less-loss", bf16, "1000", len(TRICKS)).items():
+        shares = [line["share"] for line in lines if line["contender"] == TRICKS[row]]
+        assert gaps[row] == [f"{100 * statistics.fmean(shares):.0f}%", *last]
+        assert len(shares) == paired("less-loss", *bf16[row], "1000").count == 7
+    pairs = {row: (TRICKS[first], TRICKS[second]) for row in planned for first, second in [row.split(" minus ")]}
+    config = yaml.safe_load((ROOT / "eval/proof/less-loss.yaml").read_text(encoding="utf-8"))
+    assert list(pairs.values()) == [(one["contender"], one["against"]) for one in config["comparisons"]]
+    for row, last in differences("less-loss", pairs, "1000", len(pairs)).items():
+        assert planned[row] == list(last)
 
 
 EQUAL_LOSS = {

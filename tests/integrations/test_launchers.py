@@ -290,6 +290,8 @@ def test_under_each_configuration_for_gpus_the_trainer_runs_compiled_layers_and_
     if on_gpus and torch.cuda.device_count() < processes:
         pytest.skip(f"needs {processes} GPUs")
     if on_gpus:
+        if processes == 1:  # transformers would use DataParallel on two
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
         printed = launch(cache, [name], WORKER, str(tmp_path), on_gpus=True)
     else:
         as_launched(monkeypatch, name, *TRACED)

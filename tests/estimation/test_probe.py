@@ -901,13 +901,19 @@ def test_biases_and_weights_of_norms_get_no_gradient_and_embeddings_do() -> None
     assert asking == {"model.embed_tokens.weight"}
 
 
-def test_layers_show_the_same_where_nothing_before_them_asks_for_a_gradient() -> None:
-    model, inputs = tiny_llama(hidden=32), text(2, 16)
+@pytest.mark.parametrize(("dtype", "is_trained"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_layers_show_the_same_if_the_batch_holds_embeddings_and_no_gradient_leaves_the_model(
+    dtype: torch.dtype, is_trained: bool
+) -> None:
+    model, inputs = tiny_llama(hidden=32).to(dtype), text(2, 16)
     convert_model(model, fp4_config())
-    embedded = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach(), "labels": inputs["labels"]}
+    prompt = torch.zeros(1, dtype=dtype, requires_grad=is_trained)
+    embedded = model.get_input_embeddings()(inputs["input_ids"]).detach() + prompt
     pullbacks = pullbacks_of(sensitivity_of(model, list(snip_linears(model))))
-    found, expected = (run_probe(model, Batch.of(one), pullbacks) for one in (embedded, inputs))
+    batches = {"inputs_embeds": embedded, "labels": inputs["labels"]}, inputs
+    found, expected = (run_probe(model, Batch.of(one), pullbacks) for one in batches)
     assert found.loss == expected.loss and set(found.layers) == set(expected.layers) == set(snip_linears(model))
     for name, sample in found.layers.items():
         assert torch.equal(sample.x, expected.layers[name].x), name
         assert torch.equal(sample.grad_output_dot[0], expected.layers[name].grad_output_dot[0]), name
+    assert prompt.grad is None

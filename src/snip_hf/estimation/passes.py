@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,7 +57,8 @@ def run_pass(
 
     Args:
         model: a model without wrappers.
-        batch: the micro-batch; the generators start from its state.
+        batch: the micro-batch; the generators start from its state. Half-precision inputs are converted to FP32, and no
+            gradient flows back to what inputs were computed from.
         weights: parameter name (`layers.state.plain_name`) -> the tensor to use instead; gradients go to its `.grad` if
             it requires them. Other parameters are replaced by detached FP32 copies, gathered if they are sharded,
             except weights of swapped layers: each layer gathers its own when it runs. A function is called when the
@@ -67,7 +69,14 @@ def run_pass(
     with traceless(model, has_been_through_hooks=batch.objective is None):
         batch.random_state.restore()
         stand_in(model, weights() if callable(weights) else weights)
-        return _run(model, batch, run)
+        return _run(model, replace(batch, kwargs=tree_map_only(Tensor, _own_input, dict(batch.kwargs))), run)
+
+
+def _own_input(value: Tensor) -> Tensor:
+    if not value.is_floating_point():
+        return value
+    dtype = torch.float32 if value.element_size() < 4 else value.dtype
+    return value.detach().to(dtype).requires_grad_(value.requires_grad)
 
 
 @contextmanager

@@ -285,6 +285,7 @@ def test_rows_are_the_sums_of_the_layers_under_the_optimizer_s_derivative(
         for fmt in fp4_config().formats[::-1]:
             squares, errors = terms[layer].weight_divergences(fmt, keys), terms[layer].errors(fmt)
             loss = terms[layer].loss_divergence(fmt, config.loss_estimator) / probe.loss
+            errors[LAYER] = tuple(map(sum, zip(*errors.values(), strict=True)))
             largest = max(square.step for square in squares.values())
             for gemm in ROWS:
                 row = rows[layer, gemm, fmt]

@@ -110,6 +110,18 @@ def test_the_probe_of_what_is_trained_is_the_adjoint_of_an_error_in_a_frozen_lay
     assert response == pytest.approx(float((found * error).sum()), abs=2e-3 * float(found.norm() * error.norm()))
 
 
+@pytest.mark.parametrize("policy", ["min-abs-err", "kl"])
+def test_the_errors_of_a_layer_are_those_of_the_gemms_that_it_runs(policy: str) -> None:
+    config = fp4_config(policy=policy, probe_tokens=None, probe_batch_tokens=None)
+    rows = estimate_divergence(frozen_lm("layers.1.up"), tokens(), config=config).rows
+    for whole in (row for row in rows if row.gemm == "layer"):
+        gemms = [row for row in rows if (row.layer, row.format) == (whole.layer, whole.format) and row is not whole]
+        assert len(gemms) == (3 if whole.layer == "layers.1.up" else 2)
+        for figure in ("absolute_error", "relative_error", "criterion" if policy == "kl" else "flops"):
+            expected = sum(getattr(row, figure) for row in gemms)
+            assert getattr(whole, figure) == pytest.approx(expected, rel=1e-6), (whole, figure)
+
+
 # ------------------------------------------------------------------------------------------------------------ the truth
 
 

@@ -354,6 +354,8 @@ def _rows(
     read, rows = iter(read_all(deferred)), list[Divergence]()
     for name, fmt, *_ in results:
         squares, rise, errors, criterion = (next(read) for _ in range(4))
+        # A frozen weight's gradient is never computed, so its errors do not count.
+        errors[LAYER] = tuple(map(sum, zip(*(errors[gemm] for gemm in flops[name]), strict=True)))
         for gemm in (*flops[name], LAYER):
             rows.append(
                 Divergence(
@@ -366,10 +368,18 @@ def _rows(
                     clip_factor * _root(squares[gemm].bias),
                     absolute_error=errors[gemm][0],
                     relative_error=errors[gemm][1],
-                    criterion=criterion[gemm],
+                    criterion=_executed(criterion, gemm, flops[name]),
                 )
             )
     return rows
+
+
+def _executed(criterion: Rows, row: str, gemms: Container[str]) -> float | None:
+    """Returns a row of a criterion; the layer's without the GEMMs that it does not run."""
+    value = criterion[row]
+    if row != LAYER or value is None:
+        return value
+    return value - sum(criterion[gemm] or 0.0 for gemm in GEMMS if gemm not in gemms)
 
 
 def _agreed_loss(own_loss: float | None, attempt: Attempt, labelled: Sequence[float], processes: Processes) -> float:

@@ -454,7 +454,7 @@ class LayerSums:
     # --------------------------------------------------------------------------------------------- errors of operands
 
     def errors(self, name: str) -> Deferred[dict[str, tuple[float, float]]]:
-        """Returns row -> (absolute, relative) error of its operands, rounded to nearest (norms over all matrices)."""
+        """Returns GEMM -> (absolute, relative) error of its operands, rounded to nearest (norms over all matrices)."""
         of_weight = torch.stack([self.weight_error(name, contracts) for contracts in (1, 0)]).sqrt_()
         of_operands = [
             error_norms(exact, [self.rounded(operand, name, contracts) for contracts in (1, 0)])
@@ -701,5 +701,4 @@ def _errors(factors: dict[str, float], figures: list[float]) -> dict[str, tuple[
     ]
     w_row, w_column, x_row, x_column, g_row, g_column = pairs
     of_gemms = {"forward": (x_row, w_row), "grad_input": (g_row, w_column), "grad_weight": (g_column, x_column)}
-    sums = {gemm: (left[0] + right[0], left[1] + right[1]) for gemm, (left, right) in of_gemms.items()}
-    return {**sums, LAYER: (sum(value[0] for value in sums.values()), sum(value[1] for value in sums.values()))}
+    return {gemm: (left[0] + right[0], left[1] + right[1]) for gemm, (left, right) in of_gemms.items()}

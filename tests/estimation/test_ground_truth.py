@@ -14,6 +14,7 @@ from configs import fp4_config
 from small import convert_in_formats, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
 from torch import Tensor, nn
 
+from snip_hf.estimation.divergence import estimate_divergence
 from snip_hf.estimation.ground_truth import measure_assignment, measure_divergence
 from snip_hf.estimation.table import ROWS
 from snip_hf.layers.state import set_step, snip_linears
@@ -164,6 +165,18 @@ def test_draws_are_those_of_the_seed_and_are_averaged_as_squares() -> None:
     single = [real.damage(EVERYTHING, draws)[1] for draws in (1, 2)]
     assert weight(1, 2) == pytest.approx(single[1], rel=1e-3)
     assert single[0] != pytest.approx(single[1], rel=1e-3)
+
+
+def test_linears_that_share_a_weight_share_its_update_which_counts_once() -> None:
+    model, inputs = tiny_lm(), tokens()
+    model.layers[1].up.weight = model.layers[0].up.weight
+    found = estimate_divergence(model, inputs, config=EXACT)
+    truth = measure_divergence(model, inputs, config=EXACT, gemms=("grad_weight",))
+    estimates = {(row.layer, row.format): row.weight_divergence for row in found.rows if row.gemm == "grad_weight"}
+    measured = {(row.layer, row.format): row.weight_divergence for row in truth.rows}
+    assert {at: value for at, value in measured.items() if at[1] == "fp8"} == {
+        at: pytest.approx(value, rel=1e-2) for at, value in estimates.items() if at[1] == "fp8"
+    }
 
 
 def test_the_loss_of_a_llama_in_bfloat16_is_measured_in_fp32() -> None:

@@ -427,13 +427,11 @@ def gradients_of(
     `model` is converted and has no wrappers; `others` are those of `ComparedParameters`.
     """
     weights = {**weights_of(layers), **(others or {})}
+    # Linears that share a weight share its gradient.
+    leaves = {id(weight): weight.detach().to(torch.float32, copy=True).requires_grad_() for weight in weights.values()}
     names = {name: layers[name].weight_name(name) if name in layers else name for name in weights}
-    of_parameters = {names[name]: weight for name, weight in weights.items()}
-    leaves = {
-        name: weight.detach().to(torch.float32, copy=True).requires_grad_() for name, weight in of_parameters.items()
-    }
-    loss = run_pass(model, batch, leaves)
-    gradients = {name: leaves[names[name]].grad for name in weights}
+    loss = run_pass(model, batch, {names[name]: leaves[id(weight)] for name, weight in weights.items()})
+    gradients = {name: leaves[id(weight)].grad for name, weight in weights.items()}
     return float(loss), {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 

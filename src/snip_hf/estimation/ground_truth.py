@@ -130,9 +130,9 @@ class _Measurement:
         self._others = compared.others
         self.loss, base = self._gradients()
         self._base = {}
-        for name, response in self._responses.items():
-            if name not in base:
-                continue
+        # Linears that share a weight share its gradient, and count once.
+        for name in {id(base[name]): name for name in self._responses if name in base}.values():
+            response = self._responses[name]
             update, meaningful = response.update(base[name]), response.meaningful(base[name])
             size = compared.weights[name].detach().to(torch.float32) if compared.others is None else update
             norm = size.square().sum().sqrt()

@@ -218,8 +218,8 @@ def responses(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, 
         TypeError: an optimizer whose update this module cannot differentiate.
     """
     if optimizer is None:
-        trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-        optimizer = torch.optim.SGD(trained or [torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        trained = dict.fromkeys(parameter for parameter in parameters.values() if parameter.requires_grad)
+        optimizer = torch.optim.SGD(list(trained) or [torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     parts = check_optimizer(optimizer)
     groups = {id(one): (part, group) for part in parts for group in part.param_groups for one in group["params"]}
     found = {}

@@ -33,6 +33,7 @@ from snip_hf.estimation.table import LAYER, ROWS, DivergenceTable
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.random_streams import stream_key
+from snip_hf.numerics.rounding import quantize
 from snip_hf.optimizers.response import responses
 from snip_hf.parallel.ranks import Processes, Ranks
 
@@ -601,6 +602,19 @@ def test_totals_add_up_the_layers() -> None:
             "loss": pytest.approx(sum(row.loss_divergence for row in chosen)),
             "weight": pytest.approx(sum(row.weight_divergence for row in chosen)),
         }
+
+
+@pytest.mark.parametrize("policy", ["hessian-trace", "kl"])
+def test_torch_s_default_dtype_changes_no_figure(policy: str, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    model, inputs = tiny_lm(), tokens(rows=2, length=200)
+    config = fp4_config(policy=policy, probe_tokens=128)
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        noisy = quantize(model.head.weight.detach(), "fp4-pqt", "weight", seed=1)
+        found.append((estimate_divergence(model, inputs, config=config), noisy.tolist()))
+    assert found[0] == found[1] == found[2]
 
 
 def test_the_same_seed_gives_the_same_table_and_another_seed_another() -> None:

@@ -187,4 +187,4 @@ def random_direction(name: str, weight: Tensor, draw: Draw) -> Tensor:
     generator = torch.Generator(device).manual_seed(
         stream_key(*draw, zlib.crc32(name.encode(errors="surrogatepass")), 0) >> 1
     )
-    return torch.randn(weight.shape, generator=generator, device=device)
+    return torch.randn(weight.shape, generator=generator, dtype=torch.float32, device=device)

@@ -211,7 +211,8 @@ class SamplePlan(NamedTuple):
         count = min(most // TILE, sum(tiles))
         starts = torch.arange(count) * sum(tiles) // count
         ends = torch.arange(1, count + 1) * sum(tiles) // count
-        runs = starts + (torch.rand(count, generator=generator) * (ends - starts)).long() - sum(tiles[:rank])
+        places = torch.rand(count, generator=generator, dtype=torch.float32) * (ends - starts)
+        runs = starts + places.long() - sum(tiles[:rank])
         runs = runs[(runs >= 0) & (runs < tiles[rank])]
         return (runs[:, None] * TILE + torch.arange(TILE)).flatten()
 

@@ -64,7 +64,7 @@ def normal(key: int, shape: tuple[int, int] | torch.Size, device: torch.device |
     function of (key, element), the same on every device, and independent of `uniform(key, ...)`.
     """
     low, high = key & _MASK32, key >> 32
-    total = torch.full(tuple(shape), -float(_TERMS // 2), device=device)
+    total = torch.full(tuple(shape), -float(_TERMS // 2), dtype=torch.float32, device=device)
     for _ in range(_TERMS):
         low = _mix(low ^ 0x13198A2E)  # further bits of pi
         high = _mix((high + low) & _MASK32)

@@ -164,7 +164,7 @@ class ZeroOptimizer:
         if norm < 0 or not math.isfinite(norm):
             raise ValueError("The norm of all gradients is not finite; expected finite numbers.")
         # Both classes divide by norm + 1e-6, in FP32.
-        return float(bound / torch.tensor(norm).add(1e-6).clamp(min=bound))
+        return float(bound / torch.tensor(norm, dtype=torch.float32).add(1e-6).clamp(min=bound))
 
     def _norm(self) -> float:
         if hasattr(self._zero, "scaled_global_norm"):

@@ -53,7 +53,7 @@ def inner_edges(values: Tensor) -> Tensor:
     if values.numel() == 0:
         return values.new_zeros(BINS - 1)
     least, most = values.aminmax()
-    return least + (most - least) * (torch.arange(1, BINS, device=values.device) / BINS)
+    return least + (most - least) * (torch.arange(1, BINS, dtype=values.dtype, device=values.device) / BINS)
 
 
 def histogram(values: Tensor, edges: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def histogram(values: Tensor, edges: Tensor) -> Tensor:
 
 def kl_divergence(before: Tensor, after: Tensor) -> Tensor:
     """Returns sum p log(p / q) for two histograms, in nats, (), FP32."""
-    p, q = ((counts + _UNSEEN).to(torch.float64) for counts in (before, after))
+    p, q = (counts.to(torch.float64) + _UNSEEN for counts in (before, after))
     p, q = p / p.sum(), q / q.sum()
     return (p * (p / q).log()).sum().to(torch.float32)
 

@@ -84,6 +84,24 @@ def test_a_change_whose_plan_would_come_after_the_last_step_is_left_out() -> Non
     assert probed_steps(config, 20, max_steps=17) == [10]
 
 
+@pytest.mark.parametrize(
+    ("done", "last_probe", "expected"),
+    [
+        (15, 10, [30, 50, 70]),  # to more steps, whose first refresh would be step 100
+        (129, None, [130, 150, 170]),  # trained without SNIP beyond the first refresh
+    ],
+)
+def test_a_resumed_run_waits_for_no_first_refresh(done: int, last_probe: int | None, expected: list[int]) -> None:
+    schedule = Schedule(fp4_config(first_refresh=None, refresh_every=20, apply_delay=1), 1000, None)  # type: ignore[arg-type]
+    schedule.last_probe = last_probe
+    found = []
+    for step in range(done + 1, expected[-1] + 1):
+        if schedule.refreshes(step, is_planned=schedule.last_probe is not None):
+            schedule.note_probe(step)
+            found.append(step)
+    assert found == expected
+
+
 # ----------------------------------------------------------------------------------------------------------- whole runs
 
 

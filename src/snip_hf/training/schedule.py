@@ -72,24 +72,20 @@ class Schedule:
             )
 
     def _is_scheduled(self, step: int, is_planned: bool) -> bool:
-        first, every = self.first_refresh, self._config.refresh_every
+        config, last = self._config, self.last_probe
         if self.postponed is not None:
             return step >= self.postponed
-        if self._target_has_changed(step):
+        if last is None:  # a resumed run may begin after its first refresh
+            return self._needs_probe and step >= self.first_refresh
+        # A new target is for the time after the last probe's plan was applied.
+        if step >= last + config.apply_delay and config.target_at(step) != config.target_at(last):
             return True
+        every = config.refresh_every
         if every is None:
             if is_planned:
                 return False
-            every = first
-        last = first if self.last_probe is None else self.last_probe
-        return self._needs_probe and step >= first and (step - last) % every == 0
-
-    def _target_has_changed(self, step: int) -> bool:
-        """Returns True if a step has another target than the last probe, whose plan was applied."""
-        last = self.last_probe
-        if last is None or step < last + self._config.apply_delay:
-            return False
-        return self._config.target_at(step) != self._config.target_at(last)
+            every = self.first_refresh
+        return (step - last) % every == 0
 
     def _is_too_late(self, step: int) -> bool:
         """Returns True if training ends before the plan of a refresh at this step could be applied."""

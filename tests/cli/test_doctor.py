@@ -96,10 +96,24 @@ def test_an_output_head_takes_part_or_is_refused(tmp_path: Path) -> None:
         list(doctor._model(str(tmp_path), fields, None, []))
 
 
-def test_a_missing_plan_file_is_refused(tmp_path: Path) -> None:
-    LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"missing\.json"):
-        list(doctor._model(str(tmp_path), {"fixed_plan": "missing.json"}, None, []))
+@pytest.mark.parametrize(
+    ("fields", "quantization", "message"),
+    [
+        ({"fixed_plan": "missing.json"}, None, r"missing\.json"),
+        ({"stages": 2}, None, "the model has 1 blocks"),
+        ({"ties": [["q_proj", "k"]]}, None, "no swapped layer's last name is 'k'"),
+        ({}, {"quant_method": "gptq", "bits": 4}, "already quantized"),
+    ],
+)
+def test_what_training_would_refuse_is_refused(
+    fields: dict[str, Any], quantization: dict[str, Any] | None, message: str, tmp_path: Path
+) -> None:
+    config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    if quantization is not None:
+        config.quantization_config = quantization
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        list(doctor._model(str(tmp_path), fields, None, []))
 
 
 @pytest.mark.parametrize(

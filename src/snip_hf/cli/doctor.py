@@ -184,10 +184,13 @@ def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, probl
     """
     from ..config import SnipConfig
     from ..kernels.backend import select_backend, why_emulated
-    from ..layers.selection import check_patterns, describe_unswapped, skip_reasons, weight_matrices
+    from ..layers.convert import convert_model
+    from ..layers.selection import describe_unswapped, skip_reasons, weight_matrices
+    from ..parallel.ranks import Ranks
     from ..policies.registry import policy_of
     from ..policies.target import describe_target
-    from ..training.plan_in_force import formats_in_use
+    from ..training.plan_in_force import first_plan, formats_in_use
+    from ..training.setup import find_setting
     from .plans import empty_model
 
     config, model, device = SnipConfig.from_dict(fields), empty_model(name), _devices()[0]
@@ -207,9 +210,11 @@ def _model(name: str, fields: dict[str, Any], lora: dict[str, Any] | None, probl
     probes = policy_of(config).needs_probe
     if not probes:
         yield "probes: none, and no solver"
-    reasons = skip_reasons(model, config)
-    check_patterns(model, config, reasons)
-    head = " and output head" if "output head" in reasons.values() else ""
+    convert_model(model, config)
+    setting = find_setting(model, config, Ranks())  # refuses stages and ties that do not fit
+    if config.fixed_plan is not None:
+        first_plan(setting, name)
+    head = " and output head" if "output head" in skip_reasons(model, config).values() else ""
     matrices = [one for one in weight_matrices(model, config) if not one.is_aside and one.parameter.dim() > 1]
     decided = sum(one.size for one in matrices if one.reason is None)
     yield (

@@ -14,7 +14,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from small import tiny_llama
 from tiny_runs import SCHEDULE, history
 
-from snip_hf import SnipController, restore_model
+from snip_hf import SnipConfig, SnipController, restore_model
 
 CONFIG = fp4_config(**SCHEDULE)
 
@@ -92,14 +92,17 @@ def test_a_step_that_was_given_up_for_an_earlier_state_may_begin_again() -> None
     calls(loop, 1)
 
 
-def test_a_loop_without_before_optimizer_step_is_told_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    loop = Loop()
+@pytest.mark.parametrize("config", [CONFIG, fp4_config(policy="uniform-fp4", guard="raise")])
+def test_a_loop_without_before_optimizer_step_is_told_so_once(
+    config: SnipConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(config)
     for step in (1, 2, 3):
         calls(loop, step, "csa")
     loop.controller.close()
     assert caplog.messages == [
-        "snip-hf: after_step was called without before_optimizer_step: no plan can be made. Call "
-        "before_optimizer_step(step) before each optimizer step, once the gradients are complete and clipped."
+        "snip-hf: after_step was called without before_optimizer_step: no plan can be made, and a guard sees nothing. "
+        "Call before_optimizer_step(step) before each optimizer step, once the gradients are complete and clipped."
     ]
 
 

@@ -293,13 +293,13 @@ class StepCalls:
 
     Args:
         accelerator: the Accelerate object of the loop, if there is one.
-        needs_probe: whether the policy probes; without a probe, `before_optimizer_step` has nothing to do.
+        reads_gradients: whether a probe or the guard does; otherwise, `before_optimizer_step` has little to do.
         log: gets each warning once.
     """
 
-    def __init__(self, accelerator: Any, needs_probe: bool, log: logging.Logger) -> None:
+    def __init__(self, accelerator: Any, reads_gradients: bool, log: logging.Logger) -> None:
         self._accelerator = accelerator if hasattr(accelerator, "sync_gradients") else None
-        self._needs_probe = needs_probe
+        self._reads_gradients = reads_gradients
         self._log = log
         self._warned: set[str] = set()
         self.is_begun = False
@@ -342,10 +342,11 @@ class StepCalls:
 
     def end(self) -> None:
         """Records a call of `after_step`."""
-        if not self.is_begun and self._needs_probe:
+        if not self.is_begun and self._reads_gradients:
             self._warn_once(
-                "after_step was called without before_optimizer_step: no plan can be made. Call "
-                "before_optimizer_step(step) before each optimizer step, once the gradients are complete and clipped."
+                "after_step was called without before_optimizer_step: no plan can be made, and a guard sees nothing. "
+                "Call before_optimizer_step(step) before each optimizer step, once the gradients are complete and "
+                "clipped."
             )
         self.is_begun = False
 

@@ -85,7 +85,7 @@ class SnipController:
         self._log = logger if is_first else _replica
         self._record = RunRecord(output_dir, is_first, self._log)
         self._schedule = Schedule(config, max_steps, self._log)
-        self._calls = StepCalls(accelerator, self.needs_probe, self._log)
+        self._calls = StepCalls(accelerator, self.needs_probe or config.guard != "off", self._log)
         self._watch: StepWatch | None = None
         """Watch of the running step, if it refreshes."""
         self._micro_batch, self._has_labels, self._started, self._is_new = 0, False, False, True

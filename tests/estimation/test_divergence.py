@@ -604,6 +604,15 @@ def test_totals_add_up_the_layers() -> None:
         }
 
 
+@pytest.mark.parametrize("table_of", [estimate_divergence, partial(measure_divergence, gemms=("forward",))])
+def test_the_caller_s_autocast_changes_no_figure(table_of: Callable[..., DivergenceTable]) -> None:
+    model, inputs = tiny_lm(), tokens()
+    optimizer = torch.optim.Muon([model.get_submodule(layer).weight for layer in LAYERS])
+    wanted = table_of(model, inputs, optimizer, fp4_config())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert table_of(model, inputs, optimizer, fp4_config()) == wanted
+
+
 @pytest.mark.parametrize("policy", ["hessian-trace", "kl"])
 def test_torch_s_default_dtype_changes_no_figure(policy: str, request: pytest.FixtureRequest) -> None:
     request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))

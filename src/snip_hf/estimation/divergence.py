@@ -27,7 +27,7 @@ from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
 from ..optimizers.response import AnalyticResponse, responses, trained_by
 from ..parallel.ranks import Attempt, Processes, describe, failing_together
-from ..parallel.sharding import is_sharded, whole
+from ..parallel.sharding import compute_device, is_sharded, whole
 from ..progress import progress
 from .batch import Batch, Compute, objective_of
 from .criterion import LayerCriterion, Rows
@@ -112,7 +112,9 @@ def divergences_at(
         ValueError: the loss of the micro-batch is not finite; on one rank is enough.
         RankError: another process did not answer.
     """
-    return _Estimate(model, batch, optimizer_step, config, step, processes or Processes()).table()
+    # The caller's autocast may be on.
+    with torch.autocast(compute_device(next(model.parameters())).type, enabled=False):
+        return _Estimate(model, batch, optimizer_step, config, step, processes or Processes()).table()
 
 
 class _Estimate:

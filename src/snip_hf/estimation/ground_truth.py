@@ -24,6 +24,7 @@ from ..layers.state import set_step
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from ..numerics.gemms import GEMMS, Assignment
 from ..optimizers.response import Response, responses, trained_by
+from ..parallel.sharding import compute_device
 from ..progress import progress
 from .batch import Batch, Compute, objective_of
 from .divergence import converted, gradients_of
@@ -174,8 +175,9 @@ class _Measurement:
 
 @contextmanager
 def _high_precision(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, SnipLayer]]:
-    """Yields the swapped layers, all unquantized; restores their formats afterwards."""
-    with converted(model, config) as layers:
+    """Yields the swapped layers, all unquantized, without autocast; restores their formats afterwards."""
+    device = compute_device(next(model.parameters())).type
+    with converted(model, config) as layers, torch.autocast(device, enabled=False):
         in_force = {
             name: (layer.snip_is_plain, layer.formats, layer.snip_state.clone()) for name, layer in layers.items()
         }

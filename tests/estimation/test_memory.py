@@ -16,6 +16,7 @@ from configs import fp4_config
 from models import batch as words
 from models import build
 from own_loop import Loop
+from peft import PrefixTuningConfig, get_peft_model
 from same_samples import assert_same_samples
 from slow_cases import slow
 from small import checkpoint_activations, convert_in_formats, text, tiny_llama, tiny_lm, tokens
@@ -175,11 +176,16 @@ MODELS = {
     "bfloat16": lambda: tiny_llama(hidden=32).to(torch.bfloat16),
     "biases": lambda: build("gpt-neox"),
     "a cache of keys": lambda: build("llama"),
+    "weights read without a call": lambda: build("mamba"),
+    "a prefix of PEFT": lambda: get_peft_model(
+        build("llama"), PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    ),
     "checkpointed by itself": lambda: tiny_lm(dropout=0.1, reentrant=False),
     "checkpointed by itself, reentrant": lambda: tiny_lm(dropout=0.1, reentrant=True),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # PEFT's use of transformers
 @pytest.mark.parametrize("case", MODELS)
 def test_blocks_that_run_twice_and_weights_that_are_made_again_change_no_bit(case: str) -> None:
     model = MODELS[case]().train()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
+from ..layers.layer import SnipLayer
 from ..numerics.random_streams import stream_key
 from ..parallel.ranks import Processes
 from ..parallel.sharding import compute_device, on_compute_device, pending_squares, sharded_as, whole
@@ -112,38 +112,22 @@ class MovedWeights:
             self._turn(name, moved)
         self._is_turned = True
 
-    def by_parameter(self) -> dict[str, Tensor]:
-        """Returns parameter name -> the tensor that a pass uses instead; for remade weights the weight itself.
+    def by_parameter(self) -> dict[str, Tensor | Callable[[], Tensor]]:
+        """Returns parameter name -> the tensor that a pass uses instead; for remade weights a function that makes it.
 
         Collective if a parameter beside the swapped weights is sharded: its module needs the whole of it.
         """
-        used = {**self._held, **{name: self._weights[name] for name in self._remade}}
+        remade: dict[str, Tensor | Callable[[], Tensor]] = {name: partial(self._made, name) for name in self._remade}
+        used = self._held | remade
         of_layers = {self._layers[name].weight_name(name): used[name] for name in used if name in self._layers}
-        return {**of_layers, **{name: whole(moved) for name, moved in used.items() if name not in self._layers}}
+        return {**of_layers, **{name: whole(moved) for name, moved in self._held.items() if name not in self._layers}}
 
-    def remake(self) -> None:
-        """Makes layers compute their moved weights each time they run; call it when their recorders are in place."""
-        for name in self._remade:
-            layer = self._layers[name]
-            assert layer.snip_recorder is not None
-            layer.snip_recorder = self._with_made(name, layer.snip_recorder)
-
-    def _with_made(self, name: str, record: ForwardRecorder) -> ForwardRecorder:
-        def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
-            with torch.no_grad():
-                moved = self._move(name, self._direction(name))
-                if self._is_turned:
-                    self._turn(name, moved)
-            holder, own_name = layer.holder
-            entries = holder._parameters
-            stand_in = entries[own_name]
-            entries[own_name] = moved  # type: ignore[assignment]
-            try:
-                return record(layer, input, dispatch)
-            finally:
-                entries[own_name] = stand_in
-
-        return forward
+    @torch.no_grad()
+    def _made(self, name: str) -> Tensor:
+        moved = self._move(name, self._direction(name))
+        if self._is_turned:
+            self._turn(name, moved)
+        return moved
 
     def _direction(self, name: str) -> Tensor:
         layer, weight = self._layers.get(name), self._weights[name]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import Cache
 
 from ..layers.adapters import changed_by_adapters, switched_parameters
 from ..layers.kinds import known_weights
@@ -34,6 +35,8 @@ _DICTS = (
     *("_parameters", "_buffers", "_modules"),
 )
 
+Weights = Mapping[str, Tensor | Callable[[], Tensor]]
+
 
 def is_probing() -> bool:
     """Returns True while snip-hf runs the model for a probe, in any thread: for hooks that must only count training.
@@ -50,7 +53,7 @@ def is_probing() -> bool:
 def run_pass(
     model: nn.Module,
     batch: Batch,
-    weights: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]],
+    weights: Weights | Callable[[], Weights],
     run: Callable[[Mapping[str, Any]], Tensor | float | None] | None = None,
 ) -> Tensor:
     """Runs one forward and backward pass in FP32 on stand-ins for the parameters and returns the loss.
@@ -61,8 +64,9 @@ def run_pass(
             gradient flows back to what inputs were computed from.
         weights: parameter name (`layers.state.plain_name`) -> the tensor to use instead; gradients go to its `.grad` if
             it requires them. Other parameters are replaced by detached FP32 copies, gathered if they are sharded,
-            except weights of swapped layers: each layer gathers its own when it runs. A function is called when the
-            model's state has been saved, so that the device may still compute the tensors until then.
+            except weights of swapped layers: each layer gathers its own when it runs. A function in place of a tensor
+            makes it each time the weight is read. A function in place of all is called when the model's state has been
+            saved, so that the device may still compute the tensors until then.
         run: for a stage of a pipeline: runs the batch forward and backward instead and returns its loss, or None if
             another process knows it (the returned tensor is then NaN).
     """
@@ -100,14 +104,20 @@ class _Seen(Tensor):
 
     held: Tensor
     """The weight in its own dtype, which may be sharded."""
+    make: Callable[[], Tensor] | None
+    """Makes the tensor that is read instead, each time."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _KNOWN:
             return _KNOWN[func](args[0].held)
         with torch._C.DisableTorchFunctionSubclass():
-            args, kwargs = tree_map_only(cls, lambda weight: whole(weight.held).to(torch.float32), (args, kwargs))
+            args, kwargs = tree_map_only(cls, _in_full, (args, kwargs))
             return func(*args, **(kwargs or {}))
+
+
+def _in_full(weight: _Seen) -> Tensor:
+    return whole(weight.held if weight.make is None else weight.make()).to(torch.float32)
 
 
 # Attributes that need no copy.
@@ -119,7 +129,7 @@ _KNOWN: dict[Any, Callable[[Tensor], Any]] = {
 }
 
 
-def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = True) -> None:
+def stand_in(model: nn.Module, weights: Weights, in_fp32: bool = True) -> None:
     """Replaces the model's parameters, buffers and tensors that are plain attributes by stand-ins.
 
     A tensor has one stand-in, whatever modules and names refer to it.
@@ -138,6 +148,9 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if plain_name(name) in weights:
             given = weights[plain_name(name)]
+            if not isinstance(given, Tensor):
+                stand_ins[id(parameter)] = _seen(parameter.detach(), given)
+                continue
             # PEFT may set `requires_grad` of this tensor, which still moves in place between passes: detach it.
             used = given if given.requires_grad else given.detach().requires_grad_(id(parameter) not in frozen)
             stand_ins.setdefault(id(parameter), _seen(used))
@@ -172,12 +185,12 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
                 attributes[name] = stand_ins[id(value)]
 
 
-def _seen(weight: Tensor) -> Tensor:
-    if weight.dtype == torch.float32 and not is_sharded(weight):
+def _seen(weight: Tensor, make: Callable[[], Tensor] | None = None) -> Tensor:
+    if weight.dtype == torch.float32 and not is_sharded(weight) and make is None:
         return weight
     # A kernel that knows no subclasses must not take a part for the whole.
     seen = (torch.empty(0) if is_sharded(weight) else weight).as_subclass(_Seen)
-    seen.held = weight
+    seen.held, seen.make = weight, make
     return seen
 
 
@@ -326,8 +339,12 @@ def recomputing(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
 
 def _recomputed(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        # The second forward pass would add its keys to a prefix (of PEFT) once more.
+        if any(isinstance(value, Cache) for value in given):
+            return original(*args, **kwargs)
         # Checkpointing restores the generators of the devices of these tensors.
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        tensors = [value for value in given if isinstance(value, Tensor)]
         return checkpoint(lambda *_: original(*args, **kwargs), *tensors, use_reentrant=False)
 
     return forward

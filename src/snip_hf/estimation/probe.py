@@ -194,8 +194,6 @@ class _Passes:
         recorded = recording(self._layers, recorder, noise)
         # First, since some of the others wrap the forward that a module has.
         with without_tensor_parallelism(model), choosing, recorded, recomputing(model, settings.savings.recomputed):
-            if moved is not None:
-                moved.remake()
             loss = run_pass(model, self._batch, {} if moved is None else moved.by_parameter, run=self._processes.run)
         self.shared = recorder.inputs.groups()
         if noise is None:

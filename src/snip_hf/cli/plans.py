@@ -95,9 +95,10 @@ def export(arguments: argparse.Namespace) -> int:
 def compare_with_model(plan: PrecisionPlan, name: str) -> int:
     """Prints the mismatches between a plan and a model; returns 1 if there are any."""
     model = empty_model(name)
-    # The config of the plan, to skip the modules that the run skipped.
-    config = SnipConfig() if plan.provenance.config is None else SnipConfig.from_dict(plan.provenance.config)
-    layers = convert_model(model, config)
+    # Only the fields that choose layers: others may be those of another version.
+    fields = plan.provenance.config or {}
+    choosing = {name: fields[name] for name in ("skip_modules", "include_modules") if name in fields}
+    layers = convert_model(model, SnipConfig.from_dict(choosing))
     flops = linear_flops(model)
     missing, unexpected = plan.mismatches(layers)
     # The forward GEMM, because a frozen weight has no grad_weight FLOPs.

@@ -140,6 +140,18 @@ def test_without_a_target_another_share_is_not_mentioned(
     assert not any(isinstance(event, Retarget) for event in events)
 
 
+def test_the_file_of_a_fixed_plan_may_have_another_name_but_not_another_plan(tmp_path: Path) -> None:
+    plans = [Loop(fp4_config(policy=f"uniform-fp{bits}")).controller.plan for bits in (4, 4, 8)]
+    paths = [tmp_path / f"{number}.json" for number in range(3)]
+    for plan, path in zip(plans, paths, strict=True):
+        plan.save(path)
+    asked, moved, other = (fp4_config(fixed_plan=str(path)) for path in paths)
+    first, state = saved(2, asked, tmp_path)
+    assert resumed(state, first, moved, tmp_path).controller.plan.assignment == plans[0].assignment
+    with pytest.raises(ValueError, match=r"this run asks for .* \(different fields: fixed_plan\)"):
+        resumed(state, first, other, tmp_path)
+
+
 @pytest.mark.slow
 def test_a_speed_up_may_take_the_place_of_a_share_and_other_fields_are_refused_as_before(tmp_path: Path) -> None:
     first, state = saved(4, config(), tmp_path)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ..config import SnipConfig, as_names
-from ..costs.flops import Work
 from ..estimation.coverage import Coverage
 from ..estimation.ties import Ties
 from ..json_io import SCHEMA_VERSION, from_json
@@ -91,12 +90,12 @@ class SavedState:
         fields, names = config.to_dict(), TARGETS if policy_of(config).aims_at_share else ()
         return {name: (self.config.get(name), fields[name]) for name in names if self.config.get(name) != fields[name]}
 
-    def fitted(self, config: SnipConfig, flops: Work, at_step: int | None, weights: str | None) -> SavedState:
+    def fitted(self, config: SnipConfig, plan: PrecisionPlan, at_step: int | None, weights: str | None) -> SavedState:
         """Returns the state as a run continues from it, with the FLOPs of the run's model in its plan.
 
         Args:
             config: the run's.
-            flops: of the run's model.
+            plan: the run's first one.
             at_step: the optimizer steps that the weights have done; None: not checked.
             weights: fingerprint of the weights; None: not checked.
 
@@ -105,7 +104,10 @@ class SavedState:
             KeyError: the plan is for another model.
         """
         fields = config.to_dict()
-        different = [name for name in differences(config, self.config) if name not in (*TARGETS, *_GUARD, "solver")]
+        free = {*TARGETS, *_GUARD, "solver"}
+        if None not in (config.fixed_plan, self.config.get("fixed_plan")) and self.plan.assignment == plan.assignment:
+            free.add("fixed_plan")  # the file was moved
+        different = [name for name in differences(config, self.config) if name not in free]
         if different:
             name = different[0]
             raise ValueError(
@@ -118,7 +120,7 @@ class SavedState:
                 f"The SNIP state is of step {self.step}, but the weights are of step {at_step}. Take both from the "
                 "same checkpoint folder."
             )
-        fitted = replace(self, plan=self.plan.with_flops(flops))
+        fitted = replace(self, plan=self.plan.with_flops(plan.flops))
         if None not in (weights, self.weights) and weights != self.weights:
             raise ValueError(
                 "The SNIP state was saved with other weights than those that were loaded: they come from different "

@@ -329,9 +329,8 @@ class SnipController:
             KeyError: the plan in it is for another model.
         """
         self.processes.note("at the loading of a state (every rank loads the same one)")
-        flops = self._run.in_force.setting.flops
         with self.processes.everyone.together():
-            saved = SavedState.of(state).fitted(self.config, flops, at_step, weights)
+            saved = SavedState.of(state).fitted(self.config, self.plan, at_step, weights)
         check_equal(formats_of(saved.plan), self.processes.everyone)
         self._end_watch()
         self._calls.is_begun = False

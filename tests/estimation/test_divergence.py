@@ -24,7 +24,7 @@ from transformers import NemotronConfig, OPTConfig, PretrainedConfig
 from snip_hf.config import SnipConfig
 from snip_hf.estimation import layer_sums
 from snip_hf.estimation.batch import Batch
-from snip_hf.estimation.divergence import divergences_at, estimate_divergence, gradients_of, weights_of
+from snip_hf.estimation.divergence import divergences_at, estimate_divergence, gradients_of
 from snip_hf.estimation.extrapolation import BatchSizes
 from snip_hf.estimation.ground_truth import measure_divergence
 from snip_hf.estimation.optimizer_step import OptimizerStep
@@ -426,7 +426,7 @@ def over_ranks(size: int, config: SnipConfig, inputs: dict[str, Tensor], **optio
     optimizer = adamw_after(model, steps=8)
     convert_model(model, config)
     layers = snip_linears(model)
-    answers = responses(optimizer, weights_of(layers))
+    answers = responses(optimizer, {name: layer.weight for name, layer in layers.items()})
     _, gradients = gradients_of(model, Batch.of(inputs), layers)
     rows = len(inputs["labels"]) // size
 

@@ -224,8 +224,8 @@ def test_a_small_bound_gives_the_same_divergences(
     assert [astuple(row) for row in tables[0].rows] == [astuple(row) for row in tables[1].rows]
     assert used[0] == NO_SAVINGS and len(used[1].recomputed) == len({block_of(name) for name in snip_linears(model)})
     assert caplog.messages[-1] == (
-        "snip-hf: to stay within 0 MiB, the probe computes the activations of "
-        f"{len(used[1].recomputed)} blocks and the moved weights of {len(used[1].remade)} layers twice."
+        "snip-hf: to stay within 0 MiB, the probe recomputes the activations of "
+        f"{len(used[1].recomputed)} blocks and the moved weights of {len(used[1].remade)} layers."
     )
     # Muon's direction is found by autograd, which does not work inside of a pass.
     assert bool(used[1].remade) is (optimizer is not torch.optim.Muon)

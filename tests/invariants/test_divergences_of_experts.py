@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
-from snip_hf.estimation.divergence import converted, divergences_at, estimate_divergence, gradients_of, weights_of
+from snip_hf.estimation.divergence import converted, divergences_at, estimate_divergence, gradients_of
 from snip_hf.estimation.ground_truth import measure_divergence
 from snip_hf.estimation.optimizer_step import OptimizerStep
 from snip_hf.estimation.table import LAYER, Divergence, DivergenceTable
@@ -170,7 +170,9 @@ def table_on(ranks: Ranks, model: nn.Module, **options: Any) -> DivergenceTable:
     count = 4 // ranks.size
     part = {name: value[ranks.rank * count : (ranks.rank + 1) * count] for name, value in inputs.items()}
     with converted(own, config) as layers:
-        answers = responses(torch.optim.SGD(own.parameters(), lr=1.0), weights_of(layers))
+        answers = responses(
+            torch.optim.SGD(own.parameters(), lr=1.0), {name: layer.weight for name, layer in layers.items()}
+        )
         _, gradients = gradients_of(own, Batch.of(inputs), layers)
         processes = Processes(data=ranks, everyone=ranks)
         return divergences_at(own, Batch.of(part), OptimizerStep(gradients, answers), config, processes=processes)

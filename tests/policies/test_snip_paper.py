@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from snip_hf import SnipConfig, SnipController, convert_model, estimate_divergence, measure_divergence
 from snip_hf.estimation.batch import Batch
-from snip_hf.estimation.divergence import divergences_at, gradients_of, weights_of
+from snip_hf.estimation.divergence import divergences_at, gradients_of
 from snip_hf.estimation.extrapolation import BatchSizes
 from snip_hf.estimation.layer_sums import LayerSums, read_all
 from snip_hf.estimation.noise import PLACES, Noise
@@ -239,7 +239,7 @@ def table_of_step(inputs: dict[str, Tensor], ranks: Ranks | None = None, rows: s
     _, gradients = gradients_of(model, Batch.of(inputs), layers)
     processes = None if ranks is None else Processes(data=ranks, everyone=ranks)
     own = Batch.of({name: value[rows] for name, value in inputs.items()}).part(config.probe_batch_tokens)
-    one = OptimizerStep(gradients, responses(optimizer, weights_of(layers)), **step)
+    one = OptimizerStep(gradients, responses(optimizer, {name: layer.weight for name, layer in layers.items()}), **step)
     return divergences_at(model, own, one, config, processes=processes)
 
 

@@ -252,8 +252,8 @@ class _Estimate:
         savings = find_savings(self._model, layers, elementwise, bound, sizes)
         if savings != NO_SAVINGS and self._processes.everyone.is_first:
             logger.info(
-                "snip-hf: to stay within %d MiB, the probe computes the activations of %d blocks and the moved weights "
-                "of %d layers twice.",
+                "snip-hf: to stay within %d MiB, the probe recomputes the activations of %d blocks and the moved "
+                "weights of %d layers.",
                 bound / MIB,
                 len(savings.recomputed),
                 len(savings.remade),
@@ -428,17 +428,13 @@ def gradients_of(
 
     `model` is converted and has no wrappers; `others` are those of `ComparedParameters`.
     """
-    weights = {**weights_of(layers), **(others or {})}
+    weights = {**{name: layer.weight for name, layer in layers.items()}, **(others or {})}
     # Linears that share a weight share its gradient.
     leaves = {id(weight): weight.detach().to(torch.float32, copy=True).requires_grad_() for weight in weights.values()}
     names = {name: layers[name].weight_name(name) if name in layers else name for name in weights}
     loss = run_pass(model, batch, {names[name]: leaves[id(weight)] for name, weight in weights.items()})
     gradients = {name: leaves[id(weight)].grad for name, weight in weights.items()}
     return float(loss), {name: gradient for name, gradient in gradients.items() if gradient is not None}
-
-
-def weights_of(layers: Mapping[str, SnipLayer]) -> dict[str, Tensor]:
-    return {name: layer.weight for name, layer in layers.items()}
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""The memory of a probe, and the parts that its passes compute twice to stay within a bound.
+"""The memory of a probe, and the parts that its passes recompute to stay within a bound.
 
 A pass in FP32 holds the activations of every block and an FP32 copy of every swapped weight that moves. A block that is
 recomputed (activation checkpointing) holds its input only; if all blocks are, their moved weights can be made again
-each time a layer runs. Either changes no number.
+each time they are read. Either changes no number.
 
 By default a probe stays within the memory that a training step of this model and micro-batch needs while its loss is
 computed, less the gradients, which exist beside a probe. So it needs no more than the step that it belongs to.
@@ -42,12 +42,12 @@ _PER_WORD = 12
 
 @dataclass(frozen=True)
 class Savings:
-    """The parts that the passes of a probe compute twice to save memory."""
+    """The parts that the passes of a probe recompute to save memory."""
 
     recomputed: tuple[str, ...] = ()
     """Blocks (named as in plans) whose activations are recomputed in the backward pass."""
     remade: frozenset[str] = frozenset()
-    """Layers whose moved weights are made again, if that can be done (`moved_weights.can_be_remade`)."""
+    """Layers whose moved weights are made again each time they are read."""
 
 
 NO_SAVINGS = Savings()
@@ -93,7 +93,7 @@ def step_memory(model: nn.Module, layers: Mapping[str, SnipLayer], tokens: int, 
 def find_savings(
     model: nn.Module, layers: Mapping[str, SnipLayer], remakeable: Collection[str], bound: float, sizes: PassSizes
 ) -> Savings:
-    """Returns the parts to compute twice so that a probe stays within `bound` bytes, or comes as near as it can.
+    """Returns the parts to recompute so that a probe stays within `bound` bytes, or comes as near as it can.
 
     The first blocks are recomputed, as few as are needed: their backward passes come last, when the activations of all
     others are gone.

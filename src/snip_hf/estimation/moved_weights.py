@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from statistics import median
@@ -42,7 +41,7 @@ class MovedWeights:
             than the others (`_LEAST_STEP`); with `others`, the root mean square of an element of eps * d / that of the
             swapped weights, since a parameter of an adapter may still be 0.
         processes: the processes that probe together.
-        remade: layers whose moved weights are not held, if that is possible.
+        remade: layers whose moved weights are not held.
         others: parameters that `pullbacks` names besides layers; None: none.
     """
 
@@ -63,8 +62,7 @@ class MovedWeights:
         self._directions: dict[str, Tensor] = {}
         """Directions that are held; `_held` moves them in place."""
         self._relative_step, self._processes, self._has_others = relative_step, processes, others is not None
-        users = Counter(id(layer.weight) for layer in layers.values())
-        self._remade = [name for name in pullbacks if name in remade and can_be_remade(layers[name], users)]
+        self._remade = [name for name in pullbacks if name in remade]
 
         def directions() -> Iterator[Tensor]:
             for name in pullbacks:
@@ -142,12 +140,6 @@ class MovedWeights:
 
     def _turn(self, name: str, moved: Tensor) -> None:
         moved.neg_().add_(on_compute_device(self._weights[name]), alpha=2.0)
-
-
-def can_be_remade(layer: SnipLayer, users: Mapping[int, int]) -> bool:
-    """Returns True if a layer's weight is a parameter of its module and has one user (by id of the weight)."""
-    holder, name = layer.holder
-    return holder._parameters.get(name) is layer.weight and users[id(layer.weight)] == 1
 
 
 def random_directions(name: str, layer: SnipLayer, draw: Draw) -> tuple[Tensor, ...]:

@@ -149,7 +149,7 @@ def stand_in(model: nn.Module, weights: Weights, in_fp32: bool = True) -> None:
         if plain_name(name) in weights:
             given = weights[plain_name(name)]
             if not isinstance(given, Tensor):
-                stand_ins[id(parameter)] = _seen(parameter.detach(), given)
+                stand_ins.setdefault(id(parameter), _seen(parameter.detach(), given))
                 continue
             # PEFT may set `requires_grad` of this tensor, which still moves in place between passes: detach it.
             used = given if given.requires_grad else given.detach().requires_grad_(id(parameter) not in frozen)

@@ -68,7 +68,7 @@ class ProbeSettings:
     inputs of all layers and one with noise on their output gradients. Their differences from a pass without noise,
     divided by this size, take the place of the derivatives, in this order."""
     savings: Savings = NO_SAVINGS
-    """The parts that passes compute twice to save memory; they change no number."""
+    """The parts that passes recompute to save memory; they change no number."""
 
     @property
     def draws(self) -> list[Draw]:

@@ -610,6 +610,9 @@ def test_attention_that_cannot_be_switched_is_refused_only_where_it_is_probed(mo
 def test_a_first_batch_without_labels_is_refused_and_a_later_one_costs_a_refresh(tmp_path: Path) -> None:
     loop = Loop(folder=tmp_path)
     batch = {"input_ids": text(2, 24)["input_ids"]}
+    assert refusal(lambda: loop.controller.capture(list(batch.values())), TypeError) == (  # type: ignore[arg-type]
+        "capture got a list; expected a dict of the model's inputs, or of compute_loss's."
+    )
     assert refusal(lambda: loop.controller.capture(batch)) == (
         "The batch has no labels (its keys are input_ids), so the model gives no loss to probe. Expected a causal LM "
         "batch with `labels`. If the model does not return the loss, say how it is computed: by compute_loss=... in "
@@ -1004,7 +1007,9 @@ def test_a_refresh_whose_micro_batches_nobody_captured_says_so(tmp_path: Path) -
     for step in (1, 2):
         loop.controller.before_optimizer_step(step)
         loop.controller.after_step(step)
-    assert [line["reason"] for line in history(tmp_path)] == [
+    start, *refreshes = history(tmp_path)
+    assert start["event"] == "start"
+    assert [line["reason"] for line in refreshes] == [
         "ValueError: No micro-batch of this step was given to capture(). Call capture(batch) before each forward pass, "
         "and after_step(step) after each optimizer step."
     ]

@@ -100,7 +100,7 @@ class SnipController:
     def _begin(self, run: RunParts, max_steps: int | None) -> None:
         """Adopts the parts of the run, installs the hooks and logs the start."""
         self._run = run
-        self.config, self.model = run.config, run.model
+        self.model = run.model
         self.backend = run.backend
         """Name of the backend in use."""
         self._layers, self._source, self._guard = run.layers, run.source, run.guard
@@ -159,9 +159,14 @@ class SnipController:
             terms: the number of independent terms that this loss is a mean over.
 
         Raises:
+            TypeError: the batch is not a dict.
             ValueError: the policy needs a probe, and the very first batch cannot be probed, e.g. without labels.
         """
         self._calls.check_open("capture")
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f"capture got a {type(batch).__name__}; expected a dict of the model's inputs, or of compute_loss's."
+            )
         self.count(self.offer(batch, objective_of(compute_loss, terms)))
 
     def offer(self, batch: Mapping[str, Any], objective: Objective | None = None) -> TrainingPass:
@@ -240,6 +245,8 @@ class SnipController:
 
     def _begin_step(self, step: int) -> None:
         run = self._run
+        if not self._started:  # nothing was captured
+            self.start()
         self._source.note_step()
         self._calls.begin(self._source.is_late)
         is_left_out = self._guard is not None and self._guard.leaves_out(step)

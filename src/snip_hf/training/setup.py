@@ -58,7 +58,6 @@ class RunParts:
     """The parts of one run."""
 
     config: SnipConfig
-    """The configuration, with what it leaves open filled in from the model."""
     model: nn.Module
     """Without wrappers, or the parts of it that this process holds."""
     backend: str

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import Cache
 
 from ..layers.adapters import changed_by_adapters, switched_parameters
 from ..layers.kinds import known_weights
@@ -340,8 +339,8 @@ def recomputing(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
 def _recomputed(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
-        # The second forward pass would add its keys to a prefix (of PEFT) once more.
-        if any(isinstance(value, Cache) for value in given):
+        # To transformers' cache of a prefix (of PEFT) the second forward pass would add its keys once more.
+        if any(hasattr(value, "get_seq_length") for value in given):
             return original(*args, **kwargs)
         # Checkpointing restores the generators of the devices of these tensors.
         tensors = [value for value in given if isinstance(value, Tensor)]

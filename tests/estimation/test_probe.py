@@ -909,6 +909,12 @@ def test_layers_show_the_same_if_the_batch_holds_embeddings_and_no_gradient_leav
     convert_model(model, fp4_config())
     prompt = torch.zeros(1, dtype=dtype, requires_grad=is_trained)
     embedded = model.get_input_embeddings()(inputs["input_ids"]).detach() + prompt
+
+    def write_in_place(_: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+        if inputs["inputs_embeds"] is not None:
+            inputs["inputs_embeds"].add_(0)
+
+    model.model.register_forward_pre_hook(write_in_place, with_kwargs=True)
     pullbacks = pullbacks_of(sensitivity_of(model, list(snip_linears(model))))
     batches = {"inputs_embeds": embedded, "labels": inputs["labels"]}, inputs
     found, expected = (run_probe(model, Batch.of(one), pullbacks) for one in batches)

@@ -123,6 +123,17 @@ def test_formats_that_are_raised_before_the_first_refresh_do_not_bring_it_forwar
     assert loop.controller is not None and loop.controller.state_dict()["last_probe"] == 12
 
 
+def test_after_a_refresh_the_next_one_waits_for_no_first_refresh(tmp_path: Path) -> None:
+    loop = Provoked(config(policy="snip", first_refresh=None), tmp_path, factors={12: 1e3})
+    assert loop.controller is not None
+    loop.controller._schedule.max_steps = 20
+    loop.run(11)
+    loop.controller._schedule.max_steps = 1000  # resumed to more steps
+    loop.run(16)
+    assert [alarm.step for alarm in alarms(tmp_path)] == [12]
+    assert [step for step, _ in refreshes(tmp_path)] == [10] and loop.controller.state_dict()["last_probe"] == 16
+
+
 def test_kernels_launch_by_the_raised_formats_in_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA graphs of the old formats would be replayed if the records kept their addresses."""
     monkeypatch.setattr(type(TENSOR_SCALED), "lacks", lambda self, device: None)

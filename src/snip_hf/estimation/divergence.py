@@ -235,7 +235,7 @@ class _Estimate:
         return updates, run_probe(self._model, self._batch, pullbacks, settings, self._processes, self._tokens, others)
 
     def _savings(self, probes: int) -> Savings:
-        """Returns the parts that passes compute twice; equal on all ranks, which may gather weights for them."""
+        """Returns the parts that passes recompute; equal on all ranks, which may gather weights for them."""
         config, layers, tokens = self._config, self._layers, max(self._tokens)
         if self._processes.run is not None:  # which may cut backward passes in ways of its own
             return NO_SAVINGS
@@ -358,6 +358,8 @@ def _rows(
         squares, rise, errors, criterion = (next(read) for _ in range(4))
         # A frozen weight's gradient is never computed, so its errors do not count.
         errors[LAYER] = tuple(map(sum, zip(*(errors[gemm] for gemm in flops[name]), strict=True)))
+        if criterion[LAYER] is not None:
+            criterion[LAYER] = sum(criterion[gemm] for gemm in flops[name])
         for gemm in (*flops[name], LAYER):
             rows.append(
                 Divergence(
@@ -370,18 +372,10 @@ def _rows(
                     clip_factor * _root(squares[gemm].bias),
                     absolute_error=errors[gemm][0],
                     relative_error=errors[gemm][1],
-                    criterion=_executed(criterion, gemm, flops[name]),
+                    criterion=criterion[gemm],
                 )
             )
     return rows
-
-
-def _executed(criterion: Rows, row: str, gemms: Container[str]) -> float | None:
-    """Returns a row of a criterion; the layer's without the GEMMs that it does not run."""
-    value = criterion[row]
-    if row != LAYER or value is None:
-        return value
-    return value - sum(criterion[gemm] or 0.0 for gemm in GEMMS if gemm not in gemms)
 
 
 def _agreed_loss(own_loss: float | None, attempt: Attempt, labelled: Sequence[float], processes: Processes) -> float:

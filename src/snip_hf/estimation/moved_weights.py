@@ -1,4 +1,4 @@
-"""The weights that a probe moves along a random direction d = J^T z, held in FP32 or made again when a layer runs."""
+"""The weights that a probe moves along a random direction d = J^T z, held in FP32 or made again when they are read."""
 
 from __future__ import annotations
 

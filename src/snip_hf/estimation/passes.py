@@ -59,8 +59,8 @@ def run_pass(
 
     Args:
         model: a model without wrappers.
-        batch: the micro-batch; the generators start from its state. Half-precision inputs are converted to FP32, and no
-            gradient flows back to what inputs were computed from.
+        batch: the micro-batch; the generators start from its state. Half-precision tensors in it (in dicts,
+            lists and tuples) are converted to FP32, and no gradient flows back to what they were computed from.
         weights: parameter name (`layers.state.plain_name`) -> the tensor to use instead; gradients go to its `.grad` if
             it requires them. Other parameters are replaced by detached FP32 copies, gathered if they are sharded,
             except weights of swapped layers: each layer gathers its own when it runs. A function in place of a tensor
@@ -79,7 +79,9 @@ def _own_input(value: Tensor) -> Tensor:
     if not value.is_floating_point():
         return value
     dtype = torch.float32 if value.element_size() < 4 else value.dtype
-    return value.detach().to(dtype).requires_grad_(value.requires_grad)
+    own = value.detach().to(dtype)
+    # Not a leaf, so that code of the user's may write to it in place.
+    return own.requires_grad_().clone() if value.requires_grad else own
 
 
 @contextmanager
@@ -281,7 +283,7 @@ def _run(model: nn.Module, batch: Batch, run: Callable[[Mapping[str, Any]], Tens
     """Runs forward and backward and returns the loss; recomputation in backward needs the stand-ins too."""
     if run is not None:
         found = run(dict(batch.kwargs))
-        return torch.tensor(math.nan if found is None else float(found))
+        return torch.tensor(math.nan if found is None else float(found), dtype=torch.float32)
     # The caller's autocast may be on.
     device = compute_device(next(model.parameters())).type
     attention, share = nullcontext() if batch.sequences is None else batch.sequences.attention(), batch.share
@@ -328,6 +330,7 @@ def recomputing(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
     """Makes blocks of the model (named as in plans) recompute their activations in the backward pass.
 
     The random generators start the second forward pass as they started the first, so the numbers are the same bits.
+    Blocks that get a cache (with the prefix of PEFT's prefix tuning) recompute nothing.
     """
     modules = {plain_name(name): module for name, module in model.named_modules()} if blocks else {}
     with binding_kept([vars(modules[name]) for name in blocks]):

@@ -95,7 +95,7 @@ class SavedState:
 
         Args:
             config: the run's.
-            plan: the run's first one.
+            plan: the run's plan in force.
             at_step: the optimizer steps that the weights have done; None: not checked.
             weights: fingerprint of the weights; None: not checked.
 

@@ -153,7 +153,7 @@ class StepMeter(BackwardEnd):
 
     def note_loss(self, loss: Tensor | float) -> None:
         """Notes the share of a micro-batch in the loss of its step."""
-        self._losses.append(loss.detach().to(torch.float32) if isinstance(loss, Tensor) else torch.tensor(float(loss)))
+        self._losses.append(torch.as_tensor(loss, dtype=torch.float32).detach())
 
     @torch.no_grad()
     def note(self) -> None:
@@ -198,8 +198,8 @@ class StepMeter(BackwardEnd):
             return next(iter(read(total)), None), None, []
         holders = self._processes.data.size * self._processes.tensor.size
         # Gradients that several ranks hold count once.
-        weights = torch.tensor([number_of_parts(parameter) / holders for parameter in parameters])
-        square = (norms.square() * weights.to(norms.device)).sum()
+        shares = [number_of_parts(parameter) / holders for parameter in parameters]
+        square = (norms.square() * torch.tensor(shares, dtype=norms.dtype, device=norms.device)).sum()
         *loss, own_square = read([*total, square])
         broken = []
         if not math.isfinite(own_square):
@@ -270,7 +270,8 @@ class Guard:
             self._refresher.drop(step, f"the guard raised formats after step {step}")
             if policy_of(self._config).needs_probe:
                 calm = step + self._config.guard_patience + 1
-                self._schedule.postponed = max(calm, self._schedule.first_refresh)
+                has_probed = self._schedule.last_probe is not None
+                self._schedule.postponed = calm if has_probed else max(calm, self._schedule.first_refresh)
         self._report(step, finding, is_left_out, changes)
 
     def restore(self, health: Health) -> None:

@@ -4,11 +4,11 @@
     python benchmarks/speed.py --models TinyLlama-1.1B --share 0 0.75 1 --length 512 --checkpointing
     python benchmarks/speed.py --combinations --steps 24 --output runs/combinations.jsonl
 
-Needs one GPU; with the defaults it ends within 5 minutes on an H100 or H200. A recipe trains a Llama with torch.compile
-(decoder layers one by one), fused AdamW and BF16 autocast over FP32 weights (--lora: frozen BF16 weights). snip-hf
-refreshes its plan twice. Steps count from the first plan on, without those that probe or apply. "wait" recipes read the
-loss in every step, as many callbacks do. BF16 runs first and last, because clocks drift, and speeds are relative to the
-median of both. Prints a Markdown block for reports and issues.
+Needs one GPU; with the defaults it takes about 5 minutes on an H200 (an estimate). A recipe trains a Llama with
+torch.compile (decoder layers one by one), fused AdamW and BF16 autocast over FP32 weights (--lora: frozen BF16
+weights). snip-hf refreshes its plan twice. Steps count from the first plan on, without those that probe or apply.
+"wait" recipes read the loss in every step, as many callbacks do. BF16 runs first and last, because clocks drift, and
+speeds are relative to the median of both. Prints a Markdown block for reports and issues.
 
 With CUDA graphs (--mode) peaks are of reserved memory, since torch does not count tensors inside of graphs as
 allocated. Memory that a refresh needed stays reserved, and so counts for later steps.
@@ -130,7 +130,7 @@ def main() -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=llamas.SHAPES, default=[LARGE, SMALL], metavar="MODEL")
-    parser.add_argument("--share", nargs="+", type=float, default=[0.75], help="least shares in 4 bits (default 0.75)")
+    parser.add_argument("--share", nargs="+", type=float, help="least shares in 4 bits (default 0.5 0.75)")
     parser.add_argument("--combinations", action="store_true", help="the cases of CASES in place of --models")
     parser.add_argument("--formats", nargs=2, default=list(llamas.FORMATS), metavar="FORMAT")
     parser.add_argument("--backend", default="auto")
@@ -140,7 +140,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (default 1)")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations of decoder layers")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linears of a frozen model")
-    parser.add_argument("--steps", type=int, default=60, help="steps of a run (default 60, at least 18)")
+    parser.add_argument("--steps", type=int, default=36, help="steps of a run (default 36, at least 18)")
     parser.add_argument("--wait", action="store_true", help="also run each recipe with a callback that reads the loss")
     parser.add_argument("--mode", help='of torch.compile, such as "reduce-overhead" for CUDA graphs')
     parser.add_argument("--empty-caches", action="store_true", help="find nothing compiled by earlier runs")
@@ -152,6 +152,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     given = [name for name in ("models", "share", "wait") if getattr(options, name) != parser.get_default(name)]
     if options.combinations and given:
         parser.error(f"--{given[0]} has no effect with --combinations, which lists its own cases; leave it out")
+    options.share = options.share or ([0.75] if options.combinations else [0.5, 0.75])
     if options.shortest and options.rows > 1:
         parser.error("--shortest needs --rows 1, since the sequences of a micro-batch have one length")
     options.deadline = time.monotonic() + 60 * options.minutes

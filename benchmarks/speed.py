@@ -3,12 +3,14 @@
     python benchmarks/speed.py --output runs/speed.jsonl
     python benchmarks/speed.py --models TinyLlama-1.1B --share 0 0.75 1 --length 512 --checkpointing
     python benchmarks/speed.py --combinations --steps 24 --output runs/combinations.jsonl
+    accelerate launch --config_file recipes/accelerate/fsdp2.yaml benchmarks/speed.py --output runs/fsdp2.jsonl
 
 Needs one GPU; with the defaults it takes about 5 minutes on an H200 (an estimate). A recipe trains a Llama with
 torch.compile (decoder layers one by one), fused AdamW and BF16 autocast over FP32 weights (--lora: frozen BF16
 weights). snip-hf refreshes its plan twice. Steps count from the first plan on, without those that probe or apply.
 "wait" recipes read the loss in every step, as many callbacks do. BF16 runs first and last, because clocks drift, and
-speeds are relative to the median of both. Prints a Markdown block for reports and issues.
+speeds are relative to the median of both. Prints a Markdown block for reports and issues. On several GPUs each rank
+has its own micro-batches; times and peaks are those of the first.
 
 With CUDA graphs (--mode) peaks are of reserved memory, since torch does not count tensors inside of graphs as
 allocated. Memory that a refresh needed stays reserved, and so counts for later steps.
@@ -27,8 +29,9 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -73,6 +76,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     (SMALL, {}),
 )
 OURS, TORCHAO = "snip-hf 75%", "torchao tensorwise"
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
 COLUMNS = {
     "model": ("model", "{}"),
     "recipe": ("recipe", "{}"),
@@ -110,6 +114,11 @@ def main() -> None:
     options = parse()
     source = {**origin_of(options.device), "formats": options.formats}
     with ExitStack() as stack:
+        if rank := int(os.environ.get("LOCAL_RANK", 0)):
+            options.output = None
+            stack.enter_context(redirect_stdout(StringIO()))
+        if options.device.type == "cuda":
+            torch.cuda.set_device(rank)
         if options.empty_caches:
             stack.enter_context(empty_caches())
         # With torch's default of 8, a kernel that compiles anew for each layer would end up uncompiled.
@@ -211,6 +220,7 @@ def describe(options: argparse.Namespace) -> str:
         "checkpointing": options.checkpointing,
         "LoRA": options.lora,
         f"compiled in the mode {options.mode}": options.mode is not None,
+        f"{RANKS} ranks by {'FSDP2' if os.environ.get('ACCELERATE_USE_FSDP') == 'true' else 'DDP'}": RANKS > 1,
     }
     return ", ".join(text for text, holds in parts.items() if holds)
 
@@ -323,7 +333,7 @@ def train(model_name: str, recipe: str, options: argparse.Namespace, waits: bool
         "step_ms": step,
         "mean_step_ms": statistics.fmean(times[number] for number in schedule.ordinary),
         "slowest_ms": max(times[number] for number in schedule.ordinary),
-        "tokens_per_s": 1e3 * options.rows * mean_length * options.accumulate / step,
+        "tokens_per_s": 1e3 * RANKS * options.rows * mean_length * options.accumulate / step,
         "peak_gib": max(gib[number] for number in schedule.ordinary),
         "memory": "reserved" if reserved else "allocated",
         "first_s": clock.first_s,
@@ -416,7 +426,7 @@ def compiled_by_regions() -> Iterator[None]:
 def random_texts(options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
     """Returns as many sequences of random tokens as a run reads."""
     generator = torch.Generator().manual_seed(options.seed)
-    shape = (options.rows * options.accumulate * options.steps, options.length)
+    shape = (RANKS * options.rows * options.accumulate * options.steps, options.length)
     tokens = torch.randint(llamas.VOCABULARY, shape, generator=generator)
     shortest = options.shortest or options.length
     lengths = torch.randint(shortest, options.length + 1, shape[:1], generator=generator).tolist()

@@ -153,6 +153,15 @@ def test_lengths_are_drawn_from_the_shortest_on(capsys: pytest.CaptureFixture[st
     assert "--shortest needs --rows 1" in capsys.readouterr().err
 
 
+def test_ranks_are_named_and_have_their_own_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "RANKS", 2)
+    options = speed_options("--steps", "18")
+    assert speed.describe(options) == "2 x 64 tokens, 2 ranks by DDP"
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert speed.describe(options) == "2 x 64 tokens, 2 ranks by FSDP2"
+    assert len(speed.random_texts(options)) == 2 * 2 * 18
+
+
 def test_each_recipe_runs_with_its_share_and_again_with_a_wait(
     tiny_llamas: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

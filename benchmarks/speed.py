@@ -149,6 +149,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (default 1)")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations of decoder layers")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linears of a frozen model")
+    parser.add_argument("--liger", action="store_true", help="Liger's kernels for all recipes (needs liger-kernel)")
     parser.add_argument("--steps", type=int, default=36, help="steps of a run (default 36, at least 18)")
     parser.add_argument("--wait", action="store_true", help="also run each recipe with a callback that reads the loss")
     parser.add_argument("--mode", help='of torch.compile, such as "reduce-overhead" for CUDA graphs')
@@ -219,6 +220,7 @@ def describe(options: argparse.Namespace) -> str:
         f"{options.accumulate} micro-batches": options.accumulate > 1,
         "checkpointing": options.checkpointing,
         "LoRA": options.lora,
+        "Liger": options.liger,
         f"compiled in the mode {options.mode}": options.mode is not None,
         f"{RANKS} ranks by {'FSDP2' if os.environ.get('ACCELERATE_USE_FSDP') == 'true' else 'DDP'}": RANKS > 1,
     }
@@ -403,6 +405,7 @@ def trainer_for(model: Any, options: argparse.Namespace, callbacks: list[Trainer
         torch_compile=True,
         torch_compile_backend=llamas.COMPILER,
         torch_compile_mode=options.mode,
+        use_liger_kernel=options.liger,
         optim="adamw_torch_fused",
         learning_rate=1e-4,
         lr_scheduler_type="constant",

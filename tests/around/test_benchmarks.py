@@ -155,10 +155,10 @@ def test_lengths_are_drawn_from_the_shortest_on(capsys: pytest.CaptureFixture[st
 
 def test_ranks_are_named_and_have_their_own_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "RANKS", 2)
-    options = speed_options("--steps", "18")
-    assert speed.describe(options) == "2 x 64 tokens, 2 ranks by DDP"
+    options = speed_options("--steps", "18", "--liger")
+    assert speed.describe(options) == "2 x 64 tokens, Liger, 2 ranks by DDP"
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert speed.describe(options) == "2 x 64 tokens, 2 ranks by FSDP2"
+    assert speed.describe(options) == "2 x 64 tokens, Liger, 2 ranks by FSDP2"
     assert len(speed.random_texts(options)) == 2 * 2 * 18
 
 

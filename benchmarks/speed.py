@@ -114,11 +114,11 @@ def main() -> None:
     options = parse()
     source = {**origin_of(options.device), "formats": options.formats}
     with ExitStack() as stack:
-        if rank := int(os.environ.get("LOCAL_RANK", 0)):
+        if int(os.environ.get("RANK", 0)):
             options.output = None
             stack.enter_context(redirect_stdout(StringIO()))
         if options.device.type == "cuda":
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         if options.empty_caches:
             stack.enter_context(empty_caches())
         # With torch's default of 8, a kernel that compiles anew for each layer would end up uncompiled.

@@ -269,9 +269,7 @@ class Guard:
             self._in_force.save()
             self._refresher.drop(step, f"the guard raised formats after step {step}")
             if policy_of(self._config).needs_probe:
-                calm = step + self._config.guard_patience + 1
-                has_probed = self._schedule.last_probe is not None
-                self._schedule.postponed = calm if has_probed else max(calm, self._schedule.first_refresh)
+                self._schedule.postponed = step + self._config.guard_patience + 1
         self._report(step, finding, is_left_out, changes)
 
     def restore(self, health: Health) -> None:

@@ -73,10 +73,12 @@ class Schedule:
 
     def _is_scheduled(self, step: int, is_planned: bool) -> bool:
         config, last = self._config, self.last_probe
+        if last is None and step < self.first_refresh:
+            return False
         if self.postponed is not None:
             return step >= self.postponed
         if last is None:  # a resumed run may begin after its first refresh
-            return self._needs_probe and step >= self.first_refresh
+            return self._needs_probe
         # A new target is for the time after the last probe's plan was applied.
         if step >= last + config.apply_delay and config.target_at(step) != config.target_at(last):
             return True

@@ -415,8 +415,11 @@ def trainer_for(model: Any, options: argparse.Namespace, callbacks: list[Trainer
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=on_gpu,
+        ddp_bucket_cap_mb=200 if RANKS > 1 else None,
     )
-    return Trainer(model, arguments, train_dataset=random_texts(options), callbacks=callbacks)
+    trainer = Trainer(model, arguments, train_dataset=random_texts(options), callbacks=callbacks)
+    trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # docs/distributed.md, "DDP"
+    return trainer
 
 
 @contextmanager

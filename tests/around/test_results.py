@@ -351,8 +351,13 @@ CONTENDER = {
     "75% by gradients": "gradient-75",
     "75% by Fisher": "fisher-75",
 }
-EXPERIMENTS = {"1": ("default", 2), "2": ("blocks", 2), "3": ("gradient", 4)}
-"""Number in the table -> the lines, and how many of the rows are planned tests."""
+EXPERIMENTS = {
+    "1": ("default", 2, 8),
+    "2": ("blocks", 2, 8),
+    "3": ("gradient", 4, 8),
+    "4": ("gradient-again", 1, 16),
+}
+"""Number in the table -> the lines, how many of the rows are planned tests, and the seeds."""
 
 
 def named(rows: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -363,7 +368,7 @@ def named(rows: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 def pooled(ours: str, other: str, step: str) -> Paired:
     """Returns the differences at 50% over the seeds of all experiments from scratch that have both contenders."""
-    lines = [by_contender(name) for name, _ in EXPERIMENTS.values()]
+    lines = [by_contender(name) for name, *_ in EXPERIMENTS.values()]
     both = [found for found in lines if {(ours, step), (other, step)} <= set(found)]
     pairs = [pair for found in both for pair in zip(found[ours, step], found[other, step], strict=True)]
     return Paired.of([100 * (one / base - 1) for one, base in pairs])
@@ -372,16 +377,18 @@ def pooled(ours: str, other: str, step: str) -> Paired:
 def test_losses_at_the_default_share_are_those_of_the_lines(half: dict[tuple[str, str], list[float]]) -> None:
     planned, together, continued, longer = cells_of_tables("results-policies.md", "At the default share")
     steps = ("700", "1400", "2100", "2700")
-    for number, (name, count) in EXPERIMENTS.items():
+    planned = {row.removesuffix(", 16 seeds"): written for row, written in planned.items()}
+    for number, (name, count, seeds) in EXPERIMENTS.items():
         rows = named([row[3:] for row in planned if row[0] == number])
         for row, last in differences(name, rows, "2700", count).items():
             assert planned[f"{number}. {row}"] == [*(str(paired(name, *rows[row], step)) for step in steps[:3]), *last]
+            assert paired(name, *rows[row], "2700").count == seeds
         assert len(rows) == (5 if number == "1" else count)
     for row, names in named(list(together)).items():
         found = [pooled(*names, step) for step in steps]
         last = found[-1]
         assert together[row] == [str(last.count), *map(str, found), f"{last.detectable:.3f}", shown(last.p)]
-    assert [row[0] for row in together.values()] == ["24"] * 3 + ["16"] * 3
+    assert [row[0] for row in together.values()] == [*["24"] * 3, *["16"] * 3, "24"]
     other_orders = {row.removesuffix(", eight other orders"): row for row in continued}
     at_half = named([row for row, written in other_orders.items() if row == written])
     costs = named([row for row in other_orders if row not in at_half])

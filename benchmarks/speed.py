@@ -5,12 +5,12 @@
     python benchmarks/speed.py --combinations --steps 24 --output runs/combinations.jsonl
     accelerate launch --config_file recipes/accelerate/fsdp2.yaml benchmarks/speed.py --output runs/fsdp2.jsonl
 
-Needs one GPU; with the defaults it takes about 5 minutes on an H200 (an estimate). A recipe trains a Llama with
-torch.compile (decoder layers one by one), fused AdamW and BF16 autocast over FP32 weights (--lora: frozen BF16
-weights). snip-hf refreshes its plan twice. Steps count from the first plan on, without those that probe or apply.
-"wait" recipes read the loss in every step, as many callbacks do. BF16 runs first and last, because clocks drift, and
-speeds are relative to the median of both. Prints a Markdown block for reports and issues. On several GPUs each rank
-has its own micro-batches; times and peaks are those of the first.
+Needs one GPU; with the defaults it took 280 s on an H200. A recipe trains a Llama with torch.compile (decoder layers
+one by one), fused AdamW and BF16 autocast over FP32 weights (--lora: frozen BF16 weights). snip-hf refreshes its plan
+twice. Steps count from the first plan on, without those that probe or apply. "wait" recipes read the loss in every
+step, as many callbacks do. BF16 runs first and last, because clocks drift, and speeds are relative to the median of
+both. Prints a Markdown block for reports and issues. On several GPUs each rank has its own micro-batches; times and
+peaks are those of the first.
 
 With CUDA graphs (--mode) peaks are of reserved memory, since torch does not count tensors inside of graphs as
 allocated. Memory that a refresh needed stays reserved, and so counts for later steps.
@@ -130,10 +130,10 @@ def main() -> None:
             for row in rows:
                 append_line(options.output, {**row, **source})
             printed = table(COLUMNS, rows)
-    print(f"\n{source['machine']}, torch {source['torch']}, commit {source['commit']}, {source['command']}\n")
-    print(printed)
-    if options.mode in GRAPH_MODES:
-        print("\nPeaks are of reserved memory, which includes the memory of CUDA graphs and of earlier refreshes.")
+        print(f"\n{source['machine']}, torch {source['torch']}, commit {source['commit']}, {source['command']}\n")
+        print(printed)
+        if options.mode in GRAPH_MODES:
+            print("\nPeaks are of reserved memory, which includes the memory of CUDA graphs and of earlier refreshes.")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

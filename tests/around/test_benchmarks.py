@@ -162,6 +162,17 @@ def test_ranks_are_named_and_have_their_own_texts(monkeypatch: pytest.MonkeyPatc
     assert len(speed.random_texts(options)) == 2 * 2 * 18
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_prints_and_writes_for_all(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(speed, "measure", lambda model, options: [{"model": model, "step_ms": 1.0}])
+    output = tmp_path / "speed.jsonl"
+    run(monkeypatch, speed, "--device", "cpu", "--output", output)
+    assert (bool(capsys.readouterr().out), output.exists()) == (rank == 0, rank == 0)
+
+
 def test_each_recipe_runs_with_its_share_and_again_with_a_wait(
     tiny_llamas: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

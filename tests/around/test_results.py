@@ -136,9 +136,11 @@ EARLIER: dict[str, tuple[str, str, dict[str, Any]]] = {
     "8B shape, `29b1d5fe` (1)": ("speed_shares", "8B, 8 layers", {"commit": "29b1d5fe"}),
     "8B shape, `0e89e583` (2)": ("speed_delayed", "8B, 8 layers", {"call": 1}),
     "8B shape, {mxfp4, fp8-tensor}, `c78620b` (4)": ("speed_trainer", "8B, 8 layers", {"commit": "c78620b"}),
+    "8B shape, `5ee1b484` (1)": ("speed_shares", "8B, 8 layers", {"commit": "5ee1b484"}),
     "1.1B, CUDA graphs, `29b1d5fe` (1)": ("speed_shares", "TinyLlama-1.1B", {"commit": "29b1d5fe"}),
     "1.1B, CUDA graphs, `d04d6afd` (3)": ("speed_graphs", "TinyLlama-1.1B", {"commit": "d04d6afd"}),
     "1.1B, `0e89e583` (2)": ("speed_delayed", "TinyLlama-1.1B", {"call": 1, "mode": None}),
+    "1.1B, `5ee1b484` (1)": ("speed_shares", "TinyLlama-1.1B", {"commit": "5ee1b484"}),
     "1.1B, `32a69b0a` (3)": ("speed_graphs", "TinyLlama-1.1B", {"call": 1, "mode": "default", "rows": None}),
     "1.1B, {mxfp4, fp8-tensor}, `32a69b0a` (3)": (
         "speed_graphs", "TinyLlama-1.1B", {"call": 1, "mode": "default", "rows": None}
@@ -148,7 +150,7 @@ EARLIER: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("row", EARLIER)
-def test_speeds_of_earlier_versions_are_those_of_the_lines(row: str) -> None:
+def test_speeds_of_other_runs_are_those_of_the_lines(row: str) -> None:
     name, model, fields = EARLIER[row]
     runs = [run for run in lines_of(name) if run.get("model", model) == model]
     runs = [run for run in runs if all(run.get(key) == value for key, value in fields.items())]
@@ -156,7 +158,7 @@ def test_speeds_of_earlier_versions_are_those_of_the_lines(row: str) -> None:
     ours = [run for run in runs if run["commit"] == commit and run["recipe"] != "BF16"]
     other = {"fp8-delayed"} if "tensor" in row else {"fp8-tensor"}
     written = cells_of_tables("results-speed.md", "Through the Trainer, H200")[1][row]
-    recipes = *(f"snip-hf {share}%" for share in (0, 67, 75, 90, 100)), "torchao tensorwise"
+    recipes = *(f"snip-hf {share}%" for share in (0, 50, 67, 75, 90, 100)), "torchao tensorwise"
     for cell, share in zip(written, recipes, strict=True):
         shown = [run for run in ours if run["recipe"] == share]
         if share in ("snip-hf 0%", "snip-hf 75%"):
@@ -184,6 +186,38 @@ def test_speeds_of_combinations_are_those_of_the_lines() -> None:
         speeds, memory = ([f"{bf16 / run['step_ms']:.3f}" for run in both], [f"{most(run) / peak:.3f}" for run in both])
         refresh = f"{both[1]['refresh_ms'] / bf16:.1f}"
         assert cell == [f"{bf16:.1f}", *speeds, f"{peak:.1f}", *memory, refresh], row
+
+
+# Row -> name of the output in the command of its lines.
+SAME_HOST = {"one GPU": "bare", "with Liger": "liger", "without": "bare", "FSDP2": "fsdp2", "DDP": "ddp"}
+SAME_HOST["DDP, once more"] = "ddp2"
+
+
+@pytest.mark.parametrize("heading", ["Liger's kernels", "Two GPUs"])
+def test_speeds_of_one_host_are_those_of_the_lines(heading: str) -> None:
+    lines = [run for name in ("shares", "combinations", "two_gpus") for run in lines_of(f"speed_{name}")]
+    speeds: dict[str, float] = {}
+    for row, cell in cells_of_tables("results-speed.md", heading)[0].items():
+        model, _, name = row.partition(": ")
+        output, shape = f"runs/{SAME_HOST[name]}.jsonl", {"8B shape": LARGE}.get(model, model)
+        runs = [
+            run for run in lines if output in run["command"] and (run["model"], run["commit"]) == (shape, "5ee1b484")
+        ]
+        bf16, mean = bf16_of(runs), bf16_of(runs, "mean_step_ms")
+        last = {run["recipe"]: run for run in runs}
+        expected = [f"{bf16:.1f}"]
+        for recipe in ("snip-hf 50%", "torchao tensorwise"):
+            if run := last.get(recipe):
+                of_means = f"{mean / run['mean_step_ms']:.3f}"
+                expected += [f"{run['step_ms']:.1f}", f"{bf16 / run['step_ms']:.3f}", of_means]
+            else:
+                expected += ["", "", ""]
+        ours, torchao = last["snip-hf 50%"], last.get("torchao tensorwise")
+        peaks = [bf16_of(runs, "peak_gib"), most(ours), *([most(torchao)] if torchao else [])]
+        expected.append(", ".join(f"{peak:.1f}" for peak in peaks))
+        speeds[name] = bf16 / ours["step_ms"]
+        expected += [f"{speeds[name] / speeds['one GPU']:.3f}"] if "one GPU" in speeds else []
+        assert cell == expected, row
 
 
 # Row -> file, mode of its lines.
@@ -351,8 +385,13 @@ CONTENDER = {
     "75% by gradients": "gradient-75",
     "75% by Fisher": "fisher-75",
 }
-EXPERIMENTS = {"1": ("default", 2), "2": ("blocks", 2), "3": ("gradient", 4)}
-"""Number in the table -> the lines, and how many of the rows are planned tests."""
+EXPERIMENTS = {
+    "1": ("default", 2, 8),
+    "2": ("blocks", 2, 8),
+    "3": ("gradient", 4, 8),
+    "4": ("gradient-again", 1, 16),
+}
+"""Number in the table -> the lines, how many of the rows are planned tests, and the seeds."""
 
 
 def named(rows: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -363,7 +402,7 @@ def named(rows: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 def pooled(ours: str, other: str, step: str) -> Paired:
     """Returns the differences at 50% over the seeds of all experiments from scratch that have both contenders."""
-    lines = [by_contender(name) for name, _ in EXPERIMENTS.values()]
+    lines = [by_contender(name) for name, *_ in EXPERIMENTS.values()]
     both = [found for found in lines if {(ours, step), (other, step)} <= set(found)]
     pairs = [pair for found in both for pair in zip(found[ours, step], found[other, step], strict=True)]
     return Paired.of([100 * (one / base - 1) for one, base in pairs])
@@ -372,16 +411,18 @@ def pooled(ours: str, other: str, step: str) -> Paired:
 def test_losses_at_the_default_share_are_those_of_the_lines(half: dict[tuple[str, str], list[float]]) -> None:
     planned, together, continued, longer = cells_of_tables("results-policies.md", "At the default share")
     steps = ("700", "1400", "2100", "2700")
-    for number, (name, count) in EXPERIMENTS.items():
+    planned = {row.removesuffix(", 16 seeds"): written for row, written in planned.items()}
+    for number, (name, count, seeds) in EXPERIMENTS.items():
         rows = named([row[3:] for row in planned if row[0] == number])
         for row, last in differences(name, rows, "2700", count).items():
             assert planned[f"{number}. {row}"] == [*(str(paired(name, *rows[row], step)) for step in steps[:3]), *last]
+            assert paired(name, *rows[row], "2700").count == seeds
         assert len(rows) == (5 if number == "1" else count)
     for row, names in named(list(together)).items():
         found = [pooled(*names, step) for step in steps]
         last = found[-1]
         assert together[row] == [str(last.count), *map(str, found), f"{last.detectable:.3f}", shown(last.p)]
-    assert [row[0] for row in together.values()] == ["24"] * 3 + ["16"] * 3
+    assert [row[0] for row in together.values()] == [*["24"] * 3, *["16"] * 3, "24"]
     other_orders = {row.removesuffix(", eight other orders"): row for row in continued}
     at_half = named([row for row, written in other_orders.items() if row == written])
     costs = named([row for row in other_orders if row not in at_half])
@@ -449,7 +490,7 @@ def test_tricks_lose_as_in_the_lines() -> None:
     for row, last in differences("less-loss", bf16, "1000", len(TRICKS)).items():
         shares = [line["share"] for line in lines if line["contender"] == TRICKS[row]]
         assert gaps[row] == [f"{100 * statistics.fmean(shares):.0f}%", *last]
-        assert len(shares) == paired("less-loss", *bf16[row], "1000").count == 7
+        assert len(shares) == paired("less-loss", *bf16[row], "1000").count == 8
     pairs = {row: (TRICKS[first], TRICKS[second]) for row in planned for first, second in [row.split(" minus ")]}
     config = yaml.safe_load((ROOT / "eval/proof/less-loss.yaml").read_text(encoding="utf-8"))
     assert list(pairs.values()) == [(one["contender"], one["against"]) for one in config["comparisons"]]

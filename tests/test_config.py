@@ -232,7 +232,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "format of your own is registered first: by `snip_hf.register_format`, or by `--import MODULE` on the command "
         "line.",
     ),
-    ({"objective": "sum"}, "objective='sum' is not known; expected one of additive, paper."),
+    ({"objective": "sum"}, "objective='sum' is not known; expected one of additive, paper, gradients."),
     ({"loss_estimator": "hessian"}, "loss_estimator='hessian' is not known; expected one of saliency, token-fisher."),
     ({"solver": "gurobi"}, "solver='gurobi' is not known; expected one of auto, cbc, highs, greedy."),
     ({"guard": True}, "guard=True is not known; expected one of off, raise."),

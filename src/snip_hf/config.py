@@ -38,7 +38,7 @@ Share = tuple[int, float]
 Granularity = Literal["layer", "gemm"]
 Decides = Literal["all", "forward"]
 Budget = Literal["flops", "measured"]
-Objective = Literal["additive", "paper"]
+Objective = Literal["additive", "paper", "gradients"]
 LossEstimator = Literal["saliency", "token-fisher"]
 Solver = Literal["auto", "cbc", "highs", "greedy"]
 Guard = Literal["off", "raise"]
@@ -289,8 +289,9 @@ class SnipConfig(_NamedFields):
     )
     objective: Objective = _field(
         "additive",
-        'Quantity that the solver minimizes: "additive" (dL + 0.1 dW^2) or "paper" (dL + dW), with divergences '
-        "relative to a model in the least precise format.",
+        'Quantity that the solver minimizes: "additive" (dL + 0.1 dW^2), "paper" (dL + dW), or "gradients", which is '
+        "additive with dW measured on the gradients instead of the optimizer's updates. Divergences are relative to a "
+        "model in the least precise format.",
     )
     loss_estimator: LossEstimator = _field(
         "saliency",

@@ -31,6 +31,7 @@ SHARED = {
 _LATER = SCHEDULE | {"first_refresh": 3, "refresh_every": 2, "start_format": "bf16"}
 _CONV1D = _LATER | {"granularity": "gemm", "target_fp4_fraction": 0.75}
 _OF_EXPERTS = _LATER | {"granularity": "gemm", "target_fp4_fraction": 0.5}
+_OF_GRADIENTS = _LATER | {"granularity": "gemm", "objective": "gradients"}
 SHARDED = {
     "fsdp2-adamw": Training(_LATER, "adamw", wrapper="fsdp2", steps=6),
     "ddp-adamw": Training(_LATER, "adamw", steps=6),
@@ -41,6 +42,8 @@ SHARDED = {
     "ddp-experts": Training(_OF_EXPERTS, "sgd", steps=6, family="qwen3-moe"),
     "fsdp2-mamba": Training(_LATER, "adamw", wrapper="fsdp2", steps=6, family="mamba"),
     "ddp-mamba": Training(_LATER, "adamw", steps=6, family="mamba"),
+    "fsdp2-gradients": Training(_OF_GRADIENTS, "adamw", wrapper="fsdp2", steps=6),
+    "ddp-gradients": Training(_OF_GRADIENTS, "adamw", steps=6),
     "fsdp2-sgd-gemm-accumulated-clipped": replace(SHARED["sgd-gemm-accumulated-clipped"], wrapper="fsdp2"),
 }
 if find_spec("peft"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ CONFIG = fp4_config(
     **FAST,
 )
 OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+OF_GRADIENTS = replace(CONFIG, objective="gradients")
 RULE = fp4_config(policy="layer-position", target_fp4_fraction=0.7)
 
 
@@ -140,6 +142,8 @@ def main() -> None:
         "experts, offloaded": partial(
             train, folder / "offloaded", 3, CONFIG, build=experts, zero=OFFLOADED, max_steps=2
         ),
+        "gradients2": partial(train, folder / "gradients2", 2, OF_GRADIENTS, max_steps=2),
+        "gradients3": partial(train, folder / "gradients3", 3, OF_GRADIENTS, max_steps=2),
         "rule": partial(train, folder / "rule", 3, RULE, max_steps=2),
     }
     found = Survivors(folder, survives=NCCL in sys.argv)

@@ -24,6 +24,7 @@ PAIRS = {
         "fsdp2-conv1d": "ddp-conv1d",
         "fsdp2-experts": "ddp-experts",
         "fsdp2-mamba": "ddp-mamba",
+        "fsdp2-gradients": "ddp-gradients",
         LORA: "ddp-lora",
         f"fsdp2-{SGD}": SGD,
     }.items()

@@ -42,7 +42,9 @@ def test_until_the_first_plan_nothing_differs_from_a_run_without_snip(ranks: lis
 
 
 @pytest.mark.parametrize(
-    ("zero3", "zero2", "steps"), [("zero3", "zero2", [1, 4]), ("offloaded", "experts", [1])], ids=["dense", "experts"]
+    ("zero3", "zero2", "steps"),
+    [("zero3", "zero2", [1, 4]), ("offloaded", "experts", [1]), ("gradients3", "gradients2", [1])],
+    ids=["dense", "experts", "gradients"],
 )
 def test_divergences_are_those_under_zero2(folder: Path, zero3: str, zero2: str, steps: list[int]) -> None:
     ours, theirs = tables(folder, zero3), tables(folder, zero2)

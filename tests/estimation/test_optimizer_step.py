@@ -23,7 +23,7 @@ def test_the_change_in_full_is_the_difference_of_two_updates_after_clipping(clip
     optimizer = torch.optim.Muon([weight], lr=0.1)
     gradient, change = drawn(4, 6, seed=1), drawn(4, 6, seed=2)
     answers = responses(optimizer, {"0": weight})
-    updates = RelativeUpdates.of(OptimizerStep({"0": gradient}, answers), layers)
+    updates = RelativeUpdates.of(OptimizerStep({"0": gradient}, answers), layers, fp4_config())
     push = updates.pushforward("0", clip_factor)
     assert isinstance(push, UpdateChange)
     moved = answers["0"].update(gradient + clip_factor * change) - answers["0"].update(gradient)
@@ -44,7 +44,7 @@ def test_elementwise_updates_stay_factors() -> None:
     layers = snip_linears(model)
     weight = layers["0"].weight
     answers = responses(torch.optim.AdamW([weight]), {"0": weight})
-    updates = RelativeUpdates.of(OptimizerStep({"0": drawn(4, 6, seed=1)}, answers), layers)
+    updates = RelativeUpdates.of(OptimizerStep({"0": drawn(4, 6, seed=1)}, answers), layers, fp4_config())
     found = updates.pushforward("0", 0.25)
     assert isinstance(found, torch.Tensor)
     assert torch.equal(found, updates.pushforward("0"))

@@ -333,6 +333,13 @@ def test_any_formats_are_chosen_from(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
+def test_the_objective_gradients_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"measures the optimizer's update; got objective='gradients'. Leave objective"
+    ):
+        SnipConfig(policy="snip-paper", objective="gradients")
+
+
 def test_experts_and_frozen_weights_are_refused_before_training() -> None:
     experts = tiny_qwen3_moe()
     with pytest.raises(ValueError, match=r"policy='snip-paper' cannot judge layer '.*experts.*', which has several"):

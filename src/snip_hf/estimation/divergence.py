@@ -75,9 +75,9 @@ def estimate_divergence(
     config = config or SnipConfig(probe_tokens=None, probe_batch_tokens=None)
     with converted(model, config) as layers:
         captured = Batch.of(batch, objective_of(compute_loss, terms))
-        compared = compared_parameters(model, layers, trained_by(optimizer))
+        compared = compared_parameters(model, layers, trained_by(optimizer), config)
         POLICIES[config.policy].criterion.check_layers(layers, trained_by(optimizer))
-        answers = responses(optimizer, compared.parameters)
+        answers = responses(None if config.objective == "gradients" else optimizer, compared.parameters)
         _, gradients = gradients_of(model, captured, layers, compared.others)
         part = captured.part(config.probe_batch_tokens)
         return divergences_at(model, part, OptimizerStep(gradients, answers, others=compared.others), config)
@@ -226,7 +226,7 @@ class _Estimate:
             )
 
     def _probe(self) -> tuple[RelativeUpdates, Probe]:
-        updates = RelativeUpdates.of(self._optimizer_step, self._layers)
+        updates = RelativeUpdates.of(self._optimizer_step, self._layers, self._config)
         along_noise, moves = self._criterion.along_noise, self._settings.noise is None
         pullbacks = dict.fromkeys(self._layers, lambda z: z) if along_noise else updates.pullbacks()
         pullbacks = pullbacks if moves else {}

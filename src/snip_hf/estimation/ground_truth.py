@@ -126,8 +126,9 @@ class _Measurement:
     ) -> None:
         self._routing = FixedRouting() if fixed_routing else None
         self._model, self._batch, self._config, self._layers = model, batch, config, layers
-        compared = compared_parameters(model, layers, trained_by(optimizer))
-        self._responses: dict[str, Response] = responses(optimizer, compared.parameters)
+        compared = compared_parameters(model, layers, trained_by(optimizer), config)
+        of_gradients = config.objective == "gradients"
+        self._responses: dict[str, Response] = responses(None if of_gradients else optimizer, compared.parameters)
         self._others = compared.others
         self.loss, base = self._gradients()
         self._base = {}
@@ -136,7 +137,7 @@ class _Measurement:
             response = self._responses[name]
             update, meaningful = response.update(base[name]), response.meaningful(base[name])
             size = compared.weights[name].detach().to(torch.float32) if compared.others is None else update
-            norm = size.square().sum().sqrt()
+            norm = torch.ones(()) if of_gradients else size.square().sum().sqrt()
             if norm != 0:  # as in `divergences_at`
                 self._base[name] = update, meaningful / norm
         if not math.isfinite(self.loss):

@@ -1,7 +1,8 @@
 """The optimizer step whose divergences are estimated: its gradients, and how updates respond to errors in them.
 
 h(g) is the optimizer's update for a gradient g, J its derivative (docs/method.md, section 3). An update is compared
-with the norm of the weight that it changes, or, if swapped weights are frozen, with its own norm.
+with the norm of the weight that it changes, or, if swapped weights are frozen, with its own norm. Under the objective
+"gradients" h(g) is g, and changes are compared with nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..config import SnipConfig
 from ..layers.layer import SnipLayer
 from ..layers.state import plain_name
 from ..optimizers.response import ElementwiseResponse, Response
@@ -70,15 +72,17 @@ class RelativeUpdates:
 
     step: OptimizerStep
     norms: Mapping[str, float]
-    """Parameter that the step moves -> |W|, or the norm of its update."""
+    """Parameter that the step moves -> |W|, the norm of its update, or 1 under the objective "gradients"."""
     of_several: frozenset[str] = frozenset()
     """Layers of several matrices."""
 
     @classmethod
-    def of(cls, step: OptimizerStep, layers: Mapping[str, SnipLayer]) -> RelativeUpdates:
-        """Measures the weights or the updates. Collective if any is sharded."""
+    def of(cls, step: OptimizerStep, layers: Mapping[str, SnipLayer], config: SnipConfig) -> RelativeUpdates:
+        """Measures the weights or the updates, unless the objective is "gradients". Collective if any is sharded."""
         moving = [name for name in step.responses if name in step.gradients]
-        if step.others is None:
+        if config.objective == "gradients":
+            found = [1.0] * len(moving)
+        elif step.others is None:
             found = squares([layers[name].weight.detach() for name in moving])
         else:
             found = squares(_update(step.responses[name], step.gradients[name]) for name in moving)
@@ -194,12 +198,13 @@ class ComparedParameters:
 
     If the optimizer trains every swapped weight, these are the swapped weights, and each change is relative to the
     weight. Otherwise, as under adapters, they are all parameters that it trains, and each change is relative to the
-    next update of that parameter (docs/method.md, section 3). Swapped weights have their layers' names.
+    next update of that parameter (docs/method.md, section 3). Under the objective "gradients" they are all parameters
+    that it trains. Swapped weights have their layers' names.
     """
 
     weights: Mapping[str, Tensor]
     others: Mapping[str, Tensor] | None = None
-    """Trained parameters beside the swapped weights; None if every swapped weight is trained: then only they count."""
+    """Trained parameters beside the swapped weights; None if only swapped weights count."""
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -208,7 +213,11 @@ class ComparedParameters:
 
 
 def compared_parameters(
-    model: nn.Module, layers: Mapping[str, SnipLayer], is_trained: Callable[[Tensor], bool], stages: Ranks | None = None
+    model: nn.Module,
+    layers: Mapping[str, SnipLayer],
+    is_trained: Callable[[Tensor], bool],
+    config: SnipConfig,
+    stages: Ranks | None = None,
 ) -> ComparedParameters:
     """Returns the parameters to compare. Collective over the stages of a pipeline, which decide together.
 
@@ -216,10 +225,11 @@ def compared_parameters(
         model: a converted model, without wrappers.
         layers: its swapped layers.
         is_trained: returns True for a parameter that the optimizer updates.
+        config: its `objective` counts.
         stages: stages of a pipeline; None: this process holds the whole model.
     """
     weights = {name: layer.weight for name, layer in layers.items()}
-    is_full = all(map(is_trained, weights.values()))
+    is_full = config.objective != "gradients" and all(map(is_trained, weights.values()))
     if all((stages or Ranks()).gather(is_full)):
         return ComparedParameters(weights)
     swapped = {id(weight) for weight in weights.values()}

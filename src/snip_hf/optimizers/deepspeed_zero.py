@@ -24,7 +24,7 @@ from ..parallel.sharding import deepspeed_engine, has_class
 from ..parallel.zero3 import partitioned, sharded_part
 from ..python_state import Wrapped
 from ..text import WITHOUT_PROBE
-from .response import AnalyticResponse, Response, rule_name
+from .response import AnalyticResponse, Response, responses, rule_name
 from .update_rules import ELEMENTWISE, UpdateContext
 
 _STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
@@ -205,16 +205,21 @@ class ZeroOptimizer:
         # DeepSpeed's own Adams have no AMSGrad and no such entry.
         return UpdateContext({"amsgrad": False, **group}, state, weight)
 
-    def responses(self, weights: Mapping[str, Tensor]) -> Mapping[str, Response]:
+    def responses(self, weights: Mapping[str, Tensor], of_gradients: bool = False) -> Mapping[str, Response]:
         """Returns name -> response for the weights that the optimizer updates, as `response.responses` does.
+
+        With `of_gradients` the response is that of an update that is the gradient itself.
 
         Each access makes the response anew, since offloaded states come from the CPU. In stages 1 and 2 each call of a
         response gathers the context anew, and is collective; `gathered` keeps it.
         """
-        return _OnAccess(self._held(weights), self._response)
+        return _OnAccess(self._held(weights), self._gradient_itself if of_gradients else self._response)
 
     def _response(self, weight: Tensor) -> Response:
         return _Spread(UpdateContext(self._group(weight), {}, weight.detach()), self, weight)
+
+    def _gradient_itself(self, weight: Tensor) -> Response:
+        return _SpreadGradient(UpdateContext({}, {}, weight.detach()), self, weight)
 
     def gradients(self, weights: Mapping[str, Tensor], factor: float) -> Mapping[str, Tensor]:
         """Returns name -> gradient times `factor` (that of `clip_factor`) of the weights that the optimizer updates.
@@ -298,6 +303,9 @@ class Stage3Optimizer(ZeroOptimizer):
     def _response(self, weight: Tensor) -> Response:
         return AnalyticResponse(self.context(weight), ELEMENTWISE[self.rule])
 
+    def _gradient_itself(self, weight: Tensor) -> Response:
+        return responses(None, {"": weight})[""]
+
 
 @dataclass(frozen=True)
 class _Spread(Response):
@@ -324,6 +332,13 @@ class _Spread(Response):
 
     def meaningful(self, gradient: Tensor) -> Tensor:
         return self.gathered().meaningful(gradient)
+
+
+class _SpreadGradient(_Spread):
+    """The response of an update that is the gradient, which is spread over the ranks."""
+
+    def gathered(self) -> Response:
+        return responses(None, {"": self.weight})[""]
 
 
 @dataclass(frozen=True, eq=False)  # equality is that of mappings

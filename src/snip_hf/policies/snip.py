@@ -14,6 +14,7 @@ from .registry import Policy, first_total, register_policy
 _UPDATES: dict[str, tuple[float, Callable[[Divergence], float]]] = {
     "additive": (0.1, lambda row: row.weight_divergence**2),
     "paper": (1.0, lambda row: row.weight_divergence),
+    "gradients": (0.1, lambda row: row.weight_divergence**2),
 }
 
 

@@ -151,6 +151,21 @@ def _sum_of(row: Divergence) -> float:
     return row.loss_divergence + row.weight_divergence
 
 
+def _check(config: SnipConfig) -> None:
+    if config.objective == "gradients":
+        raise ValueError(
+            "policy='snip-paper' measures the optimizer's update; got objective='gradients'. Leave objective out, or "
+            "use policy='snip'."
+        )
+
+
 register_policy(
-    Policy(name="snip-paper", cost=quality, granularities=("layer",), criterion=PaperEstimate, weighs_updates=True)
+    Policy(
+        name="snip-paper",
+        cost=quality,
+        granularities=("layer",),
+        criterion=PaperEstimate,
+        weighs_updates=True,
+        check=_check,
+    )
 )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..config import SnipConfig
 from ..estimation.optimizer_step import ComparedParameters, OptimizerStep, compared_parameters
 from ..estimation.samples import read
 from ..layers.layer import SnipLayer
@@ -269,16 +270,20 @@ class GradientSource:
         return ()
 
     def read(
-        self, model: nn.Module, layers: Mapping[str, SnipLayer], watch: StepWatch, everyone: Ranks
+        self, model: nn.Module, layers: Mapping[str, SnipLayer], config: SnipConfig, watch: StepWatch, everyone: Ranks
     ) -> OptimizerStep:
         """Returns the step that the optimizer is about to take with the probed parameters. Collective.
 
         Raises:
             ValueError: there are no gradients, or they are not finite.
         """
-        return self._read(model, compared_parameters(model, layers, self.trains(), everyone), watch, everyone)
+        compared = compared_parameters(model, layers, self.trains(), config, everyone)
+        return self._read(model, compared, config.objective == "gradients", watch, everyone)
 
-    def _read(self, model: nn.Module, compared: ComparedParameters, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
+    def _read(
+        self, model: nn.Module, compared: ComparedParameters, of_gradients: bool, watch: StepWatch, everyone: Ranks
+    ) -> OptimizerStep:
+        """Implements `read`; of_gradients: the responses are those of updates that are the gradients themselves."""
         raise NotImplementedError
 
     def trains(self) -> Callable[[Tensor], bool]:
@@ -306,15 +311,20 @@ class TorchGradients(GradientSource):
     def unclipped(self, model: nn.Module) -> Iterable[nn.Parameter]:
         return model.parameters()
 
-    def _read(self, model: nn.Module, compared: ComparedParameters, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
-        weights = compared.parameters
+    def _read(
+        self, model: nn.Module, compared: ComparedParameters, of_gradients: bool, watch: StepWatch, everyone: Ranks
+    ) -> OptimizerStep:
+        weights, is_trained = compared.parameters, self.trains()
         gradients = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
         if not gradients and is_fully_sharded(model):
             raise ValueError(
                 "No parameter has its gradient where the optimizer finds it; FSDP2 with "
                 f"set_reshard_after_backward(False) hides them. Leave resharding on, or use {WITHOUT_PROBE}."
             )
-        answers = responses(self._optimizer, weights)
+        if of_gradients:
+            answers = responses(None, {name: weight for name, weight in weights.items() if is_trained(weight)})
+        else:
+            answers = responses(self._optimizer, weights)
         check_gradients(gradients, bool(answers), everyone)
         # The clipping was measured on gradients with the loss scale; these are without it.
         factor = watch.clipping.factor(gradients, everyone) * self.scaling.scale
@@ -341,9 +351,11 @@ class ZeroGradients(GradientSource):
     def attach(self, before_step: Callable[[], None]) -> None:
         self._hooks = [self._zero.before_step(before_step)]
 
-    def _read(self, model: nn.Module, compared: ComparedParameters, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
+    def _read(
+        self, model: nn.Module, compared: ComparedParameters, of_gradients: bool, watch: StepWatch, everyone: Ranks
+    ) -> OptimizerStep:
         weights, factor = compared.parameters, self._zero.clip_factor()
-        gradients, answers = self._zero.gradients(weights, factor), self._zero.responses(weights)
+        gradients, answers = self._zero.gradients(weights, factor), self._zero.responses(weights, of_gradients)
         return OptimizerStep(gradients, answers, factor, watch.micro_batches, compared.others)
 
     def trains(self) -> Callable[[Tensor], bool]:

@@ -117,7 +117,7 @@ class Refresher:
         if tokens is not None:  # this rank's part; a pipeline runs whole batches
             tokens = None if self._processes.run else max(1, tokens // self._processes.data.size)
         # As far as this process knows: stages of a pipeline decide together only when the gradients are read.
-        beside = compared_parameters(self._model, layers, self._source.trains()).others or {}
+        beside = compared_parameters(self._model, layers, self._source.trains(), self._config).others or {}
         clipping = Clipping(layers, self._source.unclipped(self._model), beside)
         return StepWatch(tokens, clipping, self._processes.context)
 
@@ -232,11 +232,12 @@ class Refresher:
         Raises:
             ValueError: anything is not finite, or everything is 0.
         """
+        layers = self._layers.present
         with collecting_no_garbage():
             table = divergences_at(
                 self._model,
                 batch=watch.batch,
-                optimizer_step=self._source.read(self._model, self._layers.present, watch, self._everyone),
+                optimizer_step=self._source.read(self._model, layers, self._config, watch, self._everyone),
                 config=self._config,
                 step=step,
                 processes=self._processes,

@@ -416,6 +416,7 @@ def trainer_for(model: Any, options: argparse.Namespace, callbacks: list[Trainer
         disable_tqdm=True,
         dataloader_pin_memory=on_gpu,
         ddp_bucket_cap_mb=200 if RANKS > 1 else None,
+        ddp_find_unused_parameters=False if RANKS > 1 else None,
     )
     trainer = Trainer(model, arguments, train_dataset=random_texts(options), callbacks=callbacks)
     trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # docs/distributed.md, "DDP"

@@ -175,7 +175,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def linear(bias: bool = True, dtype: torch.dtype = BF16, device: str = "cpu") -> nn.Linear:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Linear(I, O, bias=bias).to(device, dtype)
 

@@ -20,6 +20,7 @@ from small import text, tiny_llama
 from thread_ranks import on_ranks
 from tiny_runs import FAST, SCHEDULE, train
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from snip_hf import SnipController, convert_model
 from snip_hf.integrations import compilation
@@ -45,7 +46,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
 def said(model: nn.Module, tokens: int | None) -> Any:
     log = logging.getLogger("snip_hf.test")
     convert_model(model, fp4_config())
-    found = SpeedForecast("emulated", snip_linears(model), log)
+    found = SpeedForecast("emulated", model, log)
     found.make(how_compiled(model), tokens)
     return found
 
@@ -59,8 +60,8 @@ def test_a_compiled_model_of_enough_tokens_is_told_its_speed(measured: pytest.Lo
     for layer in model.model.layers:
         layer.compile(backend="eager")
     assert said(model, 1024).text == (
-        "compiled by regions: at 75% in 4 bits runs on H100s and H200s had 1.10 to 1.40 times the speed of compiled "
-        "BF16 (docs/hopper.md)"
+        "compiled by regions: at 75% in 4 bits and hidden size 64 runs on H100s and H200s had 1.30 to 1.40 times the "
+        "speed of compiled BF16 (docs/hopper.md)"
     )
     assert texts(measured) == []
 
@@ -73,8 +74,24 @@ def test_a_frozen_model_is_told_the_speed_of_adapters(
     for layer in model.model.layers:
         layer.compile(backend="eager")
     assert said(model, 1024).text == (
-        "compiled by regions: at 75% in 4 bits LoRA on an H200 had 0.90 times the speed of compiled BF16 "
-        "(docs/adapters.md)"
+        "compiled by regions: at 75% in 4 bits and hidden size 64 LoRA on an H200 had 0.90 times the speed of compiled "
+        "BF16 (docs/adapters.md)"
+    )
+    assert texts(measured) == []
+
+
+def test_a_sharded_model_is_told_the_speed_under_fsdp2(
+    measured: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, alone: None
+) -> None:
+    monkeypatch.setattr(Emulated, "sharded_speeds", {64: (0.8, 1.1)}, raising=False)
+    model = tiny_llama(hidden=64)
+    convert_model(model, fp4_config())
+    for layer in model.model.layers:
+        fully_shard(layer)
+        layer.compile(backend="eager")
+    assert said(model, 1024).text == (
+        "compiled by regions: at 75% in 4 bits and hidden size 64 FSDP2 on two H200s had 0.80 to 1.10 times the speed "
+        "of compiled BF16 (docs/distributed.md)"
     )
     assert texts(measured) == []
 

@@ -258,7 +258,7 @@ def _attention(model: Any, probes: bool) -> str:
 def _speed(model: Any, backend: Backend, has_adapters: bool) -> str:
     """Returns the speed that the backend had for the nearest hidden size that was measured, and its conditions."""
     from ..kernels.backend import BACKENDS
-    from ..training.messages import describe_slowdown, describe_speeds, least_tokens
+    from ..training.messages import describe_slowdown, least_tokens, nearest_speeds
 
     hidden = getattr(model.config.get_text_config(), "hidden_size", None)
     measured = backend.adapter_speeds if has_adapters else backend.measured_speeds
@@ -272,14 +272,13 @@ def _speed(model: Any, backend: Backend, has_adapters: bool) -> str:
     if hidden < min(measured):
         slower = describe_slowdown(backend, hidden)
         return f"not measured below a hidden size of {min(measured)} (yours: {hidden}); {slower}"
-    nearest = min(measured, key=lambda size: abs(size - hidden))
+    (nearest, speeds), cards = nearest_speeds(measured, hidden), "an H200" if has_adapters else "H100s and H200s"
     graphs = (
         ". The host may limit it, especially on an H100: try torch_compile_mode='reduce-overhead' if all micro-batches "
         "have one shape (docs/troubleshooting.md)"
     )
-    speeds, cards = describe_speeds([measured[nearest]]), "an H200" if has_adapters else "H100s and H200s"
     # As measured, docs/results-speed.md; with adapters 50% and 0% were not.
-    others = "" if has_adapters else " (in the default formats on an H200 50% was 2 to 3% slower, 0% 2 to 4%)"
+    others = "" if has_adapters else " (in the default formats on an H200 50% was up to 3% slower, 0% 2 to 4%)"
     return (
         f"{speeds} times compiled BF16, as measured at 75% in 4 bits{others} and hidden size {nearest} (yours: "
         f"{hidden}) on {cards}. Set bf16=True and torch_compile=True, with at least {least_tokens(hidden):,} tokens "

@@ -62,6 +62,8 @@ class Backend(ABC):
     size the backend gains nothing. Empty: not measured."""
     adapter_speeds: ClassVar[Mapping[int, tuple[float, float]]] = {}
     """The same with adapters on frozen weights."""
+    sharded_speeds: ClassVar[Mapping[int, tuple[float, float]]] = {}
+    """The same under FSDP2."""
     layer_speeds: ClassVar[Mapping[int, Mapping[int, float]]] = {}
     """Hidden size -> tokens -> speed of one decoder layer relative to compiled BF16, around the size where it begins to
     pay. Empty: not measured."""

@@ -104,7 +104,7 @@ class SnipController:
         self.backend = run.backend
         """Name of the backend in use."""
         self._layers, self._source, self._guard = run.layers, run.source, run.guard
-        self._forecast = SpeedForecast(run.backend, run.layers.present, self._log)
+        self._forecast = SpeedForecast(run.backend, run.model, self._log)
         check_alike(self.model, self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)
         self._chunks = PipelineChunks(parts_of(self.model), self.config.seed, lambda: self.step + 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from statistics import mode
 from typing import Any
 
@@ -14,8 +14,9 @@ from ..config import SnipConfig
 from ..estimation.batch import is_of_sequences
 from ..estimation.coverage import Coverage
 from ..kernels.backend import BACKENDS, Backend
-from ..layers.layer import SnipLayer
+from ..layers.state import snip_linears
 from ..numerics.formats import FORMATS
+from ..parallel.sharding import is_fully_sharded
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import policy_of
 from ..policies.target import describe_target
@@ -125,18 +126,22 @@ class SpeedForecast:
 
     Args:
         backend: name of the one in use.
-        layers: the swapped layers.
+        model: converted, and wrapped as it trains.
         log: gets the warning.
     """
 
-    def __init__(self, backend: str, layers: Mapping[str, SnipLayer], log: logging.Logger) -> None:
+    def __init__(self, backend: str, model: nn.Module, log: logging.Logger) -> None:
         self.is_made = False
         self.text: str | None = None
         """The expected speed, for the log; None if the backend was not measured."""
-        self._backend = BACKENDS[backend]
-        self._hidden = mode(layer.in_features for layer in layers.values())
-        self._is_frozen = not any(layer.weight.requires_grad for layer in layers.values())
-        self._log = log
+        self._backend, self._log, layers = BACKENDS[backend], log, snip_linears(model).values()
+        self._hidden = mode(layer.in_features for layer in layers)
+        self._measured, self._runs, self._page = self._backend.measured_speeds, "runs on H100s and H200s", "hopper.md"
+        if not any(layer.weight.requires_grad for layer in layers):
+            self._measured, self._runs, self._page = self._backend.adapter_speeds, "LoRA on an H200", "adapters.md"
+        elif is_fully_sharded(model):
+            speeds = self._backend.sharded_speeds
+            self._measured, self._runs, self._page = speeds, "FSDP2 on two H200s", "distributed.md"
 
     def make(self, compiled: str | None, tokens: int | None) -> None:
         """Makes the forecast.
@@ -146,10 +151,9 @@ class SpeedForecast:
             tokens: of the first micro-batch; None: unknown.
         """
         self.is_made = True
-        measured = self._backend.adapter_speeds if self._is_frozen else self._backend.measured_speeds
-        if not measured:
+        if not self._measured:
             return
-        missing = self._missing(compiled, tokens, min(measured))
+        missing = self._missing(compiled, tokens, min(self._measured))
         if missing:
             self.text = "less than was measured (docs/hopper.md), as the warning says"
             self._log.warning(
@@ -158,10 +162,11 @@ class SpeedForecast:
                 "; ".join(missing),
             )
             return
-        runs = "LoRA on an H200" if self._is_frozen else "runs on H100s and H200s"
-        page = "docs/adapters.md" if self._is_frozen else "docs/hopper.md"
-        speeds = describe_speeds(measured.values())
-        self.text = f"{compiled}: at 75% in 4 bits {runs} had {speeds} times the speed of compiled BF16 ({page})"
+        hidden, speeds = nearest_speeds(self._measured, self._hidden)
+        self.text = (
+            f"{compiled}: at 75% in 4 bits and hidden size {hidden:,} {self._runs} had {speeds} times the speed of "
+            f"compiled BF16 (docs/{self._page})"
+        )
 
     def _missing(self, compiled: str | None, tokens: int | None, least_hidden: int) -> list[str]:
         """Returns the conditions of the measured speed that this run does not meet."""
@@ -184,11 +189,11 @@ class SpeedForecast:
         return missing
 
 
-def describe_speeds(speeds: Iterable[tuple[float, float]]) -> str:
-    """Returns the range from the lowest to the highest speed."""
-    lows, highs = zip(*speeds, strict=True)
-    lowest, highest = f"{min(lows):.2f}", f"{max(highs):.2f}"
-    return lowest if lowest == highest else f"{lowest} to {highest}"
+def nearest_speeds(measured: Mapping[int, tuple[float, float]], hidden: int) -> tuple[int, str]:
+    """Returns the hidden size nearest to this one that was measured, and its speeds from the lowest to the highest."""
+    nearest = min(measured, key=lambda size: abs(size - hidden))
+    lowest, highest = (f"{speed:.2f}" for speed in measured[nearest])
+    return nearest, lowest if lowest == highest else f"{lowest} to {highest}"
 
 
 def describe_slowdown(backend: Backend, hidden: int) -> str:

@@ -36,6 +36,7 @@ class TensorScaled(TensorCoreBackend):
     runs_gates = True
     measured_speeds = {2048: (1.12, 1.35), 4096: (1.42, 1.53)}  # noqa: RUF012
     adapter_speeds = {2048: (0.96, 0.96), 4096: (1.35, 1.38)}  # noqa: RUF012
+    sharded_speeds = {2048: (0.76, 1.15), 4096: (1.47, 1.51)}  # noqa: RUF012
     # All in MXFP4 on an H200 (docs/results-speed.md, "Where it begins to pay").
     layer_speeds = {  # noqa: RUF012
         512: {8192: 0.64},

@@ -226,6 +226,12 @@ MUTANTS = (
         "* meaningful / norm",
         "tests/estimation/test_optimizer_step.py::test_the_change_in_full_is_the_difference_of_two_updates_after_clipping",
     ),
+    Mutant(
+        "gradients-relative-to-weights",
+        'if config.objective == "gradients":\n            found = [1.0]',
+        "if False:\n            found = [1.0]",
+        f"{DIVERGENCE}::test_the_grad_weight_part_is_exact",
+    ),
     # Policies and the program.
     Mutant(
         "snip-square-forgotten",

@@ -7,6 +7,7 @@ import math
 import statistics
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -188,15 +189,17 @@ def test_formats_differ_as_their_grids_do() -> None:
                 assert 2 < values[layer, gemm, "fp4"] / values[layer, gemm, "fp8"] < 20
 
 
-@pytest.mark.parametrize("rule", ["adamw", "sgd", "muon", "none"])
+@pytest.mark.parametrize("rule", ["adamw", "sgd", "muon", "none", "gradients"])
 def test_the_grad_weight_part_is_exact(rule: str) -> None:
     model, optimizer = trained_tiny_lm()
     if rule == "muon":
         optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.3)
-    elif rule != "adamw":
+    elif rule in ("sgd", "none"):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3) if rule == "sgd" else None
     # Both start from the gradient in high precision.
     config = fp4_config(start_format="bf16", probe_tokens=None)
+    if rule == "gradients":
+        config = replace(config, objective="gradients")
     truth = weight_divergences(measure_divergence(model, tokens(), optimizer, config, gemms=("grad_weight",)))
     estimate = weight_divergences(estimate_divergence(model, tokens(), optimizer, config))
     for layer in LAYERS:

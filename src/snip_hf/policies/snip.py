@@ -11,11 +11,8 @@ from .registry import Policy, first_total, register_policy
 # Objective -> weight and form of the weight divergence. Measured (docs/fidelity.md): over 100 and 1,000 steps, the loss
 # divergence "token-fisher" ranks plans best. Adding a tenth of the weight divergence hardly changes the ranking, and it
 # decides between GEMMs without a loss divergence.
-_UPDATES: dict[str, tuple[float, Callable[[Divergence], float]]] = {
-    "additive": (0.1, lambda row: row.weight_divergence**2),
-    "paper": (1.0, lambda row: row.weight_divergence),
-    "gradients": (0.1, lambda row: row.weight_divergence**2),
-}
+_SQUARED: tuple[float, Callable[[Divergence], float]] = (0.1, lambda row: row.weight_divergence**2)
+_UPDATES = {"additive": _SQUARED, "gradients": _SQUARED, "paper": (1.0, lambda row: row.weight_divergence)}
 
 
 def snip_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:

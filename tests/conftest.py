@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,12 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from tiny_runs import Run
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests that may share a GPU see one only, since the Trainer would put a model on all that it sees."""
+    if "not alone" in config.option.markexpr:
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 
 def pytest_collection() -> None:

@@ -77,7 +77,7 @@ def estimate_divergence(
         captured = Batch.of(batch, objective_of(compute_loss, terms))
         compared = compared_parameters(model, layers, trained_by(optimizer), config)
         POLICIES[config.policy].criterion.check_layers(layers, trained_by(optimizer))
-        answers = responses(None if config.objective == "gradients" else optimizer, compared.parameters)
+        answers = responses(optimizer, compared.parameters, config.objective == "gradients")
         _, gradients = gradients_of(model, captured, layers, compared.others)
         part = captured.part(config.probe_batch_tokens)
         return divergences_at(model, part, OptimizerStep(gradients, answers, others=compared.others), config)

@@ -219,6 +219,13 @@ def test_under_the_objective_gradients_a_weight_that_the_optimizer_does_not_hold
     assert frozen == pytest.approx({key: not_held[key] for key in frozen})
 
 
+def test_under_the_objective_gradients_a_probe_needs_no_more_passes() -> None:
+    model, passes = tiny_llama(), list[int]()
+    model.register_forward_hook(lambda *_: passes.append(1))
+    estimate_divergence(model, text(4, 96), config=replace(EXACT, objective="gradients"))
+    assert len(passes) == 3
+
+
 @pytest.mark.slow
 def test_under_the_objective_gradients_it_is_right_to_a_ninth_for_the_typical_layer() -> None:
     """Two directions. The median over seeds of the median over layers, of 3 models and 2 batches each."""

@@ -41,7 +41,8 @@ logger = logging.getLogger(__name__)
 
 # |eps * d| / |W| over all swapped weights: small enough for first order, large enough for FP32 (section 3 there).
 RELATIVE_STEP = 1e-3
-# If other parameters move too, the step is found by trial. The first one is this times `relative_step`, per element.
+# If other parameters move too, the step is found by trial. The first one is `relative_step` per element, times this if
+# not every swapped weight moves.
 _FIRST_STEP = 10.0
 # A step that changes X and G of the layers by less than the first or more than the last of these, in units of
 # `relative_step`, is replaced by one that aims at the second.
@@ -222,7 +223,9 @@ class _Passes:
             moved.turn()
             return _Sides(plus, self.record(moved), moved.epsilon)
 
-        step = settings.relative_step * (1.0 if others is None else _FIRST_STEP)
+        step = settings.relative_step
+        if others is not None and not all(self._processes.everyone.gather(self._layers.keys() <= pullbacks.keys())):
+            step *= _FIRST_STEP
         for draw in draws:
             sides = both(draw)
             if others is not None:

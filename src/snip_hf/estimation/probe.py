@@ -100,8 +100,8 @@ def run_probe(
 
     With `others` a probe may take two more, if the size of its first step turns out to be wrong.
 
-    Beyond the model it holds the samples and one FP32 copy of the swapped weights, except those that it makes again
-    (`savings`).
+    Beyond the model it holds the samples and one FP32 copy of the parameters that move, except those that it makes
+    again (`savings`).
 
     Args:
         model: a converted model, without wrappers.

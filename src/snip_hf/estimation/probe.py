@@ -223,14 +223,15 @@ class _Passes:
             moved.turn()
             return _Sides(plus, self.record(moved), moved.epsilon)
 
-        step = settings.relative_step
-        if others is not None and not all(self._processes.everyone.gather(self._layers.keys() <= pullbacks.keys())):
-            step *= _FIRST_STEP
+        step, everyone = settings.relative_step, self._processes.everyone
+        if others is not None:
+            everyone.check_others()
+            step *= 1.0 if all(everyone.gather(self._layers.keys() <= pullbacks.keys())) else _FIRST_STEP
         for draw in draws:
             sides = both(draw)
             if others is not None:
-                self._processes.everyone.check_others()
-                change = max(self._processes.everyone.gather(sides.largest_change())) / settings.relative_step
+                everyone.check_others()
+                change = max(everyone.gather(sides.largest_change())) / settings.relative_step
                 if change > 0 and not _LEAST_CHANGE <= change <= _MOST_CHANGE:
                     step *= _WANTED_CHANGE / change
                     del sides, self.losses[-2:]

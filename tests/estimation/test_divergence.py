@@ -507,7 +507,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_refused_by_all() -> None:
     assert on_ranks(2, work) == [f"On rank 1: ValueError: {text_of_it}", text_of_it]
 
 
-def test_a_pass_that_fails_on_one_rank_is_known_to_all_where_other_parameters_move_too() -> None:
+@pytest.mark.parametrize("failing", ["in a pass", "before it"])
+def test_a_probe_that_fails_on_one_rank_is_known_to_all_where_other_parameters_move_too(failing: str) -> None:
     inputs = text(4, 32)
     inputs["input_ids"][3, 0] = 10_000  # no such token, on rank 1
     model = tiny_llama(hidden=32, layers=1)
@@ -516,13 +517,15 @@ def test_a_pass_that_fails_on_one_rank_is_known_to_all_where_other_parameters_mo
 
     def work(ranks: Ranks) -> str:
         part = {name: value[2 * ranks.rank : 2 * ranks.rank + 2] for name, value in inputs.items()}
-        processes, step = Processes(data=ranks, everyone=ranks), OptimizerStep({}, {}, others=others)
-        with pytest.raises((ValueError, IndexError)) as error:
+        no_response: Any = dict.fromkeys(others) if ranks.rank == 1 and failing == "before it" else {}
+        processes, step = Processes(data=ranks, everyone=ranks), OptimizerStep(others, no_response, others=others)
+        with pytest.raises((ValueError, IndexError, AttributeError)) as error:
             divergences_at(copy.deepcopy(model), Batch.of(part), step, fp4_config(), processes=processes)
         return f"{type(error.value).__name__}: {error.value}"
 
     first, second = on_ranks(2, work)
-    assert second.startswith("IndexError: ") and first == f"FailedElsewhere: On rank 1: {second}"
+    assert second.startswith("AttributeError: " if failing == "before it" else "IndexError: ")
+    assert first == f"FailedElsewhere: On rank 1: {second}"
 
 
 # ------------------------------------------------------------------------------------------------ optimizer and scaling

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +31,7 @@ from snip_hf.estimation.divergence import estimate_divergence
 from snip_hf.estimation.ground_truth import measure_divergence
 from snip_hf.estimation.optimizer_step import compared_parameters
 from snip_hf.estimation.probe import run_probe
+from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.state import set_step, snip_linears
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.optimizers.response import trained_by
@@ -191,14 +194,36 @@ def test_under_the_objective_gradients_measured_is_the_change_of_all_gradients_w
             assert table[layer, "layer", fmt] == pytest.approx(distance, rel=1e-3)
 
 
-def test_under_the_objective_gradients_estimates_do_not_depend_on_the_optimizer() -> None:
+def test_under_the_objective_gradients_estimates_do_not_depend_on_the_optimizer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model, trained = trained_tiny_lm()
     config = replace(EXACT, objective="gradients")
-    tables = [
-        weight_divergences(estimate_divergence(model, tokens(), optimizer, config))
-        for optimizer in (trained, torch.optim.Muon([model.layers[0].up.weight]), None)
-    ]
-    assert tables[0] == tables[2] != tables[1]
+    with caplog.at_level(logging.INFO, "snip_hf"):
+        table = weight_divergences(estimate_divergence(model, tokens(), trained, config))
+        assert "SGD" not in caplog.text
+    assert table == weight_divergences(estimate_divergence(model, tokens(), None, config))
+
+
+@pytest.mark.parametrize("find", [estimate_divergence, measure_divergence])
+def test_under_the_objective_gradients_a_weight_that_the_optimizer_does_not_hold_counts_as_a_frozen_one(
+    find: Callable[..., DivergenceTable],
+) -> None:
+    config, tables = replace(EXACT, objective="gradients"), []
+    for requires_grad in (True, False):
+        model = tiny_lm()
+        left = model.layers[1].up.weight.requires_grad_(requires_grad)
+        optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight is not left])
+        tables.append(weight_divergences(find(model, tokens(), optimizer, config)))
+    not_held, frozen = tables
+    assert frozen == pytest.approx({key: not_held[key] for key in frozen})
+
+
+def test_under_the_objective_gradients_a_probe_needs_no_more_passes() -> None:
+    model, passes = tiny_llama(), list[int]()
+    model.register_forward_hook(lambda *_: passes.append(1))
+    estimate_divergence(model, text(4, 96), config=replace(EXACT, objective="gradients"))
+    assert len(passes) == 3
 
 
 @pytest.mark.slow

@@ -282,6 +282,29 @@ def test_the_step_memory_follows_from_model_and_micro_batch(
     assert find_savings(model, layers, list(layers), 0.0, PassSizes(4096, 1024, 1)) == everything(model)
 
 
+def test_parameters_that_move_beside_the_swapped_weights_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, found = Shaped("1.1B"), list[int]()
+    layers = swapped(model)
+    bound, beside = (
+        step_memory(model, layers, 16384),
+        [model.model.model.embed_tokens.weight, model.model.lm_head.weight],
+    )
+    alone, more = (
+        find_savings(model, layers, [], bound, PassSizes(4096, 1024, 1), others).recomputed for others in ([], beside)
+    )
+    assert len(alone) < len(more)
+
+    def counted(*args: Any) -> Savings:
+        found.append(sum(parameter.numel() for parameter in args[-1]))
+        return NO_SAVINGS
+
+    monkeypatch.setattr(divergence, "find_savings", counted)
+    for objective in ("additive", "gradients"):
+        estimate_divergence(tiny_llama(layers=1), text(2, 20), config=fp4_config(objective=objective))
+    # Embeddings, head and three norms.
+    assert found == [0, 2 * 128 * 64 + 3 * 64]
+
+
 def test_a_small_model_holds_everything() -> None:
     model = tiny_llama(hidden=128, layers=3)
     convert_model(model, fp4_config())

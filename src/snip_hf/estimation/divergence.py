@@ -77,7 +77,7 @@ def estimate_divergence(
         captured = Batch.of(batch, objective_of(compute_loss, terms))
         compared = compared_parameters(model, layers, trained_by(optimizer), config)
         POLICIES[config.policy].criterion.check_layers(layers, trained_by(optimizer))
-        answers = responses(None if config.objective == "gradients" else optimizer, compared.parameters)
+        answers = responses(optimizer, compared.parameters, config.objective == "gradients")
         _, gradients = gradients_of(model, captured, layers, compared.others)
         part = captured.part(config.probe_batch_tokens)
         return divergences_at(model, part, OptimizerStep(gradients, answers, others=compared.others), config)
@@ -230,11 +230,12 @@ class _Estimate:
         along_noise, moves = self._criterion.along_noise, self._settings.noise is None
         pullbacks = dict.fromkeys(self._layers, lambda z: z) if along_noise else updates.pullbacks()
         pullbacks = pullbacks if moves else {}
-        settings = replace(self._settings, savings=self._savings(self._settings.probes if pullbacks else 0))
         others = self._optimizer_step.others if moves and not along_noise else None
+        savings = self._savings(self._settings.probes if pullbacks else 0, [*(others or {}).values()])
+        settings = replace(self._settings, savings=savings)
         return updates, run_probe(self._model, self._batch, pullbacks, settings, self._processes, self._tokens, others)
 
-    def _savings(self, probes: int) -> Savings:
+    def _savings(self, probes: int, others: Sequence[Tensor]) -> Savings:
         """Returns the parts that passes recompute; equal on all ranks, which may gather weights for them."""
         config, layers, tokens = self._config, self._layers, max(self._tokens)
         if self._processes.run is not None:  # which may cut backward passes in ways of its own
@@ -249,7 +250,7 @@ class _Estimate:
         bound = step_memory(self._model, layers, self._step_tokens, ranks)
         noisy = 0 if self._settings.noise is None else 2 * self._settings.probes
         sizes = PassSizes(tokens, kept_tokens(config, tokens, ranks), probes, ranks, noisy)
-        savings = find_savings(self._model, layers, elementwise, bound, sizes)
+        savings = find_savings(self._model, layers, elementwise, bound, sizes, others)
         if savings != NO_SAVINGS and self._processes.everyone.is_first:
             logger.info(
                 "snip-hf: to stay within %d MiB, the probe recomputes the activations of %d blocks and the moved "

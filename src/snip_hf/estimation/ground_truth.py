@@ -128,7 +128,7 @@ class _Measurement:
         self._model, self._batch, self._config, self._layers = model, batch, config, layers
         compared = compared_parameters(model, layers, trained_by(optimizer), config)
         of_gradients = config.objective == "gradients"
-        self._responses: dict[str, Response] = responses(None if of_gradients else optimizer, compared.parameters)
+        self._responses: dict[str, Response] = responses(optimizer, compared.parameters, of_gradients)
         self._others = compared.others
         self.loss, base = self._gradients()
         self._base = {}

@@ -1,6 +1,6 @@
 """The memory of a probe, and the parts that its passes recompute to stay within a bound.
 
-A pass in FP32 holds the activations of every block and an FP32 copy of every swapped weight that moves. A block that is
+A pass in FP32 holds the activations of every block and an FP32 copy of every parameter that moves. A block that is
 recomputed (activation checkpointing) holds its input only; if all blocks are, their moved weights can be made again
 each time they are read. Either changes no number.
 
@@ -11,7 +11,7 @@ computed, less the gradients, which exist beside a probe. So it needs no more th
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -91,7 +91,12 @@ def step_memory(model: nn.Module, layers: Mapping[str, SnipLayer], tokens: int, 
 
 
 def find_savings(
-    model: nn.Module, layers: Mapping[str, SnipLayer], remakeable: Collection[str], bound: float, sizes: PassSizes
+    model: nn.Module,
+    layers: Mapping[str, SnipLayer],
+    remakeable: Collection[str],
+    bound: float,
+    sizes: PassSizes,
+    others: Sequence[Tensor] = (),
 ) -> Savings:
     """Returns the parts to recompute so that a probe stays within `bound` bytes, or comes as near as it can.
 
@@ -104,6 +109,7 @@ def find_savings(
         remakeable: layers whose directions can be computed within a pass.
         bound: bytes.
         sizes: sizes of the passes.
+        others: parameters that move beside the swapped weights.
     """
     members: dict[str, list[str]] = {}
     for name in layers:
@@ -120,7 +126,9 @@ def find_savings(
     samples = _FP32 * sizes.sampled * sum(features)
     # Samples of the passes before: of this direction's first side, of the directions before, and of noise.
     sides = sizes.probes + (sizes.probes > 1) + sizes.noisy
-    moving = [layer.weight for layer in layers.values() if layer.weight.requires_grad and sizes.probes]
+    moving = (
+        [*(layer.weight for layer in layers.values() if layer.weight.requires_grad), *others] if sizes.probes else []
+    )
     moved = sum(_elements(weight, sizes.ranks) for weight in moving)
     logits = _PER_WORD * sizes.tokens * _vocabulary(model)
     most = 0 if recomputes_already(model) else len(members)
@@ -178,7 +186,7 @@ def _features(layer: SnipLayer) -> float:
     return (layer.in_features + layer.out_features) * layer.rows_per_token
 
 
-def _elements(parameter: nn.Parameter, ranks: int) -> int:
+def _elements(parameter: Tensor, ranks: int) -> int:
     """Returns how many elements a rank holds; the same number on all ranks, so that they decide equally."""
     return math.ceil(parameter.numel() / ranks) if is_sharded(parameter) else parameter.numel()
 

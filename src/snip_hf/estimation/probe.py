@@ -41,7 +41,8 @@ logger = logging.getLogger(__name__)
 
 # |eps * d| / |W| over all swapped weights: small enough for first order, large enough for FP32 (section 3 there).
 RELATIVE_STEP = 1e-3
-# If other parameters move too, the step is found by trial. The first one is this times `relative_step`, per element.
+# If other parameters move too, the step is found by trial. The first one is `relative_step` per element, times this if
+# not every swapped weight moves.
 _FIRST_STEP = 10.0
 # A step that changes X and G of the layers by less than the first or more than the last of these, in units of
 # `relative_step`, is replaced by one that aims at the second.
@@ -99,8 +100,8 @@ def run_probe(
 
     With `others` a probe may take two more, if the size of its first step turns out to be wrong.
 
-    Beyond the model it holds the samples and one FP32 copy of the swapped weights, except those that it makes again
-    (`savings`).
+    Beyond the model it holds the samples and one FP32 copy of the parameters that move, except those that it makes
+    again (`savings`).
 
     Args:
         model: a converted model, without wrappers.
@@ -222,12 +223,15 @@ class _Passes:
             moved.turn()
             return _Sides(plus, self.record(moved), moved.epsilon)
 
-        step = settings.relative_step * (1.0 if others is None else _FIRST_STEP)
+        step, everyone = settings.relative_step, self._processes.everyone
+        if others is not None:
+            everyone.check_others()
+            step *= 1.0 if all(everyone.gather(self._layers.keys() <= pullbacks.keys())) else _FIRST_STEP
         for draw in draws:
             sides = both(draw)
             if others is not None:
-                self._processes.everyone.check_others()
-                change = max(self._processes.everyone.gather(sides.largest_change())) / settings.relative_step
+                everyone.check_others()
+                change = max(everyone.gather(sides.largest_change())) / settings.relative_step
                 if change > 0 and not _LEAST_CHANGE <= change <= _MOST_CHANGE:
                     step *= _WANTED_CHANGE / change
                     del sides, self.losses[-2:]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from ..parallel.sharding import deepspeed_engine, has_class
 from ..parallel.zero3 import partitioned, sharded_part
 from ..python_state import Wrapped
 from ..text import WITHOUT_PROBE
-from .response import AnalyticResponse, Response, responses, rule_name
+from .response import AnalyticResponse, Response, gradient_itself, rule_name
 from .update_rules import ELEMENTWISE, UpdateContext
 
 _STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
@@ -208,18 +209,17 @@ class ZeroOptimizer:
     def responses(self, weights: Mapping[str, Tensor], of_gradients: bool = False) -> Mapping[str, Response]:
         """Returns name -> response for the weights that the optimizer updates, as `response.responses` does.
 
-        With `of_gradients` the response is that of an update that is the gradient itself.
-
         Each access makes the response anew, since offloaded states come from the CPU. In stages 1 and 2 each call of a
         response gathers the context anew, and is collective; `gathered` keeps it.
         """
-        return _OnAccess(self._held(weights), self._gradient_itself if of_gradients else self._response)
+        make = gradient_itself if of_gradients else self._analytic
+        return _OnAccess(self._held(weights), lambda weight: self._placed(weight, partial(make, weight)))
 
-    def _response(self, weight: Tensor) -> Response:
-        return _Spread(UpdateContext(self._group(weight), {}, weight.detach()), self, weight)
+    def _analytic(self, weight: Tensor) -> Response:
+        return AnalyticResponse(self.context(weight), ELEMENTWISE[self.rule])
 
-    def _gradient_itself(self, weight: Tensor) -> Response:
-        return _SpreadGradient(UpdateContext({}, {}, weight.detach()), self, weight)
+    def _placed(self, weight: Tensor, make: Callable[[], Response]) -> Response:
+        return _Spread(UpdateContext({}, {}, weight.detach()), make)
 
     def gradients(self, weights: Mapping[str, Tensor], factor: float) -> Mapping[str, Tensor]:
         """Returns name -> gradient times `factor` (that of `clip_factor`) of the weights that the optimizer updates.
@@ -300,26 +300,23 @@ class Stage3Optimizer(ZeroOptimizer):
     def _group(self, weight: Tensor) -> dict[str, Any]:
         return self._inner.param_groups[self._zero.sub_group_to_group_id[self._groups[id(partitioned(weight))]]]
 
-    def _response(self, weight: Tensor) -> Response:
-        return AnalyticResponse(self.context(weight), ELEMENTWISE[self.rule])
-
-    def _gradient_itself(self, weight: Tensor) -> Response:
-        return responses(None, {"": weight})[""]
+    def _placed(self, weight: Tensor, make: Callable[[], Response]) -> Response:
+        return make()
 
 
 @dataclass(frozen=True)
 class _Spread(Response):
-    """A response whose context is spread over the ranks. Every method is collective."""
+    """A response whose gradient or context is spread over the ranks. Every method is collective."""
 
-    zero: ZeroOptimizer
-    weight: Tensor
+    make: Callable[[], Response]
+    """Makes the response of the whole parameter."""
 
     @property
     def is_spread(self) -> bool:
         return True
 
     def gathered(self) -> Response:
-        return AnalyticResponse(self.zero.context(self.weight), ELEMENTWISE[self.zero.rule])
+        return self.make()
 
     def update(self, gradient: Tensor) -> Tensor:
         return self.gathered().update(gradient)
@@ -332,13 +329,6 @@ class _Spread(Response):
 
     def meaningful(self, gradient: Tensor) -> Tensor:
         return self.gathered().meaningful(gradient)
-
-
-class _SpreadGradient(_Spread):
-    """The response of an update that is the gradient, which is spread over the ranks."""
-
-    def gathered(self) -> Response:
-        return responses(None, {"": self.weight})[""]
 
 
 @dataclass(frozen=True, eq=False)  # equality is that of mappings

@@ -206,13 +206,16 @@ class _Numerical(ElementwiseResponse):
         return slope.to(torch.float32), meaningful
 
 
-def responses(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, Tensor]) -> dict[str, Response]:
+def responses(
+    optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, Tensor], of_gradients: bool = False
+) -> dict[str, Response]:
     """Returns name -> `Response` for every parameter that the optimizer updates; frozen ones are left out.
 
     Args:
         optimizer: as in `check_optimizer`, in the state before its next step; None means plain SGD, lr 1.
         parameters: the weights asked about, by name, as the model stores them; optimizers with an elementwise rule take
             any shape, the others matrices.
+        of_gradients: returns `gradient_itself` for each.
 
     Raises:
         TypeError: an optimizer whose update this module cannot differentiate.
@@ -226,8 +229,14 @@ def responses(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, 
     for name, parameter in parameters.items():
         if id(parameter) in groups and parameter.requires_grad:
             part, group = groups[id(parameter)]
-            found[name] = _response(part, context_of(part, group, parameter))
+            answer = gradient_itself(parameter) if of_gradients else _response(part, context_of(part, group, parameter))
+            found[name] = answer
     return _with_steps(found)
+
+
+def gradient_itself(parameter: Tensor) -> Response:
+    """Returns the response of an update that is the gradient."""
+    return AnalyticResponse(UpdateContext({}, {}, parameter.detach()), update_rules.gradient_itself)
 
 
 def _with_steps(responses: dict[str, Response]) -> dict[str, Response]:

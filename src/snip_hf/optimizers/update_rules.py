@@ -81,6 +81,11 @@ class UpdateContext:
         return float(_rms(self.parameter.to(torch.float32)))
 
 
+def gradient_itself(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The update is the gradient, whatever the optimizer."""
+    return gradient, torch.ones_like(gradient), torch.ones_like(gradient, dtype=torch.bool)
+
+
 def sgd(at: UpdateContext, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """torch.optim.SGD: momentum, dampening, Nesterov, coupled decay."""
     lr, momentum = at.number("lr"), at.number("momentum")

@@ -314,17 +314,14 @@ class TorchGradients(GradientSource):
     def _read(
         self, model: nn.Module, compared: ComparedParameters, of_gradients: bool, watch: StepWatch, everyone: Ranks
     ) -> OptimizerStep:
-        weights, is_trained = compared.parameters, self.trains()
+        weights = compared.parameters
         gradients = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
         if not gradients and is_fully_sharded(model):
             raise ValueError(
                 "No parameter has its gradient where the optimizer finds it; FSDP2 with "
                 f"set_reshard_after_backward(False) hides them. Leave resharding on, or use {WITHOUT_PROBE}."
             )
-        if of_gradients:
-            answers = responses(None, {name: weight for name, weight in weights.items() if is_trained(weight)})
-        else:
-            answers = responses(self._optimizer, weights)
+        answers = responses(self._optimizer, weights, of_gradients)
         check_gradients(gradients, bool(answers), everyone)
         # The clipping was measured on gradients with the loss scale; these are without it.
         factor = watch.clipping.factor(gradients, everyone) * self.scaling.scale

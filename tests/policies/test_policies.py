@@ -41,6 +41,7 @@ from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
 from snip_hf.policies.registry import Policy, policy_of, register_policy, rule_assignment
+from snip_hf.policies.rules import rule
 from snip_hf.policies.setting import Setting, find_stages
 
 SCORED = ("fisher", "hessian-trace", "greedy", "kl")
@@ -281,6 +282,16 @@ def test_layer_type_takes_the_mlp_before_attention_which_it_knows_by_every_usual
     total = sum(sum(costs.values()) for costs in flops.values())
     setting = setting_of(flops, policy="layer-type", target_fp4_fraction=mlp / total)
     assert fp4_layers(rule_assignment(setting)) == {layer for layer in flops if ".mlp." in layer}
+
+
+@pytest.mark.parametrize("names", [lambda groups: groups[:2], lambda groups: [name.split(":")[0] for name in groups]])
+def test_an_order_of_other_names_than_the_groups_is_refused(names: Any) -> None:
+    flops = plain_flops(1.0, 3.0)
+    with restored(POLICIES):
+        register_policy(rule("mine", lambda setting, layers: names(setting.groups(layers))))
+        message = r"^The order of policy='mine' has \d names \(first: 'layers.*\); expected each of the 6 groups once"
+        with pytest.raises(ValueError, match=message):
+            rule_assignment(setting_of(flops, policy="mine"))
 
 
 @pytest.mark.parametrize("granularity", ["layer", "gemm"])

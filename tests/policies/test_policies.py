@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import random
 import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from configs import fp4_config
@@ -474,6 +476,20 @@ def test_a_cost_that_raises_is_refused_by_the_name_of_its_policy() -> None:
         message = "^policy='by-0' cannot price 'layers.0.fc' in fp8: ZeroDivisionError: division by zero$"
         with pytest.raises(ValueError, match=message):
             problem(setting_by_layer(flops, policy="by-0"), table)
+
+
+@pytest.mark.parametrize("number", [np.float32, torch.tensor])
+def test_a_cost_may_be_a_number_of_numpy_or_torch(number: Any) -> None:
+    flops, table = hand_table()
+    with restored(POLICIES):
+        register_policy(
+            Policy(name="by-loss", cost=lambda config, table: lambda row: number(row.loss_divergence * 100))
+        )
+        program = problem(setting_by_layer(flops, policy="by-loss"), table)
+    assert json.loads(json.dumps(costs_of(program))) == {
+        "layers.0.fc": pytest.approx([1, 10]),
+        "layers.1.fc": pytest.approx([2, 30]),
+    }
 
 
 def test_gemm_costs_use_the_rows_of_single_gemms_and_the_totals_of_whole_layers() -> None:

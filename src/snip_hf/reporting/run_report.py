@@ -80,9 +80,10 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
     policy, plan = policy_text(config), run.plans[-1][1]
     by_time = config.get("budget") == "measured"
     target = describe_target(config)
+    granularity = "" if config.get("fixed_plan") else f"granularity {config.get('granularity')}, "
     say(
         console,
-        f"{policy[0].upper()}{policy[1:]}, granularity {config.get('granularity')}, "
+        f"{policy[0].upper()}{policy[1:]}, {granularity}"
         f"{'no target' if target is None else f'target {target}'}, attained {plan.describe()}. Model: "
         f"{plan.provenance.model_name or 'not named'}.",
     )

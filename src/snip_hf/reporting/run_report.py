@@ -97,7 +97,7 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         say(console, "The plan is fixed, so there are no refreshes.")
     elif makes_plans_without_probe(config):
         say(console, "The policy does not probe, so there are no refreshes.")
-    elif run.pending is None:
+    elif run.pending is None and plan.provenance.solver is None:  # a checkpoint alone has the plan of a refresh
         say(
             console,
             f"No refresh was recorded ({policy}, first refresh due at step "

@@ -36,6 +36,14 @@ def test_raised_formats_are_in_force_after_an_alarm(tmp_path: Path) -> None:
     assert run.fp4_fractions[1:] == [(5, 0.25)]
 
 
+def test_the_mean_share_is_not_known_if_that_of_a_plan_is_not(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(3))
+    assert load_run(tmp_path).mean_fp4_fraction is not None
+    path = tmp_path / "snip" / "history.jsonl"
+    path.write_text(path.read_text().replace('"fp4_fraction": 0.5', '"fp4_fraction": null', 1))  # experts, not counted
+    assert load_run(tmp_path).mean_fp4_fraction is None
+
+
 def test_the_last_config_has_the_target_that_a_run_was_last_resumed_with(tmp_path: Path) -> None:
     write_run(tmp_path, random_assignments(1))
     assert load_run(tmp_path).last_config == load_run(tmp_path).config

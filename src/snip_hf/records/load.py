@@ -106,26 +106,28 @@ class Run:
         return max(steps, default=0)
 
     @property
-    def fp4_fractions(self) -> list[tuple[int, float]]:
-        """(step after which it was in force, FP4 share) of each plan, relative to the GEMMs that plans decide on."""
+    def fp4_fractions(self) -> list[tuple[int, float | None]]:
+        """(step after which it was in force, FP4 share) of each plan, relative to the GEMMs that plans decide on. None:
+        the share is not known."""
         begin, plan = self.plans[0]
         forward = forward_shares(plan)
-        points = [(begin, plan.fp4_fraction if forward is None else forward.fp4_fraction)]
+        first = plan.fp4_fraction if forward is None else forward.fp4_fraction
+        points = [(begin, first if plan.is_share_known else None)]
         for event in _in_order(self.refreshes, self.alarms):
-            share = event.fp4_fraction if forward is None else event.forward_fp4_fraction
-            if share is not None:
-                points.append((_begins(event), share))
+            points.append((_begins(event), event.fp4_fraction if forward is None else event.forward_fp4_fraction))
         return points
 
     @property
     def mean_fp4_fraction(self) -> float | None:
-        """Mean of `fp4_fractions` over the steps up to the last known one; None if no step is known."""
+        """Mean of `fp4_fractions` over the steps up to the last known one; None if a share or all steps are unknown."""
         steps, shares = zip(*self.fp4_fractions, strict=True)
         # The plan of an alarm may begin after the last known step.
         known = list(itertools.accumulate([*steps, self.last_step], max))
         spans = [end - start for start, end in itertools.pairwise(known)]
         whole = sum(spans)
-        return sum(share * span for share, span in zip(shares, spans, strict=True)) / whole if whole > 0 else None
+        if None in shares or not whole > 0:
+            return None
+        return sum(share * span for share, span in zip(shares, spans, strict=True)) / whole
 
 
 def load_run(run_dir: str | os.PathLike[str], checkpoint: Checkpoint | None = None) -> Run:

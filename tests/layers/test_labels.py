@@ -105,3 +105,9 @@ def test_a_block_and_the_rest_of_a_name() -> None:
 
 def test_numbers_that_are_whole_parts_are_left_out() -> None:
     assert without_numbers("layers.0.experts.17.w1") == "layers.*.experts.*.w1"
+
+
+def test_the_copy_of_a_layer_for_an_adapter_has_the_label_of_the_layer() -> None:
+    copies = [f"layers.0.mlp.{name}.modules_to_save.default" for name in ("up_proj", "down_proj")]
+    shown = LayerLabels(["layers.0.self_attn.q_proj", *copies])
+    assert [shown.layer(layer) for layer in copies] == ["0 up_proj", "0 down_proj"]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import random
 import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from configs import fp4_config
@@ -41,6 +43,7 @@ from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
 from snip_hf.policies.registry import Policy, policy_of, register_policy, rule_assignment
+from snip_hf.policies.rules import rule
 from snip_hf.policies.setting import Setting, find_stages
 
 SCORED = ("fisher", "hessian-trace", "greedy", "kl")
@@ -283,6 +286,16 @@ def test_layer_type_takes_the_mlp_before_attention_which_it_knows_by_every_usual
     assert fp4_layers(rule_assignment(setting)) == {layer for layer in flops if ".mlp." in layer}
 
 
+@pytest.mark.parametrize("names", [lambda groups: groups[:2], lambda groups: [name.split(":")[0] for name in groups]])
+def test_an_order_of_other_names_than_the_groups_is_refused(names: Any) -> None:
+    flops = plain_flops(1.0, 3.0)
+    with restored(POLICIES):
+        register_policy(rule("mine", lambda setting, layers: names(setting.groups(layers))))
+        message = r"^The order of policy='mine' has \d names \(first: 'layers.*\); expected each of the 6 groups once"
+        with pytest.raises(ValueError, match=message):
+            rule_assignment(setting_of(flops, policy="mine"))
+
+
 @pytest.mark.parametrize("granularity", ["layer", "gemm"])
 def test_random_repeats_with_its_seed_and_differs_with_another(granularity: str) -> None:
     def plan(seed: int) -> dict[str, dict[str, str]]:
@@ -463,6 +476,20 @@ def test_a_cost_that_raises_is_refused_by_the_name_of_its_policy() -> None:
         message = "^policy='by-0' cannot price 'layers.0.fc' in fp8: ZeroDivisionError: division by zero$"
         with pytest.raises(ValueError, match=message):
             problem(setting_by_layer(flops, policy="by-0"), table)
+
+
+@pytest.mark.parametrize("number", [np.float32, torch.tensor])
+def test_a_cost_may_be_a_number_of_numpy_or_torch(number: Any) -> None:
+    flops, table = hand_table()
+    with restored(POLICIES):
+        register_policy(
+            Policy(name="by-loss", cost=lambda config, table: lambda row: number(row.loss_divergence * 100))
+        )
+        program = problem(setting_by_layer(flops, policy="by-loss"), table)
+    assert json.loads(json.dumps(costs_of(program))) == {
+        "layers.0.fc": pytest.approx([1, 10]),
+        "layers.1.fc": pytest.approx([2, 30]),
+    }
 
 
 def test_gemm_costs_use_the_rows_of_single_gemms_and_the_totals_of_whole_layers() -> None:

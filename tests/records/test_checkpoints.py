@@ -69,6 +69,7 @@ def test_a_checkpoint_alone_has_its_plan_and_its_configuration(data: Path, tmp_p
     assert plan.measured is not None and found.losses.keys() == load_run(data / "gemm").losses.keys()
     assert (found.refreshes, found.divergences) == ([], {})
     assert found.notes == ["There is no history beside the checkpoint, so only its plan is known."]
+    assert "the initial plan is in force" not in " ".join(map(str, run_contents(found)))
 
 
 def test_a_checkpoint_of_another_run_than_its_history_says_so(data: Path, tmp_path: Path) -> None:

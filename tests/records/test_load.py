@@ -10,7 +10,7 @@ from written_runs import random_assignments, write_divergence, write_run
 
 from snip_hf.records import load
 from snip_hf.records.events import LOSS, Alarm, Retarget
-from snip_hf.records.load import load_run
+from snip_hf.records.load import load_run, read_log
 from snip_hf.reporting.page import comparison
 
 
@@ -34,6 +34,28 @@ def test_raised_formats_are_in_force_after_an_alarm(tmp_path: Path) -> None:
     run = load_run(tmp_path)
     assert [step for step, _ in run.plans] == [0, 5]
     assert run.fp4_fractions[1:] == [(5, 0.25)]
+
+
+def test_the_mean_share_is_not_known_if_that_of_a_plan_is_not(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(3))
+    assert load_run(tmp_path).mean_fp4_fraction is not None
+    path = tmp_path / "snip" / "history.jsonl"
+    path.write_text(path.read_text().replace('"fp4_fraction": 0.5', '"fp4_fraction": null', 1))  # experts, not counted
+    assert load_run(tmp_path).mean_fp4_fraction is None
+
+
+def test_the_losses_are_not_those_of_a_branch_that_the_run_left_when_it_was_resumed(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(3))
+    for step, probed, loss in ((250, 200, 3.0), (400, 300, 9.0)):
+        refresh = {"step": probed + 10, "snip/probed_step": probed, "snip/objective": 12.345678}
+        state = {"global_step": step, "log_history": [refresh, {"step": step, "loss": loss}]}
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+    run = load_run(tmp_path)
+    assert run.losses == {250: {"loss": 3.0}}
+    assert any(note.startswith("The losses end at step 250. A Trainer's log up to step 400") for note in run.notes)
+    losses, _ = read_log(tmp_path, [])  # without a history the longest one counts
+    assert losses == {400: {"loss": 9.0}}
 
 
 def test_the_last_config_has_the_target_that_a_run_was_last_resumed_with(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from configs import fp4_config
 from models import CHOSEN, build, text, with_images
+from rich.text import Text
 from small import TinyLM, tiny_llama
 from thread_ranks import on_ranks
 from torch import Tensor, nn
@@ -21,11 +22,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from snip_hf import PrecisionPlan, SnipConfig, convert_model, coverage
 from snip_hf.estimation.coverage import PassCounts
+from snip_hf.integrations.model_card import trained_section
 from snip_hf.integrations.trackers import quantities_in_force
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.parallel.ranks import Processes, Ranks
 from snip_hf.records.events import Counted
 from snip_hf.records.load import load_run
+from snip_hf.reporting.differences import Compared, share_table
+from snip_hf.reporting.figures import plan_figure
+from snip_hf.reporting.run_report import run_contents
 from snip_hf.training import checks
 from snip_hf.training import coverage as coverage_module
 from snip_hf.training.coverage import CoverageCounter
@@ -364,7 +369,15 @@ def test_the_share_of_experts_that_were_not_counted_is_not_told(
     assert not plan.is_share_known and quantities_in_force(plan, loop.controller.coverage) == {}
     (begun,) = [message for message in caplog.messages if "training under SNIP" in message]
     assert "an unknown FP4 share (no micro-batch was counted" in begun and "%" not in begun.split("target")[0]
-    assert load_run(tmp_path).plans[-1][1].describe().startswith("an unknown FP4 share")
+    run = load_run(tmp_path)
+    assert run.plans[-1][1].describe().startswith("an unknown FP4 share") and run.fp4_fractions == [(0, None)]
+    texts = [line for line in run_contents(run) if isinstance(line, Text)]
+    assert any("has an unknown FP4 share" in line.plain for line in texts)
+    assert not any("are in FP4" in line.plain for line in texts)
+    assert plan_figure(run).get_suptitle() == "Precision plan"
+    columns = share_table([Compared("A", "run", plan, run, {})]).columns
+    assert [list(column.cells) for column in columns[3:7]] == [["-"]] * 4
+    assert "| formats | FP4, FP8 |" in trained_section(plan, None, "emulated", None)
     dense = Loop(build("llama"), config).run(text()).controller
     assert dense.plan.is_share_known and "fp4_share" in quantities_in_force(dense.plan, dense.coverage)
 

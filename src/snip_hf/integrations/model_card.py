@@ -173,7 +173,7 @@ def _plan_rows(plan: PrecisionPlan) -> dict[str, str]:
 
 
 def _format_shares(plan: PrecisionPlan) -> str:
-    """Returns the share of each format in the FLOPs that plans decide on, least precise first."""
+    """Returns the known share of each format in the FLOPs that plans decide on, least precise first."""
     totals: dict[str, float] = {}
     work = plan.executed
     for layer, formats in plan.assignment.items():
@@ -181,6 +181,8 @@ def _format_shares(plan: PrecisionPlan) -> str:
             totals[name] = totals.get(name, 0.0) + work[layer][gemm]
     whole = sum(totals.values())
     order = sorted(totals, key=lambda name: (FORMATS[name].bits, name))
+    if not plan.is_share_known:
+        return ", ".join(FORMATS[name].label for name in order)
     return ", ".join(f"{FORMATS[name].label} {totals[name] / whole:.1%}" for name in order) + " of the linear FLOPs"
 
 

@@ -11,6 +11,8 @@ from .state import block_of
 
 # Numbers that are whole parts of names, such as the indices of blocks and experts.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+# PEFT's copy of a layer for an adapter (`modules_to_save`); no other copy of the layer runs.
+_COPY = re.compile(r"\.modules_to_save\.[^.]+$")
 
 
 def split_layer(layer: str) -> tuple[str, str]:
@@ -56,7 +58,7 @@ class LayerLabels:
         blocks = list(dict.fromkeys(block for block, _ in pairs))
         kinds = list(dict.fromkeys(kind for _, kind in pairs))
         self._blocks: dict[str, str] = dict(zip(blocks, _block_labels(blocks), strict=True))
-        self._kinds: dict[str, str] = dict(zip(kinds, endings(kinds), strict=True))
+        self._kinds: dict[str, str] = dict(zip(kinds, endings([_COPY.sub("", kind) for kind in kinds]), strict=True))
 
     def block(self, block: str) -> str:
         """Returns the label of a block, as `split_layer` gives it; "" of layers outside blocks."""

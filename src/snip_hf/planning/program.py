@@ -41,7 +41,7 @@ def problem(setting: Setting, table: DivergenceTable) -> dict[str, Any]:
             for fmt in reversed(config.formats):
                 # BF16 has no row and costs nothing; neither do layers that saw no token in the probe.
                 try:
-                    damage = cost(rows[layer, gemm, fmt]) if (layer, gemm, fmt) in rows else 0.0
+                    damage = float(cost(rows[layer, gemm, fmt])) if (layer, gemm, fmt) in rows else 0.0
                 except Exception as error:  # a policy may raise anything
                     raise ValueError(
                         f"policy={config.policy!r} cannot price {group!r} in {fmt}: {type(error).__name__}: {error}"

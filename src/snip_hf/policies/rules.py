@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..json_io import short
 from ..layers.state import block_of
 from .registry import Policy, register_policy
 from .setting import Setting, tied_groups
@@ -99,7 +100,13 @@ def rule(name: str, order: Callable[[Setting, Sequence[str]], list[str]], **fact
         check_attainable(setting, (setting.config.least_precise, setting.config.most_precise))
         choices: dict[str, str] = {}
         for stage in setting.stages:
-            choices |= _fill(setting, stage, order(setting, stage))
+            groups, known = order(setting, stage), setting.groups(stage)
+            if sorted(groups) != sorted(known):
+                raise ValueError(
+                    f"The order of policy={name!r} has {len(groups)} names (first: {short(next(iter(groups), None))}); "
+                    f"expected each of the {len(known)} groups once, such as {known[0]!r}."
+                )
+            choices |= _fill(setting, stage, groups)
         return setting.assignment(choices)
 
     return Policy(name=name, assign=assign, **facts)

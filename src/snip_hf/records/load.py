@@ -106,26 +106,28 @@ class Run:
         return max(steps, default=0)
 
     @property
-    def fp4_fractions(self) -> list[tuple[int, float]]:
-        """(step after which it was in force, FP4 share) of each plan, relative to the GEMMs that plans decide on."""
+    def fp4_fractions(self) -> list[tuple[int, float | None]]:
+        """(step after which it was in force, FP4 share) of each plan, relative to the GEMMs that plans decide on. None:
+        the share is not known."""
         begin, plan = self.plans[0]
         forward = forward_shares(plan)
-        points = [(begin, plan.fp4_fraction if forward is None else forward.fp4_fraction)]
+        first = plan.fp4_fraction if forward is None else forward.fp4_fraction
+        points = [(begin, first if plan.is_share_known else None)]
         for event in _in_order(self.refreshes, self.alarms):
-            share = event.fp4_fraction if forward is None else event.forward_fp4_fraction
-            if share is not None:
-                points.append((_begins(event), share))
+            points.append((_begins(event), event.fp4_fraction if forward is None else event.forward_fp4_fraction))
         return points
 
     @property
     def mean_fp4_fraction(self) -> float | None:
-        """Mean of `fp4_fractions` over the steps up to the last known one; None if no step is known."""
+        """Mean of `fp4_fractions` over the steps up to the last known one; None if a share or all steps are unknown."""
         steps, shares = zip(*self.fp4_fractions, strict=True)
         # The plan of an alarm may begin after the last known step.
         known = list(itertools.accumulate([*steps, self.last_step], max))
         spans = [end - start for start, end in itertools.pairwise(known)]
         whole = sum(spans)
-        return sum(share * span for share, span in zip(shares, spans, strict=True)) / whole if whole > 0 else None
+        if None in shares or not whole > 0:
+            return None
+        return sum(share * span for share, span in zip(shares, spans, strict=True)) / whole
 
 
 def load_run(run_dir: str | os.PathLike[str], checkpoint: Checkpoint | None = None) -> Run:
@@ -151,7 +153,7 @@ def load_run(run_dir: str | os.PathLike[str], checkpoint: Checkpoint | None = No
     applied = [refresh.step for refresh in refreshes if refresh.applied_step is not None]
     divergences = _read_divergences(folder / FOLDER, applied[-1:], notes, until)
     source_folder = folder if checkpoint is None else checkpoint.folder
-    losses, facts = read_log(source_folder, notes)
+    losses, facts = read_log(source_folder, notes, refreshes)
     contents = plans, refreshes, counted, divergences, losses, {**start.versions, **facts}
     pending = None if checkpoint is None else checkpoint.pending
     return Run(source_folder, *contents, notes, alarms, _of(Retarget, events), pending)
@@ -341,13 +343,21 @@ def read_divergence(path: str | os.PathLike[str]) -> tuple[int, DivergenceTable]
     return found.step, DivergenceTable(found.loss, tuple(rows), found.ties)
 
 
-def read_log(folder: Path, notes: list[str]) -> tuple[dict[int, dict[str, float]], dict[str, str]]:
+def read_log(
+    folder: Path, notes: list[str], refreshes: Sequence[Refresh] | None = None
+) -> tuple[dict[int, dict[str, float]], dict[str, str]]:
     """Returns `Run.losses`, and name -> value of some settings, from the trainer_state.json with the most steps.
 
     Adds notes on files that cannot be used.
+
+    Args:
+        folder: of the run.
+        notes: gets the notes.
+        refreshes: of the history. A file with others is left out if there is one without: it is of a branch that the
+            run left when it was resumed at an earlier checkpoint.
     """
     losses: dict[int, dict[str, float]] = {}
-    log, facts = _latest(folder, notes)
+    log, facts = _latest(folder, notes, refreshes)
     for entry in log:
         for key in ("loss", "eval_loss"):
             if isinstance(entry.get("step"), int) and isinstance(entry.get(key), int | float):
@@ -357,7 +367,9 @@ def read_log(folder: Path, notes: list[str]) -> tuple[dict[int, dict[str, float]
     return dict(sorted(losses.items())), facts
 
 
-def _latest(folder: Path, notes: list[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def _latest(
+    folder: Path, notes: list[str], refreshes: Sequence[Refresh] | None
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Returns log and facts of the Trainer's state with the most steps: the folder's own or a checkpoint's."""
     states: list[tuple[int, int, list[dict[str, Any]], dict[str, Any]]] = []
     # `hub_strategy="checkpoint"` pushes the second one.
@@ -373,5 +385,18 @@ def _latest(folder: Path, notes: list[str]) -> tuple[list[dict[str, Any]], dict[
             notes.append(f"{path.relative_to(folder)} cannot be used and is left out: {error!r}")
     if not states:
         return [], {}
-    _, _, log, state = max(states, key=lambda one: one[:2])
+    own_probes = None if refreshes is None else {(refresh.step, refresh.objective) for refresh in refreshes}
+    last = max(one[0] for one in states)
+    matching = [one for one in states if own_probes is None or _probes(one[2]) <= own_probes]
+    step, _, log, state = max(matching or states, key=lambda one: one[:2])
+    if step < last:
+        notes.append(
+            f"The losses end at step {step}. A Trainer's log up to step {last} is left out: it has refreshes that the "
+            "history lacks, so the run was resumed at an earlier step since."
+        )
     return log, {name: short(state[name]) for name in _FACTS if isinstance(state.get(name), int | float)}
+
+
+def _probes(log: Sequence[Mapping[str, Any]]) -> set[tuple[int, float | None]]:
+    """Returns probed step and objective of the refreshes in the log of a Trainer (`trackers.quantities_of`)."""
+    return {(row["snip/probed_step"], row.get("snip/objective")) for row in log if "snip/probed_step" in row}

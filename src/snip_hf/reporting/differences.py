@@ -118,15 +118,16 @@ def share_table(compared: Sequence[Compared]) -> Table:
             table.add_row(one.letter, "-", str(max(one.losses)), *["-"] * 6)
             continue
         policy = "fixed plan" if one.config.get("fixed_plan") else plan.provenance.policy
+        known = plan.is_share_known
         applied = 0 if run is None else sum(refresh.applied_step is not None for refresh in run.refreshes)
         table.add_row(
             one.letter,
             name_text(policy),
             str(plan.provenance.step if run is None else run.last_step),
-            number(plan.fp4_fraction, ".4f"),
+            number(plan.fp4_fraction if known else None, ".4f"),
             number(None if run is None else run.mean_fp4_fraction, ".4f"),
-            number(min(plan.stage_fp4_fractions), ".4f"),
-            number(plan.linear_speedup(), ".3f"),
+            number(min(plan.stage_fp4_fractions) if known else None, ".4f"),
+            number(plan.linear_speedup() if known else None, ".3f"),
             *("-", "-") if run is None else (str(applied), str(len(run.refreshes) - applied)),
         )
     return table

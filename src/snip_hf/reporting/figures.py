@@ -109,7 +109,10 @@ def plan_figure(run: Run) -> Figure:
     plan = run.plans[-1][1]
     forward = forward_shares(plan)
     of_forward = "" if forward is None else f" ({forward.fp4_fraction:.1%} of the forward ones)"
-    _title(figure, f"Precision plan: {plan.fp4_fraction:.1%} of the linear FLOPs in FP4{of_forward} at the end")
+    share = (
+        f": {plan.fp4_fraction:.1%} of the linear FLOPs in FP4{of_forward} at the end" if plan.is_share_known else ""
+    )
+    _title(figure, f"Precision plan{share}")
     return figure
 
 

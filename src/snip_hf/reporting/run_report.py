@@ -80,9 +80,10 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
     policy, plan = policy_text(config), run.plans[-1][1]
     by_time = config.get("budget") == "measured"
     target = describe_target(config)
+    granularity = "" if config.get("fixed_plan") else f"granularity {config.get('granularity')}, "
     say(
         console,
-        f"{policy[0].upper()}{policy[1:]}, granularity {config.get('granularity')}, "
+        f"{policy[0].upper()}{policy[1:]}, {granularity}"
         f"{'no target' if target is None else f'target {target}'}, attained {plan.describe()}. Model: "
         f"{plan.provenance.model_name or 'not named'}.",
     )
@@ -96,7 +97,7 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         say(console, "The plan is fixed, so there are no refreshes.")
     elif makes_plans_without_probe(config):
         say(console, "The policy does not probe, so there are no refreshes.")
-    elif run.pending is None:
+    elif run.pending is None and plan.provenance.solver is None:  # a checkpoint alone has the plan of a refresh
         say(
             console,
             f"No refresh was recorded ({policy}, first refresh due at step "

@@ -116,6 +116,9 @@ def cost_table(plan: PrecisionPlan) -> Table:
 
 def print_stages(plan: PrecisionPlan, console: Console, micro_batches: int | None = None) -> None:
     """Prints the stages and the pipeline's bubble; `micro_batches` as in `pipeline_model.pipeline_times`."""
+    if not plan.is_share_known:
+        say(console, f"The plan has {plan.describe()}.")
+        return
     times, forward = pipeline_times(plan, micro_batches), forward_shares(plan)
     if len(plan.stages) == 1:
         of_forward = "" if forward is None else f", and {forward.fp4_fraction:.4f} of its forward ones"

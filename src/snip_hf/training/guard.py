@@ -289,6 +289,7 @@ class Guard:
         """Writes the event and the line of the log."""
         plan = self._in_force.plan
         forward = forward_shares(plan)
+        is_known = plan.is_share_known
         self._record.add(
             Alarm(
                 step=step,
@@ -300,8 +301,8 @@ class Guard:
                 failures=self.health.failures,
                 left_out=is_left_out,
                 changes=changes,
-                fp4_fraction=plan.fp4_fraction,
-                forward_fp4_fraction=None if forward is None else forward.fp4_fraction,
+                fp4_fraction=plan.fp4_fraction if is_known else None,
+                forward_fp4_fraction=forward.fp4_fraction if forward is not None and is_known else None,
             )
         )
         if changes:

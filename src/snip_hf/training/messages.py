@@ -126,7 +126,7 @@ class SpeedForecast:
 
     Args:
         backend: name of the one in use.
-        model: converted, and wrapped as it trains.
+        model: converted; under FSDP2 sharded.
         log: gets the warning.
     """
 

@@ -362,10 +362,11 @@ def test_the_share_of_experts_that_were_not_counted_is_not_told(
         raise RuntimeError("no counters")
 
     monkeypatch.setattr(coverage_module, "count_pass", fail)
-    config = fp4_config(policy="layer-type", target_fp4_fraction=0.6)
+    config = fp4_config(policy="layer-type", target_fp4_fraction=0.6, rates="ideal")
     with caplog.at_level(logging.INFO, LOG):
         loop = Loop(build("mixtral"), config, tmp_path).run(text())
     plan = loop.controller.plan
+    assert plan.linear_speedup() is plan.stage_linear_speedups() is None
     assert not plan.is_share_known and quantities_in_force(plan, loop.controller.coverage) == {}
     (begun,) = [message for message in caplog.messages if "training under SNIP" in message]
     assert "an unknown FP4 share (no micro-batch was counted" in begun and "%" not in begun.split("target")[0]
@@ -379,6 +380,7 @@ def test_the_share_of_experts_that_were_not_counted_is_not_told(
     assert [list(column.cells) for column in columns[3:7]] == [["-"]] * 4
     assert "| formats | FP4, FP8 |" in trained_section(plan, None, "emulated", None)
     dense = Loop(build("llama"), config).run(text()).controller
+    assert dense.plan.linear_speedup() is not None
     assert dense.plan.is_share_known and "fp4_share" in quantities_in_force(dense.plan, dense.coverage)
 
 

@@ -180,7 +180,7 @@ class PrecisionPlan:
         return tuple(self._fp4_fraction(stage, work) for stage in self.stages)
 
     def linear_speedup(self) -> float | None:
-        """Returns the time of the planned GEMMs in BF16 / their time in the plan; None: the speeds are unknown.
+        """Returns the time of the planned GEMMs in BF16 / their time in the plan; None: speeds or FLOPs are unknown.
 
         The speeds are the measured ones, or else those of the table that the plan's config names.
         """
@@ -208,6 +208,8 @@ class PrecisionPlan:
         return self.measured is not None and self.formats <= set(self.measured.formats)
 
     def _speeds(self) -> GemmTimes | None:
+        if not self.is_share_known:
+            return None
         own = (self.provenance.config or {}).get("rates")
         try:
             return linear_times(self.executed, self.formats, own, self.times if self.is_timed else None)

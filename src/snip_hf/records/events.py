@@ -144,7 +144,7 @@ class RefreshBegun(_Line):
             applied_step=step,
             decided_step=step,
             reason=None,
-            **_shares(plan),
+            **known_shares(plan),
             changes=changes,
             layers_changed=len({cell.rpartition(":")[0] for cell in changes}),
             **({} if result is None else {name: getattr(result, name) for name in found}),
@@ -158,7 +158,7 @@ class RefreshBegun(_Line):
             plan: the plan in force.
             reason: why it is kept.
         """
-        return Refresh(**_values(self), applied_step=None, decided_step=step, reason=reason, **_shares(plan))
+        return Refresh(**_values(self), applied_step=None, decided_step=step, reason=reason, **known_shares(plan))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,7 +329,8 @@ def _values(event: Any) -> dict[str, Any]:
     return {one.name: getattr(event, one.name) for one in fields(event)}
 
 
-def _shares(plan: PrecisionPlan) -> dict[str, Any]:
+def known_shares(plan: PrecisionPlan) -> dict[str, Any]:
+    """Returns the fields of events that say how much of a plan is in FP4; without those that are not known."""
     forward = forward_shares(plan)
     if not plan.is_share_known:
         return {"fp4_fraction": None}

@@ -25,7 +25,7 @@ from ..json_io import MAX_JSON_BYTES, check_schema, from_json, read_json, short
 from ..numerics.formats import check_format
 from ..planning.plan import PrecisionPlan, forward_shares
 from ..registry import UnknownName
-from .events import Alarm, Counted, Event, Refresh, Retarget, Start, read_history
+from .events import Alarm, Counted, Event, Refresh, Retarget, Start, known_shares, read_history
 from .run_folder import FOLDER, tables
 
 T = TypeVar("T")
@@ -110,12 +110,9 @@ class Run:
         """(step after which it was in force, FP4 share) of each plan, relative to the GEMMs that plans decide on. None:
         the share is not known."""
         begin, plan = self.plans[0]
-        forward = forward_shares(plan)
-        first = plan.fp4_fraction if forward is None else forward.fp4_fraction
-        points = [(begin, first if plan.is_share_known else None)]
-        for event in _in_order(self.refreshes, self.alarms):
-            points.append((_begins(event), event.fp4_fraction if forward is None else event.forward_fp4_fraction))
-        return points
+        share = "fp4_fraction" if forward_shares(plan) is None else "forward_fp4_fraction"
+        events = _in_order(self.refreshes, self.alarms)
+        return [(begin, known_shares(plan).get(share)), *((_begins(event), getattr(event, share)) for event in events)]
 
     @property
     def mean_fp4_fraction(self) -> float | None:

@@ -127,7 +127,7 @@ def share_table(compared: Sequence[Compared]) -> Table:
             number(plan.fp4_fraction if known else None, ".4f"),
             number(None if run is None else run.mean_fp4_fraction, ".4f"),
             number(min(plan.stage_fp4_fractions) if known else None, ".4f"),
-            number(plan.linear_speedup() if known else None, ".3f"),
+            number(plan.linear_speedup(), ".3f"),
             *("-", "-") if run is None else (str(applied), str(len(run.refreshes) - applied)),
         )
     return table

@@ -168,7 +168,7 @@ def _coverage(run: Run) -> str:
 
 def _speed(run: Run) -> str:
     plan = run.plans[-1][1]
-    speedup = plan.linear_speedup() if plan.is_share_known else None
+    speedup = plan.linear_speedup()
     return _NOTHING if speedup is None else f"{speedup:.3f} times BF16's ({plan.speed_source})"
 
 

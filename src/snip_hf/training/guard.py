@@ -26,10 +26,10 @@ from ..estimation.samples import read
 from ..layers.layer import SnipLayer
 from ..parallel.ranks import Processes
 from ..parallel.sharding import number_of_parts, own_part
-from ..planning.plan import forward_shares, raised_plan
+from ..planning.plan import raised_plan
 from ..policies.registry import policy_of
 from ..policies.setting import siblings
-from ..records.events import GRADIENT_NORM, LOSS, NOTED, RAISED, Alarm, Changes
+from ..records.events import GRADIENT_NORM, LOSS, NOTED, RAISED, Alarm, Changes, known_shares
 from ..records.run_folder import RunRecord
 from .gradients import BackwardEnd, LossScaling
 from .plan_in_force import PlanInForce
@@ -288,8 +288,7 @@ class Guard:
     def _report(self, step: int, finding: Finding, is_left_out: bool, changes: Changes) -> None:
         """Writes the event and the line of the log."""
         plan = self._in_force.plan
-        forward = forward_shares(plan)
-        is_known = plan.is_share_known
+        shares = known_shares(plan)
         self._record.add(
             Alarm(
                 step=step,
@@ -301,8 +300,8 @@ class Guard:
                 failures=self.health.failures,
                 left_out=is_left_out,
                 changes=changes,
-                fp4_fraction=plan.fp4_fraction if is_known else None,
-                forward_fp4_fraction=forward.fp4_fraction if forward is not None and is_known else None,
+                fp4_fraction=shares["fp4_fraction"],
+                forward_fp4_fraction=shares.get("forward_fp4_fraction"),
             )
         )
         if changes:

@@ -73,12 +73,13 @@ def main() -> None:
     rows = [row for case in options.cases for row in run_case(case, options)]
     if options.profile:
         return
-    print("\n| processes | kind | recipe | step, ms | speed-up | refresh, s | in steps |\n|" + "---|" * 7)
+    print("\n| processes | kind | recipe | step, ms | speed-up | refresh, s | BF16 steps |\n|" + "---|" * 7)
     for row in rows:
         bf16 = next(x for x in rows if (x["case"], x["recipe"]) == (row["case"], RECIPES[0]))
-        refresh, steps = ("-", "-") if row["refresh_s"] is None else (f"{row['refresh_s']:.3f}", row["refresh_steps"])
+        seconds, step = row["refresh_s"], bf16["step_ms"]
+        refresh = ("-", "-") if seconds is None else (f"{seconds:.3f}", f"{1e3 * seconds / step:.2f}")
         values = [*row["case"].split(":"), row["recipe"], f"{row['step_ms']:.1f}"]
-        print("|", " | ".join([*values, f"{bf16['step_ms'] / row['step_ms']:.3f}", refresh, str(steps)]), "|")
+        print("|", " | ".join([*values, f"{step / row['step_ms']:.3f}", *refresh]), "|")
 
 
 def on_cuda() -> bool:
@@ -136,7 +137,6 @@ def train(recipe: str, kind: str, options: argparse.Namespace, device: torch.dev
         "mode": options.mode,
         "step_ms": median,
         "refresh_s": refresh if controller else None,
-        "refresh_steps": round(1e3 * refresh / median, 2) if controller else None,
         "fp4_fraction": controller.plan.fp4_fraction if controller else None,
         "backend": controller.backend if controller else None,
         "peak_gib": timing.peak(device) / 2**30,

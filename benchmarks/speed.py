@@ -7,10 +7,11 @@
 
 Needs one GPU; with the defaults it took 280 s on an H200. A recipe trains a Llama with torch.compile (decoder layers
 one by one), fused AdamW and BF16 autocast over FP32 weights (--lora: frozen BF16 weights). snip-hf refreshes its plan
-twice. Steps count from the first plan on, without those that probe or apply. "wait" recipes read the loss in every
-step, as many callbacks do. BF16 runs first and last, because clocks drift, and speeds are relative to the median of
-both. Prints a Markdown block for reports and issues. On several GPUs each rank has its own micro-batches; times and
-peaks are those of the first.
+twice. Steps count from the first plan on, without those that probe or apply; speeds are those of their median, and the
+mean includes steps that compile kernels. "wait" recipes read the loss in every step, as many callbacks do. BF16 runs
+first and last, because clocks drift, and speeds are relative to the median of both. Prints a Markdown block for reports
+and issues. With the kernels "emulated" it shows no speed of snip-hf: `snip-hf doctor` says what is missing. On several
+GPUs each rank has its own micro-batches; times and peaks are those of the first.
 
 With CUDA graphs (--mode) peaks are of reserved memory, since torch does not count tensors inside of graphs as
 allocated. Memory that a refresh needed stays reserved, and so counts for later steps.
@@ -79,8 +80,11 @@ OURS, TORCHAO = "snip-hf 75%", "torchao tensorwise"
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 COLUMNS = {
     "model": ("model", "{}"),
+    "case": ("step", "{}"),
     "recipe": ("recipe", "{}"),
-    "step_ms": ("step, ms", "{:.1f}"),
+    "backend": ("kernels", "{}"),
+    "step_ms": ("median step, ms", "{:.1f}"),
+    "mean_step_ms": ("mean", "{:.1f}"),
     "tokens_per_s": ("tokens/s", "{:,.0f}"),
     "speedup": ("speed / BF16", "{:.3f}"),
     "against_torchao": ("/ torchao", "{:.3f}"),
@@ -106,12 +110,15 @@ CASE_COLUMNS = {
     f"{OURS} peak_ratio": ("snip-hf / BF16", "{:.3f}"),
     f"{OURS} refresh_steps": ("refresh, BF16 steps", "{:.1f}"),
     f"{OURS} recompilations": ("recompilations", "{}"),
+    f"{OURS} backend": ("kernels", "{}"),
 }
 
 
 def main() -> None:
     """Measures, prints and writes a line per run, then prints the table."""
     options = parse()
+    if options.device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("speed.py: torch finds no GPU that it can use. `snip-hf doctor` says what is missing.")
     source = {**origin_of(options.device), "formats": options.formats}
     with ExitStack() as stack:
         if int(os.environ.get("RANK", 0)):
@@ -126,9 +133,12 @@ def main() -> None:
         if options.combinations:
             printed = table(CASE_COLUMNS, by_case(combine(options, source)))
         else:
-            rows = [row for model in options.models for row in measure(model, options)]
-            for row in rows:
-                append_line(options.output, {**row, **source})
+            rows: list[Line] = []
+            for model in options.models:
+                found = measure(model, options)
+                for row in found:
+                    append_line(options.output, {**row, **source})
+                rows += found
             printed = table(COLUMNS, rows)
         print(f"\n{source['machine']}, torch {source['torch']}, commit {source['commit']}, {source['command']}\n")
         print(printed)

@@ -173,6 +173,25 @@ def test_the_first_rank_prints_and_writes_for_all(
     assert (bool(capsys.readouterr().out), output.exists()) == (rank == 0, rank == 0)
 
 
+def test_lines_of_a_model_are_written_before_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+        if model == speed.SMALL:
+            raise KeyboardInterrupt
+        return [{"model": model, "step_ms": 1.0}]
+
+    monkeypatch.setattr(speed, "measure", measure)
+    output = tmp_path / "speed.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, speed, "--device", "cpu", "--output", output)
+    assert [row["model"] for row in lines.read_lines(output)] == [speed.LARGE]
+
+
+def test_a_machine_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="torch finds no GPU"):
+        run(monkeypatch, speed)
+
+
 def test_each_recipe_runs_with_its_share_and_again_with_a_wait(
     tiny_llamas: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,20 +244,22 @@ def test_trainer_runs_are_measured_with_their_refreshes(
     assert ours["speedup"] > 0 and ours["tokens_per_s"] == pytest.approx(128e3 / ours["step_ms"])
     assert ours["graphs"] > 0 and ours["recompilations"] == 0 and ours["memory"] == "allocated"
     assert len(ours["seconds"]) == 2 and {"commit", "machine", "torch", "command"} <= ours.keys()
-    assert f"| tiny | snip-hf 100% | {ours['step_ms']:.1f} | " in capsys.readouterr().out
+    times = f"{ours['step_ms']:.1f} | {ours['mean_step_ms']:.1f}"
+    assert f"| tiny | 2 x 64 tokens | snip-hf 100% | emulated | {times} | " in capsys.readouterr().out
 
 
 def test_a_case_is_a_row_with_the_figures_of_each_recipe_and_its_failures_follow() -> None:
     case = {"model": "8B", "case": "1 x 64 tokens"}
     rows = [
         {**case, "recipe": "BF16", "step_ms": 10.0, "peak_gib": 4.0},
-        {**case, "recipe": "snip-hf 75%", "step_ms": 8.0, "peak_gib": 3.0, "first_refresh_ms": 90, "refresh_ms": 40.0},
+        {**case, "recipe": "snip-hf 75%", "step_ms": 8.0, "peak_gib": 3.0, "first_refresh_ms": 90, "refresh_ms": 40.0}
+        | {"backend": "emulated"},
         {**case, "recipe": "torchao tensorwise", "error": "RuntimeError: no"},
         {**case, "model": "1.1B", "recipe": "BF16", "step_ms": 5.0, "peak_gib": 2.0},
     ]
     assert lines.table(speed.CASE_COLUMNS, speed.by_case(rows)).splitlines()[2:] == [
-        "| 8B | 1 x 64 tokens | 10.0 | - | 1.250 | 4.00 | - | 0.750 | 4.0 | - |",
-        "| 1.1B | 1 x 64 tokens | 5.0 | - | - | 2.00 | - | - | - | - |",
+        "| 8B | 1 x 64 tokens | 10.0 | - | 1.250 | 4.00 | - | 0.750 | 4.0 | - | emulated |",
+        "| 1.1B | 1 x 64 tokens | 5.0 | - | - | 2.00 | - | - | - | - | - |",
         "",
         "Failed: 8B, 1 x 64 tokens, torchao tensorwise: RuntimeError: no",
     ]
@@ -308,7 +329,9 @@ def test_a_mixture_of_experts_is_timed(
 
 
 @pytest.mark.slow
-def test_processes_are_started_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_are_started_and_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     # AdamW's step on the usual 32,000 tokens takes most of a run.
     script, output = tmp_path / "script.py", tmp_path / "gpus.jsonl"
     script.write_text("import multi_gpu_speed as made\nmade.llamas.VOCABULARY = 64\nmade.main()\n", encoding="utf-8")
@@ -317,6 +340,8 @@ def test_processes_are_started_and_timed(tmp_path: Path, monkeypatch: pytest.Mon
     options = ["--model", "small", "--rows", 1, "--length", 64, "--steps", 1, "--eager", "--output", output]
     run(monkeypatch, multi_gpu_speed, "--cases", "2:ddp", *options)
     bf16, ours = lines.read_lines(output)
+    in_steps = f"| {ours['refresh_s']:.3f} | {1e3 * ours['refresh_s'] / bf16['step_ms']:.2f} |"
+    assert in_steps in capsys.readouterr().out
     assert [(row["case"], row["recipe"]) for row in (bf16, ours)] == [("2:ddp", "BF16"), ("2:ddp", "SNIP 75%")]
     assert ours["fp4_fraction"] >= 0.75 and ours["refresh_s"] > 0 and bf16["refresh_s"] is None
 

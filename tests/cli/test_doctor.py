@@ -126,7 +126,7 @@ def test_what_training_would_refuse_is_refused(
         ),
         (
             2560,
-            "1.12 to 1.35 times compiled BF16, as measured at 75% in 4 bits (in the default formats on an H200 50% was "
+            "1.03 to 1.35 times compiled BF16, as measured at 75% in 4 bits (in the default formats on an H200 50% was "
             "up to 3% slower, 0% 2 to 4%) and hidden size 2048 (yours: 2560) on H100s and H200s. Set bf16=True and "
             "torch_compile=True, with at least 6,104 tokens per micro-batch. The host may limit it, especially on an "
             "H100: try torch_compile_mode='reduce-overhead' if all micro-batches have one shape "

@@ -32,6 +32,8 @@ from snip_hf.policies.target import describe_target
 from snip_hf.training import messages, swapped_layers
 from snip_hf.training.messages import AS_A_WHOLE, SpeedForecast, how_compiled, tokens_of
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
@@ -96,6 +98,20 @@ def test_a_sharded_model_is_told_the_speed_under_fsdp2(
     assert texts(measured) == []
 
 
+@pytest.mark.parametrize("mixed_precision", [None, "no", "bf16"])
+def test_a_model_that_runs_emulated_for_its_dtype_is_promised_no_speed(
+    mixed_precision: str | None, measured: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Emulated, "notice", type(BACKENDS["tensor-scaled"]).notice)
+    model = tiny_llama(hidden=64)
+    convert_model(model, fp4_config())
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    found = SpeedForecast("emulated", model, logging.getLogger("snip_hf.test"), mixed_precision)
+    found.make(how_compiled(model), 1024)
+    assert found.text is not None and found.text.startswith("slower than BF16") is (mixed_precision == "no")
+
+
 def test_missing_conditions_are_a_warning(measured: pytest.LogCaptureFixture) -> None:
     said(tiny_llama(hidden=16), 512)
     said(tiny_llama(hidden=64), 1023)
@@ -116,7 +132,7 @@ def test_missing_conditions_are_a_warning(measured: pytest.LogCaptureFixture) ->
 
 
 def test_the_least_number_of_tokens_is_between_those_that_were_measured() -> None:
-    measured = Path(__file__).parents[2] / "benchmarks" / "results" / "speed_crossing.jsonl.gz"
+    measured = RESULTS / "speed_crossing.jsonl.gz"
     speeds = {
         (line["hidden"], line["tokens"]): line["speedup"]
         for line in map(json.loads, gzip.decompress(measured.read_bytes()).splitlines())
@@ -127,9 +143,27 @@ def test_the_least_number_of_tokens_is_between_those_that_were_measured() -> Non
     assert min(speeds.values()) < 1 < max(speeds.values())
 
 
+def test_the_speeds_that_a_forecast_names_cover_those_that_were_measured() -> None:
+    # At 75%, 8 x 2,048 tokens, through the Trainer, relative to the BF16 run before. Kept lines are of H200s.
+    sizes, usual = {"TinyLlama-1.1B": 2048, "8B, 8 layers": 4096}, "8 x 2,048 tokens"
+    found: dict[int, list[float]] = {2048: [], 4096: []}
+    for name in ("combinations", "delayed", "first", "graphs", "saliency", "shares", "trainer"):
+        bf16: dict[str, float] = {}
+        for line in map(json.loads, gzip.decompress((RESULTS / f"speed_{name}.jsonl.gz").read_bytes()).splitlines()):
+            model = line.get("model", "TinyLlama-1.1B")
+            if model not in sizes or line.get("case", usual) != usual or "rows" in line or "step_ms" not in line:
+                continue
+            if line["recipe"] == "BF16":
+                bf16[model] = line["step_ms"]
+            elif line["recipe"] == "snip-hf 75%" and line["formats"][0] == "mxfp4":
+                found[sizes[model]].append(bf16[model] / line["step_ms"])
+    for hidden, (lowest, highest) in BACKENDS["tensor-scaled"].measured_speeds.items():
+        assert lowest <= round(min(found[hidden]), 2) and round(max(found[hidden]), 2) <= highest
+
+
 def test_below_the_least_size_the_nearest_speeds_that_were_measured_are_named() -> None:
     backend = BACKENDS["tensor-scaled"]
-    measured = Path(__file__).parents[2] / "benchmarks" / "results" / "speed_crossing.jsonl.gz"
+    measured = RESULTS / "speed_crossing.jsonl.gz"
     for line in map(json.loads, gzip.decompress(measured.read_bytes()).splitlines()):
         if line["recipe"] != "BF16" and line["hidden"] in backend.layer_speeds:
             assert backend.layer_speeds[line["hidden"]][line["tokens"]] == round(line["speedup"], 2)

@@ -77,6 +77,7 @@ class SnipController:
         """Optimizer steps done."""
         self.compiled = compiled_by(accelerator)
         """Accelerate's way of compiling the model, for the log; None: it does not compile."""
+        self._mixed_precision = getattr(accelerator, "mixed_precision", None)
         check_launch(config, accelerator)
         self.processes = find_processes(model, config, pipeline, accelerator)
         """The processes of this run."""
@@ -104,7 +105,7 @@ class SnipController:
         self.backend = run.backend
         """Name of the backend in use."""
         self._layers, self._source, self._guard = run.layers, run.source, run.guard
-        self._forecast = SpeedForecast(run.backend, run.model, self._log)
+        self._forecast = SpeedForecast(run.backend, run.model, self._log, self._mixed_precision)
         check_alike(self.model, self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)
         self._chunks = PipelineChunks(parts_of(self.model), self.config.seed, lambda: self.step + 1)

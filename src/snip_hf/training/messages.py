@@ -128,14 +128,16 @@ class SpeedForecast:
         backend: name of the one in use.
         model: converted; under FSDP2 sharded.
         log: gets the warning.
+        mixed_precision: of the loop; None: unknown.
     """
 
-    def __init__(self, backend: str, model: nn.Module, log: logging.Logger) -> None:
+    def __init__(self, backend: str, model: nn.Module, log: logging.Logger, mixed_precision: str | None = None) -> None:
         self.is_made = False
         self.text: str | None = None
         """The expected speed, for the log; None if the backend was not measured."""
         self._backend, self._log, layers = BACKENDS[backend], log, snip_linears(model).values()
         self._hidden = mode(layer.in_features for layer in layers)
+        self._is_emulated, _ = self._backend.notice(next(iter(layers)).weight, mixed_precision, False)
         self._measured, self._runs, self._page = self._backend.measured_speeds, "runs on H100s and H200s", "hopper.md"
         if not any(layer.weight.requires_grad for layer in layers):
             self._measured, self._runs, self._page = self._backend.adapter_speeds, "LoRA on an H200", "adapters.md"
@@ -152,6 +154,9 @@ class SpeedForecast:
         """
         self.is_made = True
         if not self._measured:
+            return
+        if self._is_emulated:
+            self.text = "slower than BF16: the model does not compute in BF16, as the warning says"
             return
         missing = self._missing(compiled, tokens, min(self._measured))
         if missing:

@@ -136,6 +136,7 @@ EARLIER: dict[str, tuple[str, str, dict[str, Any]]] = {
     "8B shape, `29b1d5fe` (1)": ("speed_shares", "8B, 8 layers", {"commit": "29b1d5fe"}),
     "8B shape, `0e89e583` (2)": ("speed_delayed", "8B, 8 layers", {"call": 1}),
     "8B shape, {mxfp4, fp8-tensor}, `c78620b` (4)": ("speed_trainer", "8B, 8 layers", {"commit": "c78620b"}),
+    "8B shape, {mxfp4, fp8-tensor}, `b171d5d` (5)": ("speed_saliency", "8B, 8 layers", {"commit": "b171d5d"}),
     "8B shape, `5ee1b484` (1)": ("speed_shares", "8B, 8 layers", {"commit": "5ee1b484"}),
     "1.1B, CUDA graphs, `29b1d5fe` (1)": ("speed_shares", "TinyLlama-1.1B", {"commit": "29b1d5fe"}),
     "1.1B, CUDA graphs, `d04d6afd` (3)": ("speed_graphs", "TinyLlama-1.1B", {"commit": "d04d6afd"}),
@@ -145,6 +146,7 @@ EARLIER: dict[str, tuple[str, str, dict[str, Any]]] = {
     "1.1B, {mxfp4, fp8-tensor}, `32a69b0a` (3)": (
         "speed_graphs", "TinyLlama-1.1B", {"call": 1, "mode": "default", "rows": None}
     ),
+    "1.1B, {mxfp4, fp8-tensor}, `b171d5d` (5)": ("speed_saliency", "TinyLlama-1.1B", {"commit": "b171d5d"}),
     "1.1B, {mxfp4, fp8-tensor}, `c78620b` (4)": ("speed_trainer", "TinyLlama-1.1B", {"commit": "c78620b"}),
 }  # fmt: skip
 
@@ -152,14 +154,15 @@ EARLIER: dict[str, tuple[str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("row", EARLIER)
 def test_speeds_of_other_runs_are_those_of_the_lines(row: str) -> None:
     name, model, fields = EARLIER[row]
-    runs = [run for run in lines_of(name) if run.get("model", model) == model]
+    runs = [run for run in lines_of(name) if "recipe" in run and run.get("model", model) == model]
     runs = [run for run in runs if all(run.get(key) == value for key, value in fields.items())]
     commit, bf16 = row.split("`")[1], bf16_of(runs)
     ours = [run for run in runs if run["commit"] == commit and run["recipe"] != "BF16"]
     other = {"fp8-delayed"} if "tensor" in row else {"fp8-tensor"}
-    written = cells_of_tables("results-speed.md", "Through the Trainer, H200")[1][row]
+    table = cells_of_tables("results-speed.md", "Through the Trainer, H200")[1]
+    assert set(table) == set(EARLIER)
     recipes = *(f"snip-hf {share}%" for share in (0, 50, 67, 75, 90, 100)), "torchao tensorwise"
-    for cell, share in zip(written, recipes, strict=True):
+    for cell, share in zip(table[row], recipes, strict=True):
         shown = [run for run in ours if run["recipe"] == share]
         if share in ("snip-hf 0%", "snip-hf 75%"):
             shown = [run for run in shown if not other & {*run["formats"]}]
@@ -186,6 +189,36 @@ def test_speeds_of_combinations_are_those_of_the_lines() -> None:
         speeds, memory = ([f"{bf16 / run['step_ms']:.3f}" for run in both], [f"{most(run) / peak:.3f}" for run in both])
         refresh = f"{both[1]['refresh_ms'] / bf16:.1f}"
         assert cell == [f"{bf16:.1f}", *speeds, f"{peak:.1f}", *memory, refresh], row
+
+
+def in_steps(runs: Sequence[dict[str, Any]], recipe: str = "snip-hf") -> list[str]:
+    """Returns the second refresh of each run whose recipe begins like this, in steps of BF16."""
+    return [f"{run['refresh_ms'] / bf16_of(runs):.1f}" for run in runs if run["recipe"].startswith(recipe)]
+
+
+def test_refreshes_are_in_steps_of_bf16() -> None:
+    written = cells_of_tables("results-speed.md", "A refresh")[0]
+    starts = "0 to 100%", "50 and 75%", '{mxfp4, fp8-tensor}, "token', "two H200s, 50%", "FSDP2 on two H200s"
+    whole, some, trainer, two, plain = (
+        next(cells for row, cells in written.items() if row.startswith(start)) for start in starts
+    )
+    for at, model in enumerate((LARGE, "TinyLlama-1.1B")):
+
+        def of(name: str, commit: str, text: str = "", model: str = model) -> list[dict[str, Any]]:
+            runs = [run for run in lines_of(name) if (run.get("model"), run["commit"]) == (model, commit)]
+            return [run for run in runs if text in run["command"]]
+
+        found = in_steps(current(model))
+        assert whole[at] == f"{min(found)} to {max(found)}"
+        assert some[at] == ", ".join(in_steps(of("speed_shares", "5ee1b484")))
+        assert [trainer[at]] == in_steps(of("speed_trainer", "c78620b"), "snip-hf 75%")
+        fsdp2, *ddp = (in_steps(of("speed_two_gpus", "5ee1b484", f"runs/{name}.")) for name in ("fsdp2", "ddp", "ddp2"))
+        assert two[at] == "; ".join([*fsdp2, ", ".join(one for output in ddp for one in output)])
+    loops = lines_of("multi_gpu_speed")[-6:]
+    steps = [
+        f"{1e3 * ours['refresh_s'] / bf16['step_ms']:.1f}" for bf16, ours in zip(loops[::2], loops[1::2], strict=True)
+    ]
+    assert [*plain[1].split("; "), plain[0]] == [steps[0], steps[2], steps[1]]
 
 
 # Row -> name of the output in the command of its lines.
@@ -507,6 +540,21 @@ EQUAL_LOSS = {
 }
 
 
+_500 = "refresh_every 500, loss_estimator saliency"
+# Row -> contender, commit of its speed, recipe.
+EQUAL_LOSS_EARLIER = {
+    "75%, {mxfp4, fp8-tensor}, saliency, refresh every 500": (
+        f"snip {{mxfp4, fp8-tensor}}, 75% by gemm, {_500}", "c78620b", "snip-hf 75%"
+    ),
+    "75%, {fp4, fp8}, saliency, refresh every 500": (
+        f"snip {{fp4, fp8}}, 75% by gemm, {_500}", "e38ca4d-dirty", "snip-hf 75%"
+    ),
+    "75%, {fp4, fp8}, `backward-first`": ("backward-first {fp4, fp8}, 75% by gemm", "e38ca4d-dirty", "snip-hf 75%"),
+    "all FP4": ("fp4", "e38ca4d-dirty", "snip-hf 100%"),
+}  # fmt: skip
+EQUAL_LOSS_SUMMARY = {row: row.partition(", saliency")[0] for row in EQUAL_LOSS_EARLIER if "first" not in row}
+
+
 def speed_with_refreshes(runs: Sequence[dict[str, Any]], recipe: str) -> float:
     """Returns how many times as fast as BF16; one refresh every 500 steps if the recipe plans."""
     (run,) = (run for run in runs if run["recipe"] == recipe)
@@ -514,45 +562,91 @@ def speed_with_refreshes(runs: Sequence[dict[str, Any]], recipe: str) -> float:
     return bf16_of(runs) / (float(run["step_ms"]) + refresh)
 
 
-def test_speeds_at_equal_loss_are_those_of_the_lines(
+def test_the_table_of_the_readme_is_that_of_the_lines(
     shares: dict[tuple[str, str], list[float]], half: dict[tuple[str, str], list[float]]
 ) -> None:
-    bf16 = shares["bf16", "2700"]
-    # Relative change of the steps -> relative change of the loss, over the last 600 of 2,800 steps.
-    slopes = [math.log(before / after) for before, after in zip(shares["bf16", "2100"], bf16, strict=True)]
+    def shown_with_interval(found: Paired, form: str) -> str:
+        low, high = (form.format(found.mean + sign * found.half_width) for sign in (-1, 1))
+        return f"{found.mean:+.2f}% ({low} to {high})"
+
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").replace("**", "").splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[:1] == "|"]
+    speeds = cells_of_tables("results-speed.md", "Through the Trainer, H200")[0]
+    for start, name, contender, continued in (
+        ("all in FP8", "0%, all `fp8-delayed`", "fp8-delayed", "fp8"),
+        ("50% in MXFP4", "50%, the default", "snip", "snip-50"),
+        ("75% in MXFP4", "75%", "snip-75", "snip-75"),
+        ("all in MXFP4", "100%, all MXFP4", "mxfp4", None),
+    ):
+        (written,) = (others for first, *others in rows if first.startswith(start))
+        assert written[:4] == [speeds[name][at] for at in (1, 2, 3, 6)], start
+        of = half if contender == "snip" else shares
+        assert written[4] == shown_with_interval(gap(of[contender, "2700"], of["bf16", "2700"]), "{:+.2f}")
+        if continued is not None:
+            assert written[5] == shown_with_interval(paired("smollm2-shares", continued, "bf16", "1000"), "{:.2f}")
+
+
+def test_speeds_at_equal_loss_are_those_of_the_lines(
+    shares: dict[tuple[str, str], list[float]],
+    half: dict[tuple[str, str], list[float]],
+    losses: dict[tuple[str, int], dict[str, float]],
+) -> None:
+    def mean_slope(before: Sequence[float], after: Sequence[float]) -> float:
+        """Returns the relative change of the steps by that of BF16's loss, over the last 600 of 2,800 steps."""
+        slopes = [math.log(one / other) for one, other in zip(before, after, strict=True)]
+        return statistics.fmean(math.log(2800 / 2200) / slope for slope in slopes)
+
     laws = []
     for whole, a, b, alpha, beta in ((1.69, 406.4, 410.7, 0.34, 0.28), (1.8172, 482.01, 2085.43, 0.3478, 0.3658)):
         by_data = b / (20 * 7e9) ** beta
         laws.append((whole + a / 7e9**alpha + by_data) / (beta * by_data))
-    scales = [statistics.fmean(math.log(2800 / 2200) / slope for slope in slopes), *laws]
+    slope = mean_slope(shares["bf16", "2100"], shares["bf16", "2700"])
 
-    def after_more_steps(speed: float, found: Paired, form: str) -> list[str]:
-        """Returns the speed after the steps that close a gap, by each slope, with its interval."""
+    def after_more_steps(speed: float, found: Paired, form: str, slope: float = slope) -> list[str]:
+        """Returns the speed after the steps that close a gap, by BF16's slope and by the laws, with its interval."""
         ends = found.mean, found.mean + found.half_width, found.mean - found.half_width
-        return [form.format(*(speed / math.exp(scale * end / 100) for end in ends)) for scale in scales]
+        first, *by_laws = (
+            form.format(*(speed / math.exp(scale * end / 100) for end in ends)) for scale in (slope, *laws)
+        )
+        return [f"{speed:.3f}", first, "; ".join(by_laws)]
 
-    machines = [current(model) for model in ("8B, 8 layers", "TinyLlama-1.1B")]
+    def whole_row(speeds: Sequence[float], found: Paired, slope: float = slope) -> list[str]:
+        ends = found.mean, found.mean - found.half_width, found.mean + found.half_width
+        more = "{:.1f} ({:.1f} to {:.1f})".format(*(100 * math.expm1(slope * end / 100) for end in ends))
+        form = "{:.2f} ({:.2f} to {:.2f})"
+        return [more, *(cell for speed in speeds for cell in after_more_steps(speed, found, form, slope))]
+
+    machines = [current(model) for model in (LARGE, "TinyLlama-1.1B")]
     heading = "At equal loss"
     summary, written = cells("results.md", "How fast, at equal loss?"), cells("results-speed.md", heading)
     for row, (name, recipe) in EQUAL_LOSS.items():
-        losses = half if name == "snip" else shares
-        found = gap(losses[name, "2700"], losses["bf16", "2700"])
-        ends = found.mean, found.mean - found.half_width, found.mean + found.half_width
-        more = (100 * math.expm1(scales[0] * end / 100) for end in ends)
-        expected = ["{:.1f} ({:.1f} to {:.1f})".format(*more)]
-        for runs in machines:
-            speed = speed_with_refreshes(runs, recipe)
-            first, *by_laws = after_more_steps(speed, found, "{:.2f} ({:.2f} to {:.2f})")
-            expected += [f"{speed:.3f}", first, "; ".join(by_laws)]
+        of = half if name == "snip" else shares
+        found = gap(of[name, "2700"], of["bf16", "2700"])
+        expected = whole_row([speed_with_refreshes(runs, recipe) for runs in machines], found)
         assert written[row] == expected, row
         assert summary[row][:4] == [*expected[1:3], *expected[4:6]], row
+    bf16 = losses["bf16", 2700]
+    own = mean_slope([losses["bf16", 2100][state] for state in bf16], list(bf16.values()))
+    for row, (contender, commit, recipe) in EQUAL_LOSS_EARLIER.items():
+        found = gap([losses[contender, 2700][state] for state in bf16], list(bf16.values()))
+        formats = ["mxfp4", "fp8-tensor"] if "mxfp4" in row else ["fp4", "fp8"]
+        speeds = []
+        for model in (LARGE, "TinyLlama-1.1B"):
+            runs = [run for run in lines_of("speed_trainer") if (run["model"], run["commit"]) == (model, commit)][:5]
+            (run,) = (run for run in runs if (run["recipe"], run["formats"]) == (recipe, formats))
+            refresh = float(run["refresh_ms"]) / 500 if "saliency" in row else 0.0
+            speeds.append(bf16_of(runs) / (float(run["step_ms"]) + refresh))
+        expected = whole_row(speeds, found, own)
+        assert written[row] == expected, row
+        if row in EQUAL_LOSS_SUMMARY:
+            assert summary[EQUAL_LOSS_SUMMARY[row]][:4] == [*expected[1:3], *expected[4:6]], row
     gaps = {"50%": pooled("snip", "fp8", "2700")}
     gaps["75%"] = gap(shares["snip-75", "2700"], shares["fp8-delayed", "2700"])
     for share, found in gaps.items():
         for model, runs in zip(("8B shape", "TinyLlama-1.1B"), machines, strict=True):
             ratio = speed_with_refreshes(runs, f"snip-hf {share}") / speed_with_refreshes(runs, "snip-hf 0%")
-            first, *by_laws = after_more_steps(ratio, found, "{:.3f} ({:.3f} to {:.3f})")
-            assert written[f"{model}, {share}"] == [f"{ratio:.3f}", first, "; ".join(by_laws)], model
+            expected = after_more_steps(ratio, found, "{:.3f} ({:.3f} to {:.3f})")
+            assert written[f"{model}, {share}"] == expected, model
 
 
 def paired(name: str, ours: str, other: str, step: str | None) -> Paired:

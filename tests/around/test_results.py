@@ -191,6 +191,25 @@ def test_speeds_of_combinations_are_those_of_the_lines() -> None:
         assert cell == [f"{bf16:.1f}", *speeds, f"{peak:.1f}", *memory, refresh], row
 
 
+def test_the_profile_of_a_step_is_that_of_the_lines() -> None:
+    written = cells_of_tables("results-speed.md", "Where the time goes")[0]
+    lines = [line for line in lines_of("step_profile") if line.get("trainer") and line.get("commit") == "b0bf68a"]
+    lines = [line for line in lines if "75%, ties, +" not in line["recipe"]]
+    assert len(written) == len(lines)
+    columns = ("FP8 product", "BF16 product"), ("attention",), ("fused by Inductor",)
+    columns += ("fold an operand", "find its scales"), ("optimizer",), ("other", "copied", "sort, gather and scatter")
+    bf16 = 0.0
+    for cell, line in zip(written.values(), lines, strict=True):
+        parts, step = line["ms"], line["alone_ms"]
+        bf16 = step if line["recipe"] == "BF16" else bf16
+        found = [[parts.get(name, 0.0) for name in names] for names in columns]
+        found[-1] = [sum(found[-1])]
+        texts = [", ".join(f"{one:.1f}" if one else "0" for one in part) for part in found]
+        ratio = f"{bf16 / step:.3f}".removesuffix(".000")
+        expected = [f"{step:.1f}", ratio, f"{sum(parts.values()):.1f}", *texts]
+        assert cell == [text if text != "0, 0" else "" for text in expected]
+
+
 def in_steps(runs: Sequence[dict[str, Any]], recipe: str = "snip-hf") -> list[str]:
     """Returns the second refresh of each run whose recipe begins like this, in steps of BF16."""
     return [f"{run['refresh_ms'] / bf16_of(runs):.1f}" for run in runs if run["recipe"].startswith(recipe)]

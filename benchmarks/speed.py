@@ -210,7 +210,7 @@ def combine(options: argparse.Namespace, source: Line) -> list[Line]:
     for model, changes in CASES:
         case = argparse.Namespace(**vars(options) | changes)
         identity = {"model": model, "case": describe(case)}
-        same = identity | {field: source[field] for field in ("machine", "formats")}
+        same = identity | {field: source[field] for field in ("machine", "commit", "torch", "formats")}
         found = [line for line in known if same.items() <= line.items()]
         # Hosts differ, so a case that is not complete is measured anew.
         if len({line["recipe"] for line in found}) < 3 and time.monotonic() < options.deadline:

@@ -280,15 +280,15 @@ def test_complete_cases_of_this_machine_are_not_measured_again(tmp_path: Path, m
     monkeypatch.setattr(speed, "CASES", (("tiny", {}), ("tied", {"rows": 1})))
     output = tmp_path / "combinations.jsonl"
     options = speed_options("--combinations", "--output", str(output))
-    source = {"machine": "one", "formats": ["mxfp4", "fp8-delayed"]}
+    source = {"machine": "one", "commit": "0a", "torch": "2.11", "formats": ["mxfp4", "fp8-delayed"]}
     rows = speed.combine(options, source)
     assert speed.combine(options, source) == lines.read_lines(output) and len(rows) == 6
     output.write_text("".join(output.read_text().splitlines(keepends=True)[:-1]) + '{"half', encoding="utf-8")
     speed.combine(options, source)
     assert [line["model"] for line in lines.read_lines(output)] == ["tiny"] * 3 + ["tied"] * 5
     options.deadline = 0.0
-    assert speed.combine(options, {**source, "machine": "other"}) == []
-    assert speed.combine(options, {**source, "formats": ["mxfp4", "fp8-tensor"]}) == []
+    for other in ({"machine": "other"}, {"commit": "0b"}, {"torch": "2.12"}, {"formats": ["mxfp4", "fp8-tensor"]}):
+        assert speed.combine(options, source | other) == []
 
 
 @compiles

@@ -266,7 +266,8 @@ def keep_liger_out_of_graphs(model: nn.Module, log: logging.Logger) -> int:
     if norms or rotary:
         log.info(
             "snip-hf: Liger's norms and rotary embedding run outside compiled graphs, since torch %s would corrupt "
-            "their weights inside (from torch %s on it does not).",
+            "their weights inside (from torch %s on it does not). Without Liger compiled training was faster "
+            "(docs/hopper.md).",
             torch.__version__,
             FIRST_SAFE_TORCH,
         )

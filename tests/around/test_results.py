@@ -769,6 +769,13 @@ def test_losses_of_the_checkpoint_are_those_of_the_lines() -> None:
         assert written[row] == [*expected, str(paired("smollm2", name, "bf16", None))]
 
 
+def test_losses_of_fp8_on_tensor_cores_and_emulated_are_those_of_the_lines() -> None:
+    written = cells("results-loss.md", "MXFP4 and `fp8-tensor`")["`fp8-delayed` on tensor cores minus emulated"]
+    first, last = (paired("fp8-emulated", "fp8", "fp8-emulated", step) for step in ("100", "300"))
+    assert last.count == 4
+    assert written == [str(first), str(last), f"{last.detectable:.3f}"]
+
+
 def test_losses_of_instruction_tuning_are_those_of_the_lines() -> None:
     written, accuracy = cells_of_tables("results-policies.md", "Instruction tuning")
     assert (list(written), list(accuracy)) == (list(TUNED), list(SCORED))
@@ -777,17 +784,22 @@ def test_losses_of_instruction_tuning_are_those_of_the_lines() -> None:
         first, unquantized = (str(paired("sft-lora", *TUNED[row], step)) for step in ("70", None))
         of_adapters = [first, *differences("sft-lora", TUNED, "270", 3)[row], unquantized]
         assert written[row] == [str(paired("sft", *TUNED[row], "70")), *last, *of_adapters]
-    scores: dict[tuple[str, str], list[float]] = {}
-    for line in lines_of("sft-lora-scores", "eval"):
-        name, _, seed = line["model"].rpartition("/")[2].rpartition("-")
-        scores.setdefault((name, seed), []).append(100 * line["metrics"]["acc_norm"]["value"])
-    seeds = [seed for name, seed in scores if name == "bf16"]
-    found = {
-        row: Paired.of([statistics.mean(scores[name, seed]) - statistics.mean(scores["bf16", seed]) for seed in seeds])
-        for row, name in SCORED.items()
-    }
-    for (row, one), p in zip(found.items(), holm([one.p for one in found.values()]), strict=True):
-        assert accuracy[row] == [str(one), f"{one.detectable:.3f}", shown(p)]
+        if row in list(TUNED)[:3]:
+            assert abs(paired("sft-again", *TUNED[row], "270").mean - paired("sft", *TUNED[row], "270").mean) < 0.2
+    expected: dict[str, list[str]] = {row: [] for row in SCORED}
+    for lines in ("sft-lora-scores", "sft-scores"):
+        scores: dict[tuple[str, str], list[float]] = {}
+        for line in lines_of(lines, "eval"):
+            name, _, seed = line["model"].rpartition("/")[2].rpartition("-")
+            scores.setdefault((name, seed), []).append(100 * line["metrics"]["acc_norm"]["value"])
+        seeds = [seed for name, seed in scores if name == "bf16"]
+        gains = [
+            Paired.of([statistics.mean(scores[name, seed]) - statistics.mean(scores["bf16", seed]) for seed in seeds])
+            for name in SCORED.values()
+        ]
+        for row, one, p in zip(SCORED, gains, holm([one.p for one in gains]), strict=True):
+            expected[row] += [str(one), f"{one.detectable:.3f}", shown(p)]
+    assert accuracy == expected
 
 
 def test_estimates_by_share_are_those_of_the_lines(

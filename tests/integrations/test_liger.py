@@ -64,6 +64,7 @@ def test_the_preset_trains_with_liger_s_kernels_as_bf16_does(
     torch._dynamo.reset()
     config = SnipConfig(formats=formats, **SCHEDULE)
     options = {"use_cpu": False, "use_liger_kernel": True, "bf16": True, "torch_compile": compiles, "max_steps": 6}
+    options["adam_epsilon"] = 1e-3  # Adam's response to gradients near 0 would magnify roundings
     finished, plain = (
         train(tmp_path / name, chosen, model=tiny_llama(hidden=256, layers=2), **options)
         for name, chosen in (("snip", config), ("bf16", None))

@@ -808,6 +808,10 @@ def training_pass(model: Any, device: str) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+def flat(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([gradient.flatten() for gradient in gradients.values()])
+
+
 def distances(got: dict[str, Tensor], expected: dict[str, Tensor]) -> list[float]:
     assert got.keys() == expected.keys()
     pairs = [(got[name].double(), value.double()) for name, value in expected.items()]
@@ -818,22 +822,28 @@ def distances(got: dict[str, Tensor], expected: dict[str, Tensor]) -> list[float
 # gradients of FP32 weights, which are not rounded to BF16 in between). Another key makes 0.04 and more of
 # it, other formats 0.1.
 CLOSE = {"cpu": 0.003, "cuda": 0.03}
-# Through a whole model on a GPU, where each layer tips some FP4 roundings of the next: found 0.05 to 0.15. What a layer
-# computes, with which key, is judged layer by layer, above; this only judges that the layers are put together.
-CLOSE_MODEL = {"cpu": 0.003, "cuda": 0.3}
+# Through a whole model on a GPU each layer tips some FP4 roundings of the next. What a layer computes, with which key,
+# is judged layer by layer, above; this judges that the layers are put together. Found on an H200 in five families: 0.26
+# to 0.52 times the distance to the gradients of another key.
+OF_ANOTHER_KEY = 0.75
+# Of single gradients of a compiled model: found 0.05 to 0.15.
+COMPILED_MODEL = 0.3
 
 
 class TestModel:
     @pytest.mark.parametrize("family", FAMILIES)
     @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
     def test_a_model_trains_as_on_the_emulated_backend(self, device: str, family: str, dtype: torch.dtype) -> None:
-        (loss, got), (expected_loss, expected) = (
-            training_pass(model_on(backend, family, device, None, dtype), device) for backend in ("hopper", "emulated")
-        )
+        models = [model_on(backend, family, device, None, dtype) for backend in ("hopper", "emulated", "emulated")]
+        set_step(snip_linears(models[2]), 1, 2, 4)
+        (loss, got), (expected_loss, expected), (_, other) = (training_pass(model, device) for model in models)
         assert abs(loss / expected_loss - 1) < 1e-3
-        # Keys' biases move all of a query's scores alike: what gradient they show is rounding.
-        names = [name for name in expected if not name.endswith("k_proj.bias")]
-        assert max(distances({n: got[n] for n in names}, {n: expected[n] for n in names})) < CLOSE_MODEL[device]
+        if device == "cpu":
+            # Keys' biases move all of a query's scores alike: what gradient they show is rounding.
+            names = [name for name in expected if not name.endswith("k_proj.bias")]
+            assert max(distances({n: got[n] for n in names}, {n: expected[n] for n in names})) < CLOSE[device]
+        near, far = (distances({"all": flat(gradients)}, {"all": flat(expected)})[0] for gradients in (got, other))
+        assert near < OF_ANOTHER_KEY * far
 
     def test_other_keys_and_formats_are_farther_away_than_that(self, device: str) -> None:
         """Guards the tests of single layers and of compiled ones, and on a CPU the one above."""
@@ -1185,5 +1195,5 @@ class TestCompiled:
         model.compile(fullgraph=True)
         loss, got = training_pass(model, "cuda")
         assert abs(loss / expected_loss - 1) < 2e-3
-        assert max(distances(got, expected)) < CLOSE_MODEL["cuda"]
+        assert max(distances(got, expected)) < COMPILED_MODEL
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

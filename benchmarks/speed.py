@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -140,7 +141,10 @@ def main() -> None:
                     append_line(options.output, {**row, **source})
                 rows += found
             printed = table(COLUMNS, rows)
-        print(f"\n{source['machine']}, torch {source['torch']}, commit {source['commit']}, {source['command']}\n")
+        host = f"{source['machine']}, {os.cpu_count()} CPU cores, torch {source['torch']}"
+        used = [name for name in ("triton", "torchao", "transformers") if name in sys.modules]
+        versions = "".join(f", {name} {sys.modules[name].__version__}" for name in used)
+        print(f"\n{host}{versions}, commit {source['commit']}, {source['command']}\n")
         print(printed)
         if options.mode in GRAPH_MODES:
             print("\nPeaks are of reserved memory, which includes the memory of CUDA graphs and of earlier refreshes.")

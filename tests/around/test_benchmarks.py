@@ -21,6 +21,7 @@ import pytest
 import speed
 import step_profile
 import torch
+import transformers
 from scipy.stats import spearmanr
 from shared import lines, llamas, texts, timing
 
@@ -170,7 +171,9 @@ def test_the_first_rank_prints_and_writes_for_all(
     monkeypatch.setattr(speed, "measure", lambda model, options: [{"model": model, "step_ms": 1.0}])
     output = tmp_path / "speed.jsonl"
     run(monkeypatch, speed, "--device", "cpu", "--output", output)
-    assert (bool(capsys.readouterr().out), output.exists()) == (rank == 0, rank == 0)
+    printed = capsys.readouterr().out
+    assert (f"CPU cores, torch {torch.__version__}" in printed, output.exists()) == (rank == 0, rank == 0)
+    assert bool(printed) == (f", transformers {transformers.__version__}, commit " in printed)
 
 
 def test_lines_of_a_model_are_written_before_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,7 +239,7 @@ class SnipConfig(_NamedFields):
     guard: Guard = _field(
         "off",
         'Response to a loss or gradient norm that spikes or is not finite: "off" (not watched), or "raise", which '
-        "runs the affected layers in more precise formats for a while, then refreshes the plan.",
+        "runs all layers in more precise formats for a while, then refreshes the plan.",
     )
     backend: str = _field(
         "auto", 'Kernels: the name of a backend (docs/kernels.md), or "auto", the fastest one available.'

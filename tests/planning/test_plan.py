@@ -431,18 +431,18 @@ def test_formats_go_up_by_their_bits(formats: tuple[str, ...], steps: list[str])
     found = plan_in(a=steps[0])
     seen = [steps[0]]
     for _ in steps[1:]:
-        found = raised_plan(found, ["a"], formats)
+        found = raised_plan(found, formats)
         assert len(set(found.assignment["a"].values())) == 1
         seen.append(found.assignment["a"]["forward"])
     assert seen == steps
 
 
-def test_other_layers_stages_flops_and_provenance_stay() -> None:
-    before = plan_in(a="fp4", b="fp4", c="fp8")
-    after = raised_plan(before, {"a", "c"}, ("fp4", "fp8"))
+def test_stages_flops_and_provenance_stay_and_what_is_unquantized() -> None:
+    before = plan_in(a="fp4", b="bf16", c="fp8")
+    after = raised_plan(before, ("fp4", "fp8"))
     assert {layer: row["grad_weight"] for layer, row in after.assignment.items()} == {
         "a": "fp8",
-        "b": "fp4",
+        "b": "bf16",
         "c": "bf16",
     }
     assert (after.flops, after.stages, after.provenance) == (before.flops, before.stages, before.provenance)

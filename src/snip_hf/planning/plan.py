@@ -415,12 +415,11 @@ def _checked_stages(stages: Any, flops: Work) -> tuple[tuple[str, ...], ...]:
     return checked
 
 
-def raised_plan(plan: PrecisionPlan, layers: Collection[str], formats: Sequence[str]) -> PrecisionPlan:
-    """Returns the plan in which GEMMs of `layers` have the next format of more bits; the last one is unquantized.
+def raised_plan(plan: PrecisionPlan, formats: Sequence[str]) -> PrecisionPlan:
+    """Returns the plan in which all GEMMs have the next format of more bits; the last one is unquantized.
 
     Args:
-        plan: in force.
-        layers: to raise; what is unquantized stays so.
+        plan: in force; what is unquantized stays so.
         formats: of the run. Of several with as many bits, the first one is taken.
     """
     ladder = sorted(dict.fromkeys([*formats, UNQUANTIZED.name]), key=lambda name: FORMATS[name].bits)
@@ -428,10 +427,7 @@ def raised_plan(plan: PrecisionPlan, layers: Collection[str], formats: Sequence[
     def raised(name: str) -> str:
         return next((other for other in ladder if FORMATS[other].bits > FORMATS[name].bits), name)
 
-    assignment = {
-        layer: {gemm: raised(name) if layer in layers else name for gemm, name in row.items()}
-        for layer, row in plan.assignment.items()
-    }
+    assignment = {layer: {gemm: raised(name) for gemm, name in row.items()} for layer, row in plan.assignment.items()}
     return replace(plan, assignment=assignment)
 
 

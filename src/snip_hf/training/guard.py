@@ -2,9 +2,8 @@
 
 All ranks combine their measurements once the gradients of a step are complete, and so reach the same verdict. A step is
 sick if its loss or norm is not finite, or is a spike: more than 6 standard deviations above the mean of the last 128
-healthy values. Then the layers concerned run one format more precise from the next step on, for `guard_patience` steps;
-after that the plan is refreshed. If only some layers have gradients that are not finite, these layers are concerned;
-otherwise all are. A step with gradients that are not finite is left out.
+healthy values. Then all layers run one format more precise from the next step on, for `guard_patience` steps; after
+that the plan is refreshed. A step with gradients that are not finite is left out.
 
 The rule and its defaults are those of OLMo-core's optimizers that skip steps (`SkipStepOptimizer`: 128 steps, 6
 standard deviations; https://github.com/allenai/OLMo-core), with three changes of ours. A sick value does not count
@@ -15,7 +14,7 @@ constant run. And after `guard_patience` spikes in a row, later values are compa
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
@@ -23,12 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from ..estimation.samples import read
-from ..layers.layer import SnipLayer
 from ..parallel.ranks import Processes
 from ..parallel.sharding import number_of_parts, own_part
 from ..planning.plan import raised_plan
 from ..policies.registry import policy_of
-from ..policies.setting import siblings
 from ..records.events import GRADIENT_NORM, LOSS, NOTED, RAISED, Alarm, Changes, known_shares
 from ..records.run_folder import RunRecord
 from .gradients import BackwardEnd, LossScaling
@@ -132,19 +129,12 @@ class StepMeter(BackwardEnd):
 
     Args:
         model: the model whose gradients are measured.
-        layers: the swapped ones, to name those that are not finite.
         scaling: the loss scale.
         processes: those of the run.
     """
 
-    def __init__(
-        self, model: nn.Module, layers: Mapping[str, SnipLayer], scaling: LossScaling, processes: Processes
-    ) -> None:
+    def __init__(self, model: nn.Module, scaling: LossScaling, processes: Processes) -> None:
         self._model, self._scaling, self._processes = model, scaling, processes
-        self._layers: dict[int, list[str]] = {}
-        """id of a weight -> its layers."""
-        for name, layer in layers.items():
-            self._layers.setdefault(id(layer.weight), []).append(name)
         self._losses: list[Tensor] = []
         self._norms: Tensor | None = None
         """Norms of this rank's parts of the gradients of `_parameters`."""
@@ -163,20 +153,19 @@ class StepMeter(BackwardEnd):
             norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
             self._norms = torch.stack([norm.to(norms[0].device) for norm in norms])
 
-    def take(self) -> tuple[float | None, float | None, list[str]]:
-        """Returns loss, gradient norm and broken layers of the step whose gradients are complete. Collective.
+    def take(self) -> tuple[float | None, float | None]:
+        """Returns loss and gradient norm of the step whose gradients are complete. Collective.
 
         The norm is that of all gradients before clipping; None: there are none, or a GradScaler is about to skip the
-        step. Gradients of broken layers are not finite.
+        step.
         """
         gathered = self._processes.everyone.gather(list(self._take_local()), "the guard's figures")
-        losses = [loss for loss, _, _ in gathered if loss is not None]
-        squares = [square for _, square, _ in gathered if square is not None]
-        names = dict.fromkeys(name for _, _, broken in gathered for name in broken)
+        losses = [loss for loss, _ in gathered if loss is not None]
+        squares = [square for _, square in gathered if square is not None]
         norm = math.sqrt(sum(squares)) if squares else None
         if norm is not None and self._scaling.is_on:
             norm = norm / self._scaling.scale if math.isfinite(norm) else None
-        return sum(losses) / len(losses) if losses else None, norm, list(names)
+        return sum(losses) / len(losses) if losses else None, norm
 
     def leave_out(self) -> bool:
         """Removes the gradients, so that the optimizer changes nothing; returns True if it did.
@@ -189,28 +178,19 @@ class StepMeter(BackwardEnd):
             parameter.grad = None
         return True
 
-    def _take_local(self) -> tuple[float | None, float | None, list[str]]:
-        """Returns this rank's loss, its share of the squared norm, and its layers that are not finite."""
+    def _take_local(self) -> tuple[float | None, float | None]:
+        """Returns this rank's loss, and its share of the squared norm."""
         losses, norms, parameters = self._losses, self._norms, self._parameters
         self._losses, self._norms, self._parameters = [], None, []
         total = [torch.stack([one.to(losses[0].device).reshape(()) for one in losses]).sum()] if losses else []
         if norms is None:
-            return next(iter(read(total)), None), None, []
+            return next(iter(read(total)), None), None
         holders = self._processes.data.size * self._processes.tensor.size
         # Gradients that several ranks hold count once.
         shares = [number_of_parts(parameter) / holders for parameter in parameters]
         square = (norms.square() * torch.tensor(shares, dtype=norms.dtype, device=norms.device)).sum()
         *loss, own_square = read([*total, square])
-        broken = []
-        if not math.isfinite(own_square):
-            flags = torch.isfinite(norms).tolist()
-            broken = [
-                name
-                for is_finite, parameter in zip(flags, parameters, strict=True)
-                if not is_finite
-                for name in self._layers.get(id(parameter), [])
-            ]
-        return next(iter(loss), None), own_square, broken
+        return next(iter(loss), None), own_square
 
 
 class Guard:
@@ -238,19 +218,19 @@ class Guard:
         self._processes, self._record = processes, record
         self._config = in_force.setting.config
         self.health = Health()
-        self._sick: tuple[Finding, list[str], bool] | None = None
-        """Verdict on the running step: the reason, the broken layers, and whether it is left out; None: healthy."""
+        self._sick: tuple[Finding, bool] | None = None
+        """Verdict on the running step: the reason, and whether it is left out; None: healthy."""
 
     def leaves_out(self, step: int) -> bool:
         """Judges a step whose gradients are complete; returns True if it removed them. Collective."""
         self._processes.note(f"at the guard's look at step {step}")
-        loss, norm, broken = self.meter.take()
+        loss, norm = self.meter.take()
         finding = self.health.look(step, {LOSS: loss, GRADIENT_NORM: norm}, self._config.guard_patience)
         self._sick = None
         if finding is None:
             return False
         is_left_out = not finding.is_finite and self.meter.leave_out()
-        self._sick = finding, broken, is_left_out
+        self._sick = finding, is_left_out
         return is_left_out
 
     def end_step(self, step: int) -> None:
@@ -259,10 +239,10 @@ class Guard:
         sick, self._sick = self._sick, None
         if sick is None:
             return
-        finding, broken, is_left_out = sick
+        finding, is_left_out = sick
         self.health.note_alarm(step)
         before = self._in_force.plan
-        plan = raised_plan(before, self._concerned(broken), self._config.formats)
+        plan = raised_plan(before, self._config.formats)
         changes = before.changes(plan)
         if changes:
             self._in_force.put(plan)
@@ -275,15 +255,6 @@ class Guard:
     def restore(self, health: Health) -> None:
         """Continues from the health in a checkpoint."""
         self.health, self._sick = health, None
-
-    def _concerned(self, broken: Collection[str]) -> list[str]:
-        """Returns the layers to raise: the broken ones and those that share formats with them, or all."""
-        layers = list(self._in_force.plan.assignment)
-        if not broken:
-            return layers
-        groups = [group for group in siblings(self._in_force.setting) if not set(broken).isdisjoint(group)]
-        tied = {name for group in groups for name in group}
-        return [layer for layer in layers if layer in broken or layer in tied]
 
     def _report(self, step: int, finding: Finding, is_left_out: bool, changes: Changes) -> None:
         """Writes the event and the line of the log."""

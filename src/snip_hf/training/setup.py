@@ -153,7 +153,7 @@ def set_up(
     coverage = CoverageCounter(bare, in_force, processes, record, accelerator)
     guard = None
     if config.guard != "off":
-        meter = StepMeter(bare, layers.all, source.scaling, processes)
+        meter = StepMeter(bare, source.scaling, processes)
         guard = Guard(meter, in_force, refresher, schedule, processes, record)
     messages = RunMessages(config, backend.name, log)
     record.add_tracker(messages.note)

@@ -109,7 +109,8 @@ class SnipController:
         check_alike(self.model, self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)
         self._chunks = PipelineChunks(parts_of(self.model), self.config.seed, lambda: self.step + 1)
-        self._source.attach(self._before_optimizer_step)
+        if self.needs_probe:
+            self._source.attach(self._before_optimizer_step)
         self._layers.share_inputs(run.in_force.setting)
         self._schedule.warn_if_too_late(self._schedule.first_refresh)
         run.refresher.warn_if_untrained()

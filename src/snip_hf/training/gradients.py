@@ -208,7 +208,7 @@ def check_weights(optimizer: Any) -> None:
 
 
 class GradientSource:
-    """The gradients of a run. This base class serves policies without a probe, which never read them.
+    """The gradients of a run, which torch leaves in `weight.grad`. Policies without a probe never read them.
 
     Args:
         optimizer: as the controller got it.
@@ -233,10 +233,16 @@ class GradientSource:
         """Addresses of the gradients that `keep` has copied in the running step."""
 
     def check(self) -> None:
-        """Raises TypeError for an optimizer whose updates cannot be differentiated."""
+        """Raises TypeError for an optimizer whose updates cannot be differentiated, ValueError for FP16 weights."""
+        check_optimizer(self._optimizer)
+        check_weights(self._optimizer)
 
     def attach(self, before_step: Callable[[], None]) -> None:
         """Puts hooks on the optimizer, until `close`; `before_step` is called in its step if `is_inside_step`."""
+        self._hooks = [part.register_step_post_hook(self._count_step) for part in check_optimizer(self._optimizer)]
+
+    def _count_step(self, *_: Any) -> None:
+        self._taken += 1
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -267,7 +273,7 @@ class GradientSource:
 
     def unclipped(self, model: nn.Module) -> Iterable[nn.Parameter]:
         """Returns the parameters whose gradients have to be measured before clipping."""
-        return ()
+        return model.parameters()
 
     def read(
         self, model: nn.Module, layers: Mapping[str, SnipLayer], config: SnipConfig, watch: StepWatch, everyone: Ranks
@@ -284,36 +290,6 @@ class GradientSource:
         self, model: nn.Module, compared: ComparedParameters, of_gradients: bool, watch: StepWatch, everyone: Ranks
     ) -> OptimizerStep:
         """Implements `read`; of_gradients: the responses are those of updates that are the gradients themselves."""
-        raise NotImplementedError
-
-    def trains(self) -> Callable[[Tensor], bool]:
-        """Returns a predicate that is True for the parameters that the optimizer trains."""
-        return lambda parameter: False
-
-    def is_trained(self, model: nn.Module) -> bool:
-        """Returns True if the optimizer updates any parameter of the model."""
-        return any(map(self.trains(), model.parameters()))
-
-
-class TorchGradients(GradientSource):
-    """Gradients that torch leaves in `weight.grad`."""
-
-    def check(self) -> None:
-        check_optimizer(self._optimizer)
-        check_weights(self._optimizer)
-
-    def attach(self, before_step: Callable[[], None]) -> None:
-        self._hooks = [part.register_step_post_hook(self._count_step) for part in check_optimizer(self._optimizer)]
-
-    def _count_step(self, *_: Any) -> None:
-        self._taken += 1
-
-    def unclipped(self, model: nn.Module) -> Iterable[nn.Parameter]:
-        return model.parameters()
-
-    def _read(
-        self, model: nn.Module, compared: ComparedParameters, of_gradients: bool, watch: StepWatch, everyone: Ranks
-    ) -> OptimizerStep:
         weights = compared.parameters
         gradients = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
         if not gradients and is_fully_sharded(model):
@@ -328,7 +304,12 @@ class TorchGradients(GradientSource):
         return OptimizerStep(gradients, answers, factor, watch.micro_batches, compared.others)
 
     def trains(self) -> Callable[[Tensor], bool]:
+        """Returns a predicate that is True for the parameters that the optimizer trains."""
         return trained_by(self._optimizer)
+
+    def is_trained(self, model: nn.Module) -> bool:
+        """Returns True if the optimizer updates any parameter of the model."""
+        return any(map(self.trains(), model.parameters()))
 
 
 class ZeroGradients(GradientSource):
@@ -345,8 +326,14 @@ class ZeroGradients(GradientSource):
         super().__init__(optimizer)
         self._zero = zero
 
+    def check(self) -> None:
+        """Passes: `ZeroOptimizer` has refused what cannot work."""
+
     def attach(self, before_step: Callable[[], None]) -> None:
         self._hooks = [self._zero.before_step(before_step)]
+
+    def unclipped(self, model: nn.Module) -> Iterable[nn.Parameter]:
+        return ()
 
     def _read(
         self, model: nn.Module, compared: ComparedParameters, of_gradients: bool, watch: StepWatch, everyone: Ranks

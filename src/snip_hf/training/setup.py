@@ -37,7 +37,7 @@ from ..policies.target import check_attainable
 from ..records.run_folder import RunRecord
 from .checks import check_guard, check_model, check_parts, check_split
 from .coverage import CoverageCounter
-from .gradients import GradientSource, TorchGradients, ZeroGradients
+from .gradients import GradientSource, ZeroGradients
 from .guard import Guard, StepMeter
 from .messages import RunMessages
 from .plan_in_force import PlanInForce, first_plan, formats_in_use
@@ -130,8 +130,7 @@ def set_up(
     check_guard(config, is_deepspeed=deepspeed_engine(model, accelerator) is not None)
     probes = policy_of(config).needs_probe
     zero = find_zero(optimizer, model, accelerator) if probes else None
-    gradients = TorchGradients if probes else GradientSource
-    source = gradients(optimizer, accelerator) if zero is None else ZeroGradients(optimizer, zero)
+    source = GradientSource(optimizer, accelerator) if zero is None else ZeroGradients(optimizer, zero)
     backend = select_backend(config.backend, compute_device(next(bare.parameters())), formats_in_use(config))
     for text in config_warnings(config, backend.recompiles_for_bf16):
         log.warning("snip-hf: %s", text)

@@ -25,7 +25,7 @@ from transformers import (
 from snip_hf import convert_model, coverage, estimate_divergence, measure_divergence
 from snip_hf.config import DEFAULT_FP4_FRACTION
 from snip_hf.estimation.batch import Batch
-from snip_hf.training.messages import tokens_of
+from snip_hf.training.micro_batches import tokens_of
 
 _SMALL: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
 _NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

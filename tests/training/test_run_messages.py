@@ -30,7 +30,8 @@ from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Ranks
 from snip_hf.policies.target import describe_target
 from snip_hf.training import messages, swapped_layers
-from snip_hf.training.messages import AS_A_WHOLE, SpeedForecast, how_compiled, tokens_of
+from snip_hf.training.messages import AS_A_WHOLE, SpeedForecast, how_compiled
+from snip_hf.training.micro_batches import tokens_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -27,8 +27,8 @@ from ..policies.registry import policy_of
 from ..records.run_folder import RunRecord, Tracker
 from .checkpoint import SavedState, restore, state_of, weights_fingerprint
 from .checks import StepCalls, check_alike, check_equal, check_launch, check_same_batch, deciding_fields, formats_of
-from .messages import SpeedForecast, compiled_by, how_compiled, tokens_of
-from .micro_batches import PipelineChunks, StepWatch, TrainingPass
+from .messages import SpeedForecast, compiled_by, how_compiled
+from .micro_batches import PipelineChunks, StepWatch, TrainingPass, tokens_of
 from .schedule import Schedule
 from .setup import RunParts, find_processes, set_up
 

@@ -26,8 +26,7 @@ from ..policies.registry import policy_of
 from ..records.events import Counted
 from ..records.run_folder import RunRecord
 from .checks import expert_gathered_apart
-from .messages import tokens_of
-from .micro_batches import StepWatch, TrainingPass
+from .micro_batches import StepWatch, TrainingPass, tokens_of
 from .plan_in_force import PlanInForce
 
 

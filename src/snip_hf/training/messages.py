@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from statistics import mode
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..config import SnipConfig
-from ..estimation.batch import is_of_sequences
 from ..estimation.coverage import Coverage
 from ..kernels.backend import BACKENDS, Backend
 from ..layers.state import snip_linears
@@ -214,14 +213,6 @@ def describe_slowdown(backend: Backend, hidden: int) -> str:
 def least_tokens(hidden: int) -> int:
     """Returns the tokens of a micro-batch from which on low precision pays at a hidden size."""
     return math.ceil(LEAST_WORK / hidden**2)
-
-
-def tokens_of(batch: Mapping[str, Any]) -> int | None:
-    """Returns the number of tokens in a batch; None if it is unknown."""
-    ids, labels = batch.get("input_ids"), batch.get("labels")
-    in_batch = not isinstance(labels, Tensor) or (is_of_sequences(labels) and isinstance(ids, Tensor))
-    found = ids if in_batch else labels
-    return int(found.numel()) if isinstance(found, Tensor) else None
 
 
 def compiled_by(accelerator: Any) -> str | None:

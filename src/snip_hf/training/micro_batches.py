@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..estimation.batch import Batch, BatchCounts, Objective, copied
+from ..estimation.batch import Batch, BatchCounts, Objective, copied, is_of_sequences
 from ..layers.run_hooks import RunHook, RunMark
 from ..layers.state import set_step, snip_linears
 from ..numerics.random_state import RandomState
@@ -186,7 +186,7 @@ class TrainingPasses:
             self._offered.label_names = self._label_names
         else:
             self._controller.keep_weights(everything=False)
-            self._in_loss.seen += _tokens(dict(zip(self._names, args, strict=False)) | kwargs)
+            self._in_loss.seen += tokens_of(dict(zip(self._names, args, strict=False)) | kwargs) or 0
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         one, self._offered = self._offered, None
@@ -232,12 +232,14 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _tokens(inputs: Mapping[str, Any]) -> int:
-    """Returns the number of tokens in a model's inputs; 0 if it is unknown."""
-    embeds, ids = inputs.get("inputs_embeds"), inputs.get("input_ids")
-    if isinstance(ids, Tensor):
-        return ids.numel()
-    return embeds.numel() // embeds.shape[-1] if isinstance(embeds, Tensor) else 0
+def tokens_of(batch: Mapping[str, Any]) -> int | None:
+    """Returns the number of tokens in a batch; None if it is unknown."""
+    ids, labels, embeds = (batch.get(name) for name in ("input_ids", "labels", "inputs_embeds"))
+    in_batch = not isinstance(labels, Tensor) or (is_of_sequences(labels) and isinstance(ids, Tensor))
+    found = ids if in_batch else labels
+    if found is None and isinstance(embeds, Tensor):
+        return embeds.numel() // embeds.shape[-1]
+    return int(found.numel()) if isinstance(found, Tensor) else None
 
 
 class PipelineChunks:

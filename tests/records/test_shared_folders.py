@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import signal
@@ -23,10 +24,11 @@ from snip_hf import SnipController
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.records import run_folder as run_folder_module
 from snip_hf.records.load import load_run
-from snip_hf.records.run_folder import RunFolder
+from snip_hf.records.run_folder import RunRecord
 from snip_hf.training import controller as controller_module
 from snip_hf.training import gradients
 
+LOG = logging.getLogger("snip_hf.of_the_test")
 START = start_event()
 TABLE = DivergenceTable(1.0, (Divergence("a", "layer", "fp4", 1.0, 1.0, 1.0),))
 PLAN = small_plan()
@@ -36,11 +38,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def record(folder: RunFolder) -> None:
+def record(folder: RunRecord) -> None:
     """Writes the files of a short run."""
     folder.clear()
     folder.save_plan(PLAN)
-    folder.append(START)
+    folder.add(START)
     folder.write_divergences(2, TABLE)
 
 
@@ -101,7 +103,7 @@ def test_a_resumed_run_moves_nothing_aside(undisturbed: Run, tmp_path: Path) -> 
 
 
 def test_a_line_that_a_crash_left_broken_is_cut_when_the_run_goes_on(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
+    folder = RunRecord(tmp_path, True, LOG)
     record(folder)
     with (tmp_path / "snip" / "history.jsonl").open("a") as file:
         file.write('{"event": "refr')
@@ -112,14 +114,14 @@ def test_a_line_that_a_crash_left_broken_is_cut_when_the_run_goes_on(tmp_path: P
 def test_a_record_that_cannot_be_moved_aside_is_not_mixed_with_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    record(RunFolder(tmp_path))
+    record(RunRecord(tmp_path, True, LOG))
     before = contents(tmp_path)
 
     def fail(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(run_folder_module.os, "replace", fail)
-    second = RunFolder(tmp_path)
+    second = RunRecord(tmp_path, True, LOG)
     record(second)
     second.cut(1, None, START)
     monkeypatch.undo()
@@ -179,21 +181,21 @@ def test_a_run_that_ended_holds_no_lock(tmp_path: Path) -> None:
 def test_a_run_of_the_same_process_that_was_not_closed_is_replaced_and_records_nothing_more(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = RunFolder(tmp_path)
+    first = RunRecord(tmp_path, True, LOG)
     first.hold()
     record(first)
-    second = RunFolder(tmp_path)
+    second = RunRecord(tmp_path, True, LOG)
     second.hold()
     record(second)
     before = contents(tmp_path)
-    first.append(refresh_event(2))
+    first.add(refresh_event(2))
     first.save_plan(PLAN)
     first.clear()
     first.release()
     assert contents(tmp_path) == before
     (message,) = caplog.messages
     assert message.startswith(f"snip-hf: a later run of this process writes to {tmp_path / 'snip'}")
-    second.append(refresh_event(2))
+    second.add(refresh_event(2))
     assert [line["event"] for line in history(tmp_path)] == ["start", "refresh"]
 
 

@@ -1,4 +1,4 @@
-"""The folder OUTPUT/snip of a run: the plan in force, the history, and tables of divergences.
+"""The record of a run in the folder OUTPUT/snip: the plan in force, the history, and tables of divergences.
 
 Training must not fail because of a failed write, so all methods except `hold` warn instead of raising an error. Only
 one run at a time writes to the folder. The folder of an earlier run is moved aside.
@@ -24,8 +24,6 @@ from ..planning.plan import PrecisionPlan
 from ..text import printable
 from .events import Event, Refresh, Start
 
-logger = logging.getLogger(__name__)
-
 # In the folder of the run (the Trainer's output_dir).
 FOLDER = "snip"
 
@@ -33,16 +31,22 @@ Tracker = Callable[[Event], object]
 """A function, or an object with `__call__`, that is called with each event."""
 
 
-class RunFolder:
-    """The folder OUTPUT/snip of one run. If `output_dir` is None, nothing is written.
+class RunRecord:
+    """The record of a run: its folder and its trackers, both on the first rank only, and its log.
 
-    A relative path is resolved when the object is built.
+    Args:
+        output_dir: holds the folder; None: nothing is written. A relative path is resolved when the object is built.
+        is_first: whether this is the first rank.
+        log: that of this rank.
     """
 
-    def __init__(self, output_dir: str | os.PathLike[str] | None) -> None:
-        self._folder = None if output_dir is None else Path(output_dir).absolute() / FOLDER
+    def __init__(self, output_dir: str | os.PathLike[str] | None, is_first: bool, log: logging.Logger) -> None:
+        self._folder = None if output_dir is None or not is_first else Path(output_dir).absolute() / FOLDER
         self._lock: FileLock | None = None
         self._lost = False
+        self.log = log
+        self._is_first = is_first
+        self._trackers: list[Tracker] = []
 
     def hold(self) -> None:
         """Locks the folder for this run, until `release` or the end of the process.
@@ -97,9 +101,24 @@ class RunFolder:
         document = {**origin, "ties": table.ties, "columns": columns, "rows": rows}
         self._write(lambda folder: write_json_atomic(folder / f"divergence-{step}.json", document))
 
-    def append(self, event: Event) -> None:
-        """Appends an event to history.jsonl."""
+    def add_tracker(self, tracker: Tracker) -> None:
+        """Calls a tracker with all events from now on, after the trackers added before it."""
+        if self._is_first:
+            self._trackers.append(tracker)
+
+    def add(self, event: Event) -> None:
+        """Appends an event to history.jsonl and calls the trackers. An error in a tracker becomes a warning."""
         self._write(lambda folder: append_json_line(folder / "history.jsonl", event.to_record()))
+        for tracker in self._trackers:
+            try:
+                tracker(event)
+            except Exception as error:  # a failing tracker must not end training
+                self.log.warning(
+                    "snip-hf: a tracker failed at the %s event of step %d, training continues: %s",
+                    event.event,
+                    event.step,
+                    printable(repr(error)),
+                )
 
     def cut(self, step: int, pending: int | None, start: Start) -> None:
         """Removes everything decided after `step`, because the resumed run decides it again.
@@ -137,10 +156,8 @@ class RunFolder:
             self._lost = True
             message = f"the records of an earlier run cannot be moved aside, so this run records nothing ({error})."
             raise OSError(message) from error
-        logger.info(
-            "snip-hf: moved the records of an earlier run from %s to %s.",
-            printable(folder),
-            printable(target),
+        self.log.info(
+            "snip-hf: moved the records of an earlier run from %s to %s.", printable(folder), printable(target)
         )
 
     def _write(self, write: Callable[[Path], None]) -> None:
@@ -148,7 +165,7 @@ class RunFolder:
             return
         if self._lock is not None and not self._lock.is_locked:
             self._lost = True
-            logger.warning(
+            self.log.warning(
                 "snip-hf: a later run of this process writes to %s, or this run was closed; nothing more is recorded "
                 "there.",
                 printable(self._folder),
@@ -160,49 +177,13 @@ class RunFolder:
         except (OSError, ValueError) as error:  # ValueError: a non-finite number, or a file too large to be read
             self._warn("could not write to %s, training continues: %s", self._folder, error)
 
-    @staticmethod
-    def _warn(message: str, path: Path, error: Exception) -> None:
+    def _warn(self, message: str, path: Path, error: Exception) -> None:
         # Log the text: a handler that keeps log records would also keep the error, its frames and their model.
-        logger.warning(f"snip-hf: {message}", printable(path), printable(error))
+        self.log.warning(f"snip-hf: {message}", printable(path), printable(error))
 
 
 # Folder -> the run of this process that locked it last.
-_HOLDERS: weakref.WeakValueDictionary[str, RunFolder] = weakref.WeakValueDictionary()
-
-
-class RunRecord:
-    """The record of a run: its folder and its trackers, both on the first rank only, and its log.
-
-    Args:
-        output_dir: holds the folder; None: nothing is written.
-        is_first: whether this is the first rank.
-        log: that of this rank.
-    """
-
-    def __init__(self, output_dir: str | os.PathLike[str] | None, is_first: bool, log: logging.Logger) -> None:
-        self.folder = RunFolder(output_dir if is_first else None)
-        self.log = log
-        self._is_first = is_first
-        self._trackers: list[Tracker] = []
-
-    def add_tracker(self, tracker: Tracker) -> None:
-        """Calls a tracker with all events from now on, after the trackers added before it."""
-        if self._is_first:
-            self._trackers.append(tracker)
-
-    def add(self, event: Event) -> None:
-        """Writes an event and calls the trackers. A tracker that fails causes a warning, and gets the next event."""
-        self.folder.append(event)
-        for tracker in self._trackers:
-            try:
-                tracker(event)
-            except Exception as error:  # a failing tracker must not end training
-                self.log.warning(
-                    "snip-hf: a tracker failed at the %s event of step %d, training continues: %s",
-                    event.event,
-                    event.step,
-                    printable(repr(error)),
-                )
+_HOLDERS: weakref.WeakValueDictionary[str, RunRecord] = weakref.WeakValueDictionary()
 
 
 def tables(folder: Path) -> dict[int, Path]:

@@ -163,7 +163,7 @@ def restore(run: RunParts, saved: SavedState) -> None:
     run.layers.set_step(saved.step + 1, 0)
     targets = saved.other_targets(run.config)
     probed = None if saved.pending is None else saved.pending.step
-    run.record.folder.cut(saved.step, probed, run.in_force.start(saved.step))
+    run.record.cut(saved.step, probed, run.in_force.start(saved.step))
     run.in_force.save()
     if targets:
         _change_target(run, saved, targets)

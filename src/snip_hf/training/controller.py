@@ -95,7 +95,7 @@ class SnipController:
                 run = set_up(model, optimizer, accelerator, config, self.processes, self._schedule, self._record)
             self._begin(run, max_steps)
         except BaseException:
-            self._record.folder.release()  # a notebook keeps the error, and this object with it
+            self._record.release()  # a notebook keeps the error, and this object with it
             raise
 
     def _begin(self, run: RunParts, max_steps: int | None) -> None:
@@ -129,7 +129,7 @@ class SnipController:
     def start(self) -> None:
         """Begins a new record: the plan and the first line of the history. `capture` calls it if nobody did."""
         self._started = True
-        self._record.folder.clear()
+        self._record.clear()
         self._run.in_force.save()
         self._record.add(self._run.in_force.start(self.step))
 
@@ -306,7 +306,7 @@ class SnipController:
         self._end_watch()
         self._run.refresher.drop(self.step, f"training ended at step {self.step}")
         self._run.messages.end(self.step, self.plan)
-        self._record.folder.release()
+        self._record.release()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, even in the middle of a refresh.

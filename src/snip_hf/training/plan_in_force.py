@@ -129,7 +129,7 @@ class PlanInForce:
 
     def save(self) -> None:
         """Writes the plan into the run's folder."""
-        self._record.folder.save_plan(self.plan)
+        self._record.save_plan(self.plan)
 
     def measure_cost(self, tokens: int) -> None:
         """Times the GEMMs; all later decisions use the times, and the plan keeps them."""

@@ -222,7 +222,7 @@ class Refresher:
             seconds={"probe": time.perf_counter() - began, "solver": None, "waited": None},
             kernels=self._layers.counters,
         )
-        self._record.folder.write_divergences(step, table)
+        self._record.write_divergences(step, table)
         process = self._start_solver(program)
         self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, process)
 

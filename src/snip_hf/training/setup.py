@@ -179,7 +179,7 @@ def _first_in_force(
         check_attainable(setting, config.formats)
     name = name_of(model)
     plan = first_plan(setting, name)
-    record.folder.hold()
+    record.hold()
     in_force = PlanInForce(plan, setting, model, name, record, measure)
     in_force.apply()
     return in_force

@@ -164,7 +164,6 @@ def restore(run: RunParts, saved: SavedState) -> None:
     targets = saved.other_targets(run.config)
     probed = None if saved.pending is None else saved.pending.step
     run.record.cut(saved.step, probed, run.in_force.start(saved.step))
-    run.in_force.save()
     if targets:
         _change_target(run, saved, targets)
     elif saved.pending is not None:

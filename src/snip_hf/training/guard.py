@@ -246,7 +246,6 @@ class Guard:
         changes = before.changes(plan)
         if changes:
             self._in_force.put(plan)
-            self._in_force.save()
             self._refresher.drop(step, f"the guard raised formats after step {step}")
             if policy_of(self._config).needs_probe:
                 self._schedule.postponed = step + self._config.guard_patience + 1

@@ -111,11 +111,12 @@ class PlanInForce:
         self._measure = measure
 
     def put(self, plan: PrecisionPlan) -> None:
-        """Puts a plan in force that `solved_plan` made or a checkpoint holds."""
+        """Puts a plan in force that `solved_plan` made or a checkpoint holds, and writes it into the run's folder."""
         plan.apply(self._model, elsewhere=self.setting.flops)
         self.plan = plan
         # Later decisions use the same times and tokens as the plan.
         self.setting = replace(self.setting, measured=plan.measured, tokens=plan.tokens)
+        self.save()
 
     def apply(self) -> None:
         """Gives the layers of the model their formats."""
@@ -194,7 +195,6 @@ class PlanInForce:
             plan = rule_plan(self.setting, self.model_name, step)
             changes = self.plan.changes(plan)
             self.put(plan)
-            self.save()
             self._record.add(self.begun(step).applied(step, plan, changes, None))
             self._gave_up = None
             self._record.log.info("snip-hf: plan for the share of step %d applied: %s.", step, plan.describe())

@@ -287,7 +287,6 @@ class Refresher:
         plan = solved_plan(self._in_force.setting, self._in_force.model_name, pending.step, result)
         changes = self._in_force.plan.changes(plan)
         self._in_force.put(plan)
-        self._in_force.save()
         applied = pending.begun.applied(step, plan, changes, result)
         self._record.add(applied)
         self._log.info(

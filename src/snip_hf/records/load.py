@@ -39,21 +39,6 @@ _FACTS = ("max_steps", "num_train_epochs", "train_batch_size")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A run as recorded in the state of a checkpoint."""
-
-    folder: Path
-    step: int
-    """Number of finished optimizer steps."""
-    plan: PrecisionPlan
-    """The plan in force, with the configuration of the run."""
-    counted: list[Counted]
-    """Coverage in the first micro-batch, with the tokens of the plan; empty if it was not counted."""
-    pending: tuple[int, int] | None
-    """Steps of the last probe and of its plan, if that is not in force yet."""
-
-
-@dataclass(frozen=True)
 class Run:
     """The content of a run folder."""
 
@@ -127,12 +112,12 @@ class Run:
         return sum(share * span for share, span in zip(shares, spans, strict=True)) / whole
 
 
-def load_run(run_dir: str | os.PathLike[str], checkpoint: Checkpoint | None = None) -> Run:
+def load_run(run_dir: str | os.PathLike[str], checkpoint: Run | None = None) -> Run:
     """Reads a run folder (the Trainer's output_dir).
 
     Args:
         run_dir: the folder.
-        checkpoint: a checkpoint of the run, to leave out everything after it.
+        checkpoint: the result of `read_checkpoint` for a checkpoint of the run, to leave out everything after it.
 
     Raises:
         FileNotFoundError: it has no snip/history.jsonl.
@@ -141,12 +126,12 @@ def load_run(run_dir: str | os.PathLike[str], checkpoint: Checkpoint | None = No
     """
     folder = Path(run_dir)
     notes: list[str] = []
-    until = math.inf if checkpoint is None else checkpoint.step
+    until, saved = (math.inf, folder / FOLDER / "plan.json") if checkpoint is None else checkpoint.plans[0]
     start, events = _read_events(folder / FOLDER / "history.jsonl", notes, until)
     refreshes, alarms, counted = _of(Refresh, events), _of(Alarm, events), _of(Counted, events)
     plans = _plans(start.plan, _in_order(refreshes, alarms), counted)
     begin, last = plans[-1]
-    plans[-1] = begin, _timed(last, folder / FOLDER / "plan.json" if checkpoint is None else checkpoint.plan, notes)
+    plans[-1] = begin, _timed(last, saved, notes)
     applied = [refresh.step for refresh in refreshes if refresh.applied_step is not None]
     divergences = _read_divergences(folder / FOLDER, applied[-1:], notes, until)
     source_folder = folder if checkpoint is None else checkpoint.folder
@@ -171,8 +156,8 @@ def load_recorded(path: str | os.PathLike[str]) -> Run:
     if (around / FOLDER / "history.jsonl").exists():
         return load_run(around, checkpoint)
     notes = ["There is no history beside the checkpoint, so only its plan is known."]
-    (losses, facts), plans = read_log(folder, notes), [(checkpoint.step, checkpoint.plan)]
-    return Run(folder, plans, [], checkpoint.counted, {}, losses, facts, notes, pending=checkpoint.pending)
+    losses, facts = read_log(folder, notes)
+    return dataclasses.replace(checkpoint, losses=losses, facts=facts, notes=notes)
 
 
 def thinned(items: Sequence[T], count: int) -> list[T]:
@@ -196,9 +181,7 @@ def _in_order(refreshes: Sequence[Refresh], alarms: Sequence[Alarm]) -> list[Ref
 
 def _begins(event: Refresh | Alarm) -> int:
     """Returns the step after which a change is in force."""
-    if isinstance(event, Alarm):
-        return event.step
-    return event.step if event.applied_step is None else event.applied_step
+    return event.step if isinstance(event, Alarm) else event.applied_step or event.step
 
 
 def _read_events(path: Path, notes: list[str], until: float) -> tuple[Start, list[Event]]:
@@ -280,8 +263,8 @@ def _read_divergences(
     return divergences
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Reads the state in the folder of a checkpoint.
+def read_checkpoint(folder: Path) -> Run:
+    """Reads the state in the folder of a checkpoint: the plan in force, its coverage and the pending refresh.
 
     Raises:
         OSError: it cannot be read.
@@ -306,7 +289,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise ValueError(f"{path} is not a usable state of a checkpoint: {error}") from error
     counted = [] if coverage is None else [Counted(step=step, coverage=coverage, tokens=plan.tokens)]
     provenance = dataclasses.replace(plan.provenance, config=config)
-    return Checkpoint(folder, step, dataclasses.replace(plan, provenance=provenance), counted, pending)
+    plans = [(step, dataclasses.replace(plan, provenance=provenance))]
+    return Run(folder, plans, [], counted, {}, {}, {}, [], pending=pending)
 
 
 @dataclass(frozen=True)

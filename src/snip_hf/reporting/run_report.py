@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import FORWARD, POLICIES, SnipConfig, mean_share, read_shares, shares_text
-from ..estimation.coverage import Coverage
 from ..estimation.table import LAYER
 from ..json_io import short
 from ..layers.labels import LayerLabels
 from ..numerics.formats import FORMATS
-from ..planning.plan import PrecisionPlan
 from ..planning.program import problem
 from ..planning.solver.ilp import solve
 from ..policies.registry import criterion_cost
@@ -90,7 +88,9 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
     if target is not None and isinstance(config.get("target_fp4_fraction"), list):
         _say_some(console, mean_shares_text(run))
     if run.counted:
-        say(console, coverage_text(run.counted[-1].coverage, plan))
+        coverage = run.counted[-1].coverage
+        share = coverage.share * plan.fp4_fraction
+        say(console, f"The plan decides on {coverage.describe()}. FP4 share of all of them: {share:.4f}.")
     if run.refreshes:
         console.print(refresh_table(run))
     elif config.get("fixed_plan"):
@@ -107,8 +107,8 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         say(console, f"Step {run.pending[0]} was probed; its plan is due after step {run.pending[1]}.")
     kept = [refresh for refresh in run.refreshes if refresh.applied_step is None]
     _say_some(console, [f"Step {refresh.step}: plan kept. {refresh.reason}" for refresh in kept])
-    for sentences in (alarm_sentences(run.alarms), retarget_sentences(run.retargets)):
-        _say_some(console, sentences)
+    _say_some(console, [alarm_sentence(alarm) for alarm in run.alarms])
+    _say_some(console, [retarget_sentence(event) for event in run.retargets])
     if run.losses:
         console.print(loss_table(run))
     console.print(plan_table(plan))
@@ -149,12 +149,6 @@ def makes_plans_without_probe(config: Mapping[str, Any]) -> bool:
     return policy is not None and not policy.needs_probe
 
 
-def coverage_text(coverage: Coverage, plan: PrecisionPlan) -> str:
-    """Describes the plan's coverage of the model, and the FP4 share of the whole model."""
-    share = coverage.share * plan.fp4_fraction
-    return f"The plan decides on {coverage.describe()}. FP4 share of all of them: {share:.4f}."
-
-
 def mean_shares_text(run: Run) -> list[str]:
     """Returns a sentence on the mean share of a run with a changing target; [] if its steps are unknown, or a resume
     replaced the target."""
@@ -170,25 +164,17 @@ def mean_shares_text(run: Run) -> list[str]:
     ]
 
 
-def alarm_sentences(alarms: Sequence[Alarm]) -> list[str]:
-    """Returns a sentence per alarm."""
-    return [f"Step {alarm.step}: guard. {alarm.reason}{_followed(alarm)}." for alarm in alarms]
-
-
-def retarget_sentences(retargets: Sequence[Retarget]) -> list[str]:
-    """Returns a sentence per resume with another target."""
-    return [
-        f"Step {event.step}: resumed with another target. "
-        f"{'; '.join(f'{name} was {_value(old)} and is {_value(new)}' for name, (old, new) in event.fields.items())}."
-        for event in retargets
-    ]
-
-
-def _followed(alarm: Alarm) -> str:
+def alarm_sentence(alarm: Alarm) -> str:
+    """Describes an alarm and its consequences."""
+    raised = f"; raised the formats of {len(alarm.changes)} GEMMs" if alarm.action == RAISED else ""
     left_out = ", and skipped the step" if alarm.left_out else ""
-    if alarm.action == RAISED:
-        return f"; raised the formats of {len(alarm.changes)} GEMMs{left_out}"
-    return left_out
+    return f"Step {alarm.step}: guard. {alarm.reason}{raised}{left_out}."
+
+
+def retarget_sentence(event: Retarget) -> str:
+    """Describes a resume with another target."""
+    changes = (f"{name} was {_value(old)} and is {_value(new)}" for name, (old, new) in event.fields.items())
+    return f"Step {event.step}: resumed with another target. {'; '.join(changes)}."
 
 
 def _value(value: object) -> str:

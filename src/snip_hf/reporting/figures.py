@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
-from PIL import Image
 
 from ..estimation.table import LAYER
 from ..json_io import write_atomic
@@ -70,14 +68,11 @@ def figures_of(run: Run) -> dict[str, bytes]:
 
 
 def png(figure: Figure) -> bytes:
-    """Draws the figure as a PNG with a palette of 256 colours, which takes a third of the bytes."""
-    canvas = FigureCanvasAgg(figure)
+    """Draws the figure as a PNG."""
+    data = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a name in a script that the font lacks
-        canvas.draw()
-    data = io.BytesIO()
-    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    picture.quantize(256, dither=Image.Dither.NONE).save(data, "png", optimize=True, dpi=(figure.dpi, figure.dpi))
+        figure.savefig(data, format="png")
     return data.getvalue()
 
 

@@ -92,7 +92,6 @@ class SnipCallback(TrainerCallback):
         # A callback that was added later got no on_init_end.
         check_trainer(args)
         follow_transformers(args)
-        check_launch(self.config, AcceleratorState())
         model = unwrap(kwargs["model"])
         was_plain = not snip_linears(model)
         self._release_ended_runs(model, state)

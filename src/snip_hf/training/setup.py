@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -164,12 +163,9 @@ def _first_in_force(
     model: nn.Module, backend: str, setting: Setting, processes: Processes, record: RunRecord
 ) -> PlanInForce:
     """Makes the first plan, takes the folder for the run, and gives the plan to the layers."""
-    config, flops = setting.config, setting.flops
-    # Absolute, since training may change the working directory.
-    path = None if config.timing_file is None else os.path.abspath(config.timing_file)
-    timed = replace(config, timing_file=path)
+    config = setting.config
     measure = partial(
-        cost_of_all, model, backend=backend, config=timed, flops=flops, processes=processes, log=record.log
+        cost_of_all, model, backend=backend, config=config, flops=setting.flops, processes=processes, log=record.log
     )
     # A rule decides now. An unreachable speed-up is refused before training if the number of tokens is known.
     policy = policy_of(config)

@@ -234,7 +234,7 @@ def test_a_plan_is_applied_exactly_after_its_step_and_stays_until_the_next(run: 
 def test_without_a_delay_a_plan_is_applied_after_the_step_it_was_probed_in(tmp_path: Path) -> None:
     watch = Watch()
     config = fp4_config(first_refresh=1, refresh_every=2, apply_delay=0, granularity="gemm", **FAST)
-    run = train(tmp_path, config, callbacks=[watch], max_steps=3)
+    run = train(tmp_path, config, callbacks=[watch], max_steps=3, warmup_steps=0)
     assert [(line["step"], line["applied_step"], line["decided_step"]) for line in run.refreshes] == [
         (1, 1, 1),
         (3, 3, 3),
@@ -450,7 +450,7 @@ def test_every_kind_of_failure_in_one_run_keeps_the_plan_and_leaves_no_process(
     config = fp4_config(first_refresh=1, refresh_every=2, apply_delay=1, solver_time_limit=0.3, solver="greedy")
     monkeypatch.setattr(refresh, "GRACE", 0.0)
     callback = SnipCallback(config, keep_formats=True)
-    one = {"gradient_accumulation_steps": 1}
+    one = {"gradient_accumulation_steps": 1, "warmup_steps": 0}
     run = train(tmp_path, callback=callback, model=model, callbacks=[NanLoss()], max_steps=10, **one)
     reasons = [(line["step"], line["status"], line["reason"]) for line in run.refreshes]
     assert len(processes) == 4

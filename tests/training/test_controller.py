@@ -1031,15 +1031,13 @@ def test_ties_that_could_not_hold_are_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("policy", ["snip", "fisher"])
-def test_a_probe_at_learning_rate_0_says_that_the_loss_divergence_alone_decides(
-    policy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Not if the policy decides by neither."""
+@pytest.mark.parametrize(("policy", "probed"), [("snip", 3), ("fisher", 2)])
+def test_a_refresh_waits_for_a_learning_rate_above_0(policy: str, probed: int, tmp_path: Path) -> None:
+    """Not if the policy does not weigh updates. A resumed run whose schedule had ended begins with a rate of 0."""
     loop = Loop(fp4_config(**SCHEDULE, policy=policy), tmp_path)
     loop.optimizer.param_groups[0]["lr"] = 0.0
-    loop.run(4)
-    assert caplog.messages == [
-        "snip-hf: all weight divergences of step 2 are 0, as at a learning rate of 0; only the loss divergence decides."
-    ] * (policy == "snip")
-    assert [line["status"] for line in history(tmp_path)[1:]] == ["applied"]
+    loop.run(2)
+    loop.optimizer.param_groups[0]["lr"] = 1e-3
+    loop.run(5)
+    refresh = history(tmp_path)[1]
+    assert (refresh["step"], refresh["status"]) == (probed, "applied")

@@ -318,8 +318,8 @@ def test_a_refresh_waits_for_a_step_that_is_not_left_out_and_a_resumed_run_too(
     assert full.trainer.accelerator.scaler.get_scale() == 65536.0 / 4
     said = [record.getMessage() for record in caplog.records if "GradScaler" in record.getMessage()]
     assert said == [
-        "snip-hf: the gradients of step 2 are not finite in the loss's scale, and the GradScaler skips the step. "
-        "The refresh waits for the first step that is taken."
+        "snip-hf: the refresh of step 2 waits for the next step: the gradients are not finite in the loss's scale, and "
+        "the GradScaler skips the step."
     ]
     for part in ("snip", "checkpoint-3"):
         shutil.copytree(full.folder / part, tmp_path / "resumed" / part)
@@ -334,7 +334,7 @@ def test_steps_that_go_on_overflowing_are_logged_once(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO, "snip_hf"):
         for step in range(2, 16):
             assert schedule.refreshes(step, False)
-            schedule.postpone(step)
+            schedule.postpone(step, "the step is skipped")
     assert [record.levelname for record in caplog.records] == ["INFO"]
     schedule.note_probe(16)
     assert [step for step in range(16, 25) if schedule.refreshes(step, True)] == [16, 20, 24]

@@ -263,7 +263,10 @@ class SnipController:
         if is_left_out:  # there are no gradients to probe with
             self._schedule.postponed = step + 1
         elif self._source.scaling.skips_step(self.model.parameters(), self.processes.everyone):
-            self._schedule.postpone(step)
+            reason = "the gradients are not finite in the loss's scale, and the GradScaler skips the step"
+            self._schedule.postpone(step, reason)
+        elif policy_of(self.config).weighs_updates and self._source.takes_no_step(self.processes.everyone):
+            self._schedule.postpone(step, "the learning rate is 0")
         else:
             # With apply_delay = refresh_every the last plan is due after this very step, whose passes are done.
             run.refresher.apply_due(step)

@@ -271,6 +271,10 @@ class GradientSource:
         self.is_late = self._taken_before not in (None, self._taken)
         self._taken_before = None
 
+    def takes_no_step(self, everyone: Ranks) -> bool:
+        """Returns True if the learning rate is 0, so that no weight is about to change. Collective."""
+        return all(everyone.gather(all(group.get("lr") == 0 for group in groups_of(self._optimizer))))
+
     def unclipped(self, model: nn.Module) -> Iterable[nn.Parameter]:
         """Returns the parameters whose gradients have to be measured before clipping."""
         return model.parameters()

@@ -205,13 +205,6 @@ class Refresher:
         began = time.perf_counter()
         with measured_peak(next(iter(layers.values())).weight) as peak:
             table = self._divergences(step, watch)
-        has_update = any(table.totals(fmt)["weight"] for fmt in config.quantized_formats)
-        if not has_update and policy_of(config).weighs_updates and self._is_trained():
-            self._log.warning(
-                "snip-hf: all weight divergences of step %d are 0, as at a learning rate of 0; only the loss "
-                "divergence decides.",
-                step,
-            )
         self.tie(table.ties)
         program = problem(self._in_force.setting.at_step(step), table) | {"solver": self._solver}
         begun = replace(

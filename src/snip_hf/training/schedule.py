@@ -45,14 +45,10 @@ class Schedule:
         """Notes the step of a refresh."""
         self.last_probe, self.postponed = step, None
 
-    def postpone(self, step: int) -> None:
-        """Puts the refresh of this step off to the next one, since the GradScaler skips this one."""
+    def postpone(self, step: int, reason: str) -> None:
+        """Puts the refresh of this step off to the next one."""
         if self.postponed is None:
-            self._log.info(
-                "snip-hf: the gradients of step %d are not finite in the loss's scale, and the GradScaler skips the "
-                "step. The refresh waits for the first step that is taken.",
-                step,
-            )
+            self._log.info("snip-hf: the refresh of step %d waits for the next step: %s.", step, reason)
         self.postponed = step + 1
 
     @property

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..estimation.batch import Batch, BatchCounts, Objective, copied, is_of_sequences
 from ..layers.run_hooks import RunHook, RunMark
@@ -193,8 +194,8 @@ class TrainingPasses:
         if one is None:
             return
         loss = _loss(output)
-        for tensor in _tensors(output):
-            if tensor.grad_fn is not None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 # The hook holds no output: a hook that holds its own graph would never be freed.
                 tensor.register_hook(partial(self._reached, one, tensor is loss))
 
@@ -221,15 +222,6 @@ def _loss(output: Any) -> Tensor | None:
         found = output[0] if output else None
     is_loss = isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad
     return found if is_loss else None
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yields the tensors in a model's output."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping | list | tuple):
-        for item in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(item)
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int | None:

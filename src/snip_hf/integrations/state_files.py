@@ -98,25 +98,19 @@ class StateFiles:
             )
 
     def read(self, state: TrainerState) -> dict[str, Any] | None:
-        """Returns path and content of the state to resume from; None to start a new plan."""
-        path = self._find_state(state)
-        if path is None:
-            return None
-        try:
-            return {"path": str(path), "state": read_json(path)}
-        except ValueError as error:
-            raise cannot_resume(path, error) from error
-
-    def _find_state(self, state: TrainerState) -> Path | None:
-        """Returns the file to resume from, or None to start a new plan; logs the choice."""
+        """Returns path and content of the state to resume from, or None to start a new plan; logs the choice."""
         if state.global_step == 0 or not self._resume:
             return None
         call = find_call(state)
         assert call is not None
         folder = Path(call.resumes_from)
-        if (folder / STATE_NAME).is_file():
-            logger.info("snip-hf: resuming from %s.", printable(folder / STATE_NAME))
-            return folder / STATE_NAME
+        path = folder / STATE_NAME
+        if path.is_file():
+            logger.info("snip-hf: resuming from %s.", printable(path))
+            try:
+                return {"path": str(path), "state": read_json(path)}
+            except ValueError as error:
+                raise cannot_resume(path, error) from error
         if self._callback in _marks(state):
             raise ValueError(
                 f"The checkpoint of step {state.global_step} was trained with SNIP, but {folder} has no {STATE_NAME}. "

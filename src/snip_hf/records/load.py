@@ -338,21 +338,20 @@ def read_log(
             run left when it was resumed at an earlier checkpoint.
     """
     losses: dict[int, dict[str, float]] = {}
-    log, facts = _latest(folder, notes, refreshes)
-    for entry in log:
+    state = _latest(folder, notes, refreshes)
+    for entry in state.get("log_history", ()):
         for key in ("loss", "eval_loss"):
             if isinstance(entry.get("step"), int) and isinstance(entry.get(key), int | float):
                 losses.setdefault(entry["step"], {})[key] = float(entry[key])
     if not losses:
         notes.append("There is no trainer_state.json with losses (saved with a checkpoint or by trainer.save_state()).")
+    facts = {name: short(state[name]) for name in _FACTS if isinstance(state.get(name), int | float)}
     return dict(sorted(losses.items())), facts
 
 
-def _latest(
-    folder: Path, notes: list[str], refreshes: Sequence[Refresh] | None
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Returns log and facts of the Trainer's state with the most steps: the folder's own or a checkpoint's."""
-    states: list[tuple[int, int, list[dict[str, Any]], dict[str, Any]]] = []
+def _latest(folder: Path, notes: list[str], refreshes: Sequence[Refresh] | None) -> dict[str, Any]:
+    """Returns the Trainer's state with the most steps, the folder's own or a checkpoint's; {} without one."""
+    states: list[dict[str, Any]] = []
     # `hub_strategy="checkpoint"` pushes the second one.
     own = [folder / "trainer_state.json", folder / "last-checkpoint" / "trainer_state.json"]
     for path in (*own, *folder.glob("checkpoint-*/trainer_state.json")):
@@ -361,21 +360,22 @@ def _latest(
         try:
             data = path.read_bytes()[: MAX_JSON_BYTES + 1]
             state = json.loads(data)  # not parse_json: the Trainer writes a NaN loss as NaN
-            states.append((int(state["global_step"]), len(states), list(state["log_history"]), state))
+            states.append(state | {"global_step": int(state["global_step"]), "log_history": list(state["log_history"])})
         except (OSError, ValueError, TypeError, KeyError) as error:
             notes.append(f"{path.relative_to(folder)} cannot be used and is left out: {error!r}")
     if not states:
-        return [], {}
+        return {}
     own_probes = None if refreshes is None else {(refresh.step, refresh.objective) for refresh in refreshes}
-    last = max(one[0] for one in states)
-    matching = [one for one in states if own_probes is None or _probes(one[2]) <= own_probes]
-    step, _, log, state = max(matching or states, key=lambda one: one[:2])
+    states.sort(key=lambda state: state["global_step"])
+    matching = [state for state in states if own_probes is None or _probes(state["log_history"]) <= own_probes]
+    latest = (matching or states)[-1]
+    step, last = latest["global_step"], states[-1]["global_step"]
     if step < last:
         notes.append(
             f"The losses end at step {step}. A Trainer's log up to step {last} is left out: it has refreshes that the "
             "history lacks, so the run was resumed at an earlier step since."
         )
-    return log, {name: short(state[name]) for name in _FACTS if isinstance(state.get(name), int | float)}
+    return latest
 
 
 def _probes(log: Sequence[Mapping[str, Any]]) -> set[tuple[int, float | None]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -300,10 +299,7 @@ def reason_table(run: Run) -> Table | None:
         table.add_column(heading, justify="left" if heading == "layer" else "right")
     labels = LayerLabels(plan.assignment)
     order = sorted(prices, key=lambda group: (stage_of[group], prices[group]))
-    stages = Counter(stage_of[group] for group in order)
-    half = max(1, _MOST_REASONS // 2 // len(stages))
-    place = {group: index for stage in stages for index, group in enumerate(x for x in order if stage_of[x] == stage)}
-    shown = [group for group in order if not half <= place[group] < stages[stage_of[group]] - half]
+    shown = thinned(order, _MOST_REASONS)
     for group in shown:
         layer, gemm = setting.members(group)[0]
         tied = [setting.members(member)[0] for member in ties[group]]
@@ -320,7 +316,7 @@ def reason_table(run: Run) -> Table | None:
         table.add_row(stage, name_text(name), *numbers, price, formats)
     captions = []
     if len(shown) < len(order):
-        captions.append(f"{len(shown):,} of {len(order):,} rows: the cheapest and the most expensive of each stage.")
+        captions.append(f"{len(shown):,} of {len(order):,} rows, evenly spaced in the order of stages and prices.")
     if any(len(tie) > 1 for tie in ties.values()):
         captions.append("x N: N tied rows, named after the first, that share a format; estimates are their sums.")
     if idle := len(options) - len(running):

@@ -75,9 +75,10 @@ def load_tokenizer(section: TokenizerSection, model_name: str | None, train: Doc
     """Returns the given tokenizer, a newly trained one, or (by default) the model's own.
 
     Raises:
-        ValueError: there is no such tokenizer, or it has no end-of-document token.
+        ValueError: there is no such tokenizer, it has no end-of-document token, or one is to be trained on chats.
     """
     if section.vocab_size is not None:
+        _check_text(train)
         return train_tokenizer((row["text"] for row in train), section)
     name = section.name_or_path or model_name
     try:
@@ -121,11 +122,7 @@ def pack(
     Raises:
         ValueError: the documents are chats, or the text is shorter than one sequence.
     """
-    if not isinstance(next(iter(train), {"text": ""})["text"], str):
-        raise ValueError(
-            f"data.text_column={section.text_column!r} has chats, and recipes train on text. Use TRL's SFTTrainer "
-            "(docs/trl.md), or compare settings on chats with eval/compare.py."
-        )
+    _check_text(train)
     arguments = {"tokenizer": tokenizer, "sequence_length": section.sequence_length}
     for name, documents in (("training", train), ("held-out", held_out)):
         if next(packed_sequences(documents, **arguments), None) is None:
@@ -139,6 +136,14 @@ def pack(
     )
     kind = IterableDataset if isinstance(train, IterableDataset) else Dataset
     return kind.from_generator(packed_sequences, _ROW, gen_kwargs={"documents": train, **arguments}), validation
+
+
+def _check_text(documents: Documents) -> None:
+    if not isinstance(next(iter(documents), {"text": ""})["text"], str):
+        raise ValueError(
+            "data.text_column names chats, and recipes train on text. Use TRL's SFTTrainer (docs/trl.md), or compare "
+            "settings on chats with eval/compare.py and the tokenizer of a checkpoint."
+        )
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:

@@ -112,8 +112,11 @@ def test_chats_are_not_packed_as_text(folder: Path, texts: list[str]) -> None:
     file = folder / "chats.jsonl"
     file.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
     asked = section(folder, files=(str(file),), text_column="messages")
-    with pytest.raises(ValueError, match=r"text_column='messages' has chats, and recipes train on text\. Use TRL's"):
-        data.pack(*data.load_documents(asked), tokenizer_of(texts), asked)
+    documents = data.load_documents(asked)
+    with pytest.raises(ValueError, match=r"text_column names chats, and recipes train on text\. Use TRL's"):
+        data.pack(*documents, tokenizer_of(texts), asked)
+    with pytest.raises(ValueError, match=r"text_column names chats, and recipes train on text\. Use TRL's"):
+        data.load_tokenizer(TokenizerSection(vocab_size=300), None, documents[0])
 
 
 def test_text_shorter_than_a_sequence_is_refused(folder: Path, texts: list[str]) -> None:

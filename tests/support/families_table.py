@@ -54,7 +54,7 @@ def shares(text: str) -> dict[str, float]:
 
 def versions() -> tuple[str, ...]:
     """The versions of transformers that the page names, the last one being that of its names."""
-    found = re.search(r"Checked with transformers ([\d., and]+\d)", PAGE.read_text(encoding="utf-8"))
+    found = re.search(r"Checked with\s+transformers ([\d.,\s and]+\d)", PAGE.read_text(encoding="utf-8"))
     assert found is not None
     return tuple(re.findall(r"\d[\d.]*\d", found[1]))
 

@@ -16,12 +16,12 @@ everything is still in the output folder, so it can be called again.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,11 +178,8 @@ def push_plan(
     except EntryNotFoundError:
         card = new_card(name.rpartition("/")[2], "snip-hf")
     card = completed(card, plan_section(plan, name, base_model), model_tags(plan), base_model)
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "plan.json"
-        plan.save(file)
-        content = file.read_bytes()
-    operations = [CommitOperationAdd(PLAN_FILE, content), CommitOperationAdd("README.md", card.encode())]
+    files = {PLAN_FILE: json.dumps(plan.to_dict(), indent=1), "README.md": card}
+    operations = [CommitOperationAdd(path, text.encode()) for path, text in files.items()]
     message = f"Plan of step {plan.provenance.step} by snip-hf"
     commit = hub.create_commit(name, operations, commit_message=message, revision=revision, token=token)
     return str(commit.commit_url)

@@ -234,6 +234,24 @@ def test_formats_that_are_asked_for_stay_after_the_run(fails: bool, tmp_path: Pa
     assert {name for layer in snip_linears(run.model).values() for name in layer.formats.values()} == {"fp4"}
 
 
+class _ReplaceLayer(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        block = kwargs["model"].model.layers[0]
+        block.mlp.up_proj = nn.Linear(block.mlp.up_proj.in_features, block.mlp.up_proj.out_features, bias=False)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_formats_stay_if_a_layer_was_replaced_during_the_run(fails: bool, tmp_path: Path) -> None:
+    """And the error that ended the run is the one that is raised."""
+    callback, others = SnipCallback(AT_ONCE, keep_formats=True), [_ReplaceLayer(), *[Failing()] * fails]
+    run = prepare(tmp_path, callback=callback, callbacks=others, max_steps=2)
+    with pytest.raises(MemoryError) if fails else nullcontext():
+        run.trainer.train()
+    layers = snip_linears(run.model)
+    assert "model.layers.0.mlp.up_proj" not in layers
+    assert {name for layer in layers.values() for name in layer.formats.values()} == {"fp4"}
+
+
 def _lora(**options: Any) -> nn.Module:
     peft = pytest.importorskip("peft")
     with torch.random.fork_rng(devices=[]):

@@ -209,13 +209,15 @@ class SnipCallback(TrainerCallback):
     def _end(self) -> None:
         """Ends a run, even after an error (`_ends_runs`), and restores the plain model unless `keep_formats` is set."""
         controller, reference = self._running(), self._reference
+        # Not by the plan: layers may have been replaced or unfrozen during the run.
+        kept = snip_linears(controller.model).values() if self._keeps_formats else ()
+        in_force = {layer: layer.formats for layer in kept}
         self._files.keep_last()
         self._stop()
-        if self._is_restored:
-            return
         if self._keeps_formats:
-            controller.plan.apply(controller.model)
-        else:
+            for layer, formats in in_force.items():
+                layer.set_formats(formats)
+        elif not self._is_restored:
             restore_model(controller.model)
             if reference is not None:
                 reference.restore()

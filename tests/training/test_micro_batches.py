@@ -6,6 +6,7 @@ import gc
 import json
 import types
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -437,14 +438,19 @@ def test_logits_are_no_loss() -> None:
     assert micro_batches._loss((torch.ones(2, 3, requires_grad=True),)) is None
 
 
-def test_a_bare_loss_is_a_loss(tmp_path: Path) -> None:
+class _NamedOutputs(dict[str, Tensor]):
+    pass
+
+
+@pytest.mark.parametrize("output", [lambda loss: (loss,), lambda loss: _NamedOutputs(loss=loss)], ids=["tuple", "dict"])
+def test_a_bare_loss_is_a_loss(output: Callable[[Tensor], Any], tmp_path: Path) -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = tiny_llama(hidden=32)
 
-        def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor]:
-            return (self.inner(input_ids=input_ids, labels=labels).loss,)
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            return output(self.inner(input_ids=input_ids, labels=labels).loss)
 
     run = train(tmp_path, CONFIG, model=Bare(), **SHORT)
     assert [line["status"] for line in run.refreshes] == ["applied"]

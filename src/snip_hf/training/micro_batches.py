@@ -194,7 +194,8 @@ class TrainingPasses:
         if one is None:
             return
         loss = _loss(output)
-        for tensor in tree_leaves(output):
+        # pytree does not look into a dict of a class of its own.
+        for tensor in tree_leaves(dict(output) if isinstance(output, Mapping) else output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 # The hook holds no output: a hook that holds its own graph would never be freed.
                 tensor.register_hook(partial(self._reached, one, tensor is loss))

@@ -1031,10 +1031,12 @@ def test_ties_that_could_not_hold_are_refused() -> None:
     )
 
 
-@pytest.mark.parametrize(("policy", "probed"), [("snip", 3), ("fisher", 2)])
-def test_a_refresh_waits_for_a_learning_rate_above_0(policy: str, probed: int, tmp_path: Path) -> None:
-    """Not if the policy does not weigh updates. A resumed run whose schedule had ended begins with a rate of 0."""
-    loop = Loop(fp4_config(**SCHEDULE, policy=policy), tmp_path)
+@pytest.mark.parametrize(
+    ("changes", "probed"), [({}, 3), ({"objective": "gradients"}, 2), ({"policy": "fisher"}, 2)], ids=str
+)
+def test_a_refresh_waits_for_a_learning_rate_above_0(changes: dict[str, str], probed: int, tmp_path: Path) -> None:
+    """Not if updates are not weighed. A resumed run whose schedule had ended begins with a rate of 0."""
+    loop = Loop(fp4_config(**SCHEDULE, **changes), tmp_path)
     loop.optimizer.param_groups[0]["lr"] = 0.0
     loop.run(2)
     loop.optimizer.param_groups[0]["lr"] = 1e-3

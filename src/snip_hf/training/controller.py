@@ -73,6 +73,7 @@ class SnipController:
         check_config(config)
         self.config = config
         self.needs_probe = policy_of(config).needs_probe
+        self._weighs_updates = policy_of(config).weighs_updates and config.objective != "gradients"
         self.step = 0
         """Optimizer steps done."""
         self.compiled = compiled_by(accelerator)
@@ -265,7 +266,7 @@ class SnipController:
         elif self._source.scaling.skips_step(self.model.parameters(), self.processes.everyone):
             reason = "the gradients are not finite in the loss's scale, and the GradScaler skips the step"
             self._schedule.postpone(step, reason)
-        elif policy_of(self.config).weighs_updates and self._source.takes_no_step(self.processes.everyone):
+        elif self._weighs_updates and self._source.takes_no_step(self.processes.everyone):
             self._schedule.postpone(step, "the learning rate is 0")
         else:
             # With apply_delay = refresh_every the last plan is due after this very step, whose passes are done.

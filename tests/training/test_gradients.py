@@ -338,3 +338,12 @@ def test_steps_that_go_on_overflowing_are_logged_once(caplog: pytest.LogCaptureF
     assert [record.levelname for record in caplog.records] == ["INFO"]
     schedule.note_probe(16)
     assert [step for step in range(16, 25) if schedule.refreshes(step, True)] == [16, 20, 24]
+
+
+def test_a_first_refresh_that_waits_until_it_is_too_late_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    schedule = Schedule(fp4_config(first_refresh=2, apply_delay=3), 6, logging.getLogger("snip_hf"))
+    for step in range(2, 7):
+        if schedule.refreshes(step, False):
+            schedule.postpone(step, "the learning rate is 0")
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "training ends at step 6, before the plan of a refresh at step 4 would be applied after step 7" in warning

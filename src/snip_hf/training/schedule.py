@@ -50,6 +50,8 @@ class Schedule:
         if self.postponed is None:
             self._log.info("snip-hf: the refresh of step %d waits for the next step: %s.", step, reason)
         self.postponed = step + 1
+        if self.last_probe is None:
+            self.warn_if_too_late(self.postponed)
 
     @property
     def first_refresh(self) -> int:

@@ -29,23 +29,23 @@ PAGES = [
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # Page -> number of a block on it, from 1 -> why it does not run here.
+# Page -> number of a block that is not run here -> what it needs, and what runs it elsewhere.
 NOT_RUN = {
     "docs/distributed.md": {
-        1: "needs four processes",
-        2: "needs DDP",
-        3: "needs FSDP2",
-        4: "needs the processes of a pipeline",
-        7: "needs processes under DDP",
+        1: "DDP: tests/distributed/devices.py, and on two H200s benchmarks/speed.py",
+        2: "FSDP2: tests/parallel/test_sharding.py, and on two H200s benchmarks/multi_gpu_speed.py",
+        3: "four processes: tests/distributed/test_distributed_config.py",
+        4: "the processes of a pipeline: tests/distributed/test_pipeline.py",
+        7: "processes under DDP: tests/parallel/test_gradient_compression.py",
     },
-    "docs/hopper.md": dict.fromkeys((1, 2), "needs a Hopper GPU"),
-    "docs/kernels.md": {1: "needs a Blackwell GPU"},
-    "docs/models.md": {3: "loads a checkpoint of the reader's run"},
-    "docs/optimizers.md": {1: "needs a GPU", 2: "needs a GPU"},
-    "docs/results.md": {1: "reads the repository's lines; test_results.py runs it"},
-    "docs/sharing.md": dict.fromkeys(range(1, 5), "needs the Hub; tests/integrations/test_hub.py has one")
-    | dict.fromkeys((5, 6), "loads what `snip-hf export` wrote; tests/integrations/test_export.py does"),
-    "docs/trl.md": {1: "needs TRL, and a model from the Hub; tests/integrations/test_trl.py has such runs"}
-    | dict.fromkeys((2, 3), "need TRL, and a model from the Hub; tests/integrations/test_trl.py runs them on another"),
+    "docs/hopper.md": dict.fromkeys((1, 2), "an H200: benchmarks/speed.py trained so"),
+    "docs/kernels.md": {1: "a Blackwell GPU: not run"},
+    "docs/models.md": {3: "a checkpoint of the reader's run: tests/integrations/test_experts_in_training.py"},
+    "docs/optimizers.md": dict.fromkeys((1, 2), "a GPU: tests/training/test_gradients.py"),
+    "docs/results.md": {1: "the repository's lines: tests/around/test_results.py"},
+    "docs/sharing.md": dict.fromkeys(range(1, 5), "the Hub: tests/integrations/test_hub.py has one")
+    | dict.fromkeys((5, 6), "what `snip-hf export` wrote: tests/integrations/test_export.py"),
+    "docs/trl.md": dict.fromkeys((1, 2, 3), "TRL, a model from the Hub: tests/integrations/test_trl.py has another"),
 }
 # Their blocks take longest.
 TRAINING = ("docs/accelerate.md", "docs/distributed.md", "docs/reliability.md", "docs/reports.md", "docs/trainer.md")
@@ -200,3 +200,7 @@ def test_the_blocks_that_do_not_run_are_there() -> None:
     left_out = {(page, number) for page, numbers in NOT_RUN.items() for number in numbers}
     assert left_out <= {(page, number) for page, blocks in SHOWN.items() for number in range(1, len(blocks) + 1)}
     assert all((ROOT / page).is_file() for page in (*TRAINING, *BEFORE))
+    for reason in {reason for numbers in NOT_RUN.values() for reason in numbers.values()}:
+        files = re.findall(r"(?:tests|benchmarks)/[\w/]+\.py", reason)
+        assert files or reason.endswith(": not run"), reason
+        assert all((ROOT / file).is_file() for file in files), reason

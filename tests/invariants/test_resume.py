@@ -190,7 +190,7 @@ def test_a_moved_checkpoint_is_found_whatever_lies_in_the_output_folder(full: Ru
 def test_a_checkpoint_trained_without_snip_is_continued_with_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saving = SAVING | {"save_steps": 5, "max_steps": 12}
+    saving = SAVING | {"save_steps": 5, "max_steps": 12, "lr_scheduler_type": "constant"}
     train(tmp_path, **saving | {"max_steps": 5})
     resumed = train(tmp_path, CONFIG, resume=tmp_path / "checkpoint-5", **saving)
     expected = (

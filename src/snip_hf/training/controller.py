@@ -261,6 +261,7 @@ class SnipController:
             if self._schedule.reads_findings(step):
                 self._layers.log_findings()
             return
+        run.refresher.note(f"at the refresh of step {step}")
         if is_left_out:  # there are no gradients to probe with
             self._schedule.postponed = step + 1
         elif self._source.scaling.skips_step(self.model.parameters(), self.processes.everyone):

@@ -134,7 +134,7 @@ class Refresher:
             step: the optimizer step that is about to be taken, from 1.
             watch: of the step; None: nobody captured it, and the refresh fails.
         """
-        self._note(f"at the refresh of step {step}")
+        self.note(f"at the refresh of step {step}")
         with self._in_force.keeping(step):
             with self._everyone.together():
                 if watch is None:
@@ -155,7 +155,7 @@ class Refresher:
         pending = self.pending
         if pending is not None and step >= pending.due:
             self.pending = None
-            self._note(f"at the application of the plan of step {pending.step}")
+            self.note(f"at the application of the plan of step {pending.step}")
             with self._in_force.keeping(step, lambda: pending.begun):
                 self._apply(pending, step)
 
@@ -240,7 +240,7 @@ class Refresher:
         order = {layer: index for index, layer in enumerate(self._in_force.setting.flops)}
         return replace(table, rows=tuple(sorted(table.rows, key=lambda row: order[row.layer])))
 
-    def _note(self, place: str) -> None:
+    def note(self, place: str) -> None:
         """Names the point at which the ranks exchange data next, for messages about waiting."""
         self._processes.note(f"{place} ({_RUNS_OUT})")
 

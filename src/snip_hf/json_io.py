@@ -25,17 +25,26 @@ _MAX_INDENTED = 2**16
 
 
 def write_json_atomic(path: str | os.PathLike[str], document: Any) -> None:
-    """Writes `document` as JSON, see `write_atomic`.
+    """Writes `json_bytes`, see `write_atomic`.
 
     Raises:
         OSError: the file cannot be written; the old file stays.
-        ValueError, TypeError: `document` is not JSON data (without NaN and infinity), or is too large to be read back.
+        ValueError, TypeError: as `json_bytes`.
+    """
+    write_atomic(path, json_bytes(document))
+
+
+def json_bytes(document: Any) -> bytes:
+    """Returns `document` as JSON, indented unless it is large.
+
+    Raises:
+        ValueError, TypeError: it is not JSON data (without NaN and infinity), or is too large to be read back.
     """
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
     if len(text) <= _MAX_INDENTED:
         text = json.dumps(document, indent=1, allow_nan=False)
     _check_size(len(text))
-    write_atomic(path, f"{text}\n".encode())
+    return f"{text}\n".encode()
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:

@@ -16,7 +16,6 @@ everything is still in the output folder, so it can be called again.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -29,6 +28,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 from torch import nn
 
+from ..json_io import json_bytes
 from ..kernels.backend import BACKENDS
 from ..parallel.sharding import compute_device
 from ..planning.plan import PrecisionPlan
@@ -178,8 +178,8 @@ def push_plan(
     except EntryNotFoundError:
         card = new_card(name.rpartition("/")[2], "snip-hf")
     card = completed(card, plan_section(plan, name, base_model), model_tags(plan), base_model)
-    files = {PLAN_FILE: json.dumps(plan.to_dict(), indent=1), "README.md": card}
-    operations = [CommitOperationAdd(path, text.encode()) for path, text in files.items()]
+    files = {PLAN_FILE: json_bytes(plan.to_dict()), "README.md": card.encode()}
+    operations = [CommitOperationAdd(path, data) for path, data in files.items()]
     message = f"Plan of step {plan.provenance.step} by snip-hf"
     commit = hub.create_commit(name, operations, commit_message=message, revision=revision, token=token)
     return str(commit.commit_url)
